@@ -235,9 +235,7 @@ def faults(
 
 @app.command("soak")
 def soak(
-    model: Annotated[
-        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
-    ] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
     minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
     kv_transport: KVTransport = "shm",
     faults: Faults = "",
@@ -257,9 +255,7 @@ def soak(
 @app.command("simulator")
 def simulator(
     costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile, for the same model and flags.")],
-    model: Annotated[
-        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
-    ] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
     layouts: Annotated[str, typer.Option(help="With commas; an unknown one lists them; default: all.")] = "",
     num_requests: Annotated[int, typer.Option(min=1, help="Of each configuration.")] = 120,
     flags: Annotated[str, typer.Option(help="Flags of `serve` for the real clusters, as in a shell.")] = "",

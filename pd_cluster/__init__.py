@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {  # name -> its module, imported on first use: processes that do not need it stay light
+_MODULES = {  # name -> its module, imported on first use, so that other processes stay small
     "AsyncEngineArgs": "offline.async_llm",
     "AsyncLLMEngine": "offline.async_llm",
     "EngineArgs": "offline.async_llm",

@@ -1,7 +1,7 @@
-"""Facts of this host as a process may use them: memory, cores and disk, within the limits of its control groups.
+"""Reads what this process may use of the host: memory, cores and disk, within the limits of its control groups.
 
-Reads /proc and control groups of both versions. Knows nothing of devices, models or settings. `root` is the root of the
-file system, for tests.
+Supports control groups of both versions. Knows nothing of devices, models or settings. `root` is the root of the file
+system, for tests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 ROOT = Path("/")
 GIB = 1 << 30
-NO_LIMIT = 1 << 60  # of bytes; version 1 writes a number near 2**63 where there is no limit
+NO_LIMIT = 1 << 60  # bytes; version 1 writes a number near 2**63 if there is no limit
 
 
 class HostMemory(NamedTuple):
-    """Bytes that new allocations may take, the limit that they are part of, and whose it is.
+    """Memory for new allocations. `where`: whose `limit` bounds it.
 
-    `available` counts page cache that the kernel gives back as free.
+    `available` includes page cache that the kernel can reclaim.
     """
 
     available: int
@@ -35,7 +35,7 @@ class HostMemory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The names of a controller's files in one version. `total`: before names in memory.stat that count children."""
+    """The names of a controller's files in one version. `total`: prefix of names in memory.stat that count children."""
 
     limits: tuple[str, ...]
     usage: str
@@ -49,7 +49,7 @@ FILES = {
 
 
 def memory(root: Path = ROOT) -> HostMemory:
-    """Returns the host's memory, or that of the control group above this process that leaves the least."""
+    """Returns the memory of the host, or of the control group of this process that leaves the least."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text("ascii").splitlines())
     sizes = {name: int(fields[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal")}
     found = [HostMemory(sizes["MemAvailable"], sizes["MemTotal"], "this host")]
@@ -68,7 +68,7 @@ def cores() -> frozenset[int]:
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Counts the cores that this process may run on, or those that its control groups' quotas are worth if fewer."""
+    """Counts the cores that this process may run on, or the cores that its control groups' quotas allow, if fewer."""
     return max(1, math.ceil(min(len(cores()), cores_quota(root))))
 
 
@@ -80,7 +80,7 @@ def cores_quota(root: Path = ROOT) -> float:
 def num_killed_for_memory(root: Path = ROOT) -> int:
     """Counts the processes that the kernel has killed for lack of memory, in this control group and those above it.
 
-    Without any that can be seen, on the whole host.
+    If no control group is visible, counts those of the whole host.
     """
     files = {2: "memory.events", 1: "memory.oom_control"}
     found = [_counter(folder / files[version], "oom_kill") for version, folder, _ in _groups("memory", root)]
@@ -89,7 +89,7 @@ def num_killed_for_memory(root: Path = ROOT) -> int:
 
 
 def own_nbytes(root: Path = ROOT) -> int:
-    """Returns the memory that this process does not share with others, 0 where the kernel does not say."""
+    """Returns the memory that this process does not share with others; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError):
         lines = (root / "proc/self/smaps_rollup").read_text("ascii").splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty:"))
@@ -97,14 +97,12 @@ def own_nbytes(root: Path = ROOT) -> int:
 
 
 def open_files() -> tuple[int, int]:
-    """Returns how many files this process may have open, and how far it may raise that itself."""
+    """Returns this process's limit of open files, and the highest limit that it may set."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files(wanted: int) -> int:
-    """Lets this process, and its later children, have that many files open, or as many as the system allows; returns
-    how many it may have.
-    """
+    """Raises the limit of open files of this process and its later children, as far as allowed; returns the limit."""
     soft, hard = open_files()
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= allowed:
@@ -119,7 +117,7 @@ def free_nbytes(folder: str | Path) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path, str]]:
-    """Yields (version, folder, name) of this process's control group and of each one above it that can be seen."""
+    """Yields (version, folder, name) of this process's control group and of each visible group above it."""
     with contextlib.suppress(OSError, ValueError):
         mounts = list(_mounts(root))
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
@@ -161,7 +159,7 @@ def _number(file: Path) -> int:
 
 
 def _reclaimable(folder: Path, total: str) -> int:
-    """Returns the page cache that the kernel gives back: files that nobody maps, or has not used for a while."""
+    """Returns the page cache that the kernel can reclaim: files that are not mapped, or not used recently."""
     stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
     inactive, active, mapped = (
         int(stat.get(f"{total}{name}", 0))

@@ -1,4 +1,4 @@
-"""Settings that affect a model's numbers: both ends of a link must agree on them, and prefix roots hash them.
+"""Settings that affect a model's results: both ends of a link must agree on them, and prefix roots hash them.
 
 Imports no torch. model/layers/rope/rope_scaling.py defines how a model uses positions.
 """
@@ -16,8 +16,8 @@ import msgspec
 
 from pd_cluster.errors import ModelError, called
 
-# Apart from `rope`, `key_order` and `bf16_way`, which follow from others. `deterministic` changes the attention, so it
-# comes first.
+# Without `rope`, `key_order` and `bf16_way`, which follow from others. `deterministic` comes first, because it changes
+# the attention.
 SETTINGS = (
     "dtype",
     "quantization",
@@ -32,23 +32,23 @@ BF16_WAY = f"the way of products in bfloat16, which follows from the processor (
 WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
 CODES_WAY = f"the way of quantized products, which follows from the version (same {called('quantization')}: upgrade),"
 DYNAMIC, LONGROPE, YARN, LINEAR = "dynamic", "longrope", "yarn", "linear"
-ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings count a factor already
+ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings include the factor
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
-ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's first name
+ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's former name
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How positions beyond the trained length are rotated, where that depends on a request's length.
+    """How positions beyond the trained length are rotated, if that depends on a request's length.
 
     `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens, another
-    beyond. A request's length is its prompt plus the most tokens that it may get. It is known when the request arrives
-    and never changes, so all its keys are rotated alike, wherever and whenever they are computed.
+    beyond. A request's length is its prompt plus the most tokens that it may generate. It is known on arrival and never
+    changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
     """
 
-    kind: str = ""  # "": positions mean the same in every request
-    reach: int = 0  # tokens; shorter requests are rotated as if this were absent
-    most: int = 0  # the most tokens of a request, where more than `reach` are allowed
+    kind: str = ""  # "": the rotation does not depend on the request
+    reach: int = 0  # tokens; requests up to this length are rotated without scaling
+    most: int = 0  # the most tokens of a request, if more than `reach` are allowed
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RopeScaling:
@@ -65,7 +65,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     def _of(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> RopeScaling:
         if kinds := [name for name, each in given.items() if isinstance(each, dict) and _kind_of(each) == LONGROPE]:
             raise ModelError(
-                f"config.json: rope_parameters.{kinds[0]}: longrope of one kind of layers alone is not supported"
+                f"config.json: rope_parameters.{kinds[0]}: longrope for only one kind of layers is not supported"
             )
         kind, trained = _kind_of(given), int(config.get("max_position_embeddings") or 0)
         if kind == DYNAMIC and given.get("alpha"):  # Hunyuan's: a fixed base, at every length
@@ -81,7 +81,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         return cls()
 
     def length(self, num_tokens: int) -> int:
-        """Returns the number that decides how a request of this many tokens is rotated; 0: as a short one."""
+        """Returns the length that determines the rotation of a request of this many tokens; 0: no scaling."""
         if num_tokens <= self.reach or not self.kind:
             return 0
         return num_tokens if self.kind == DYNAMIC else self.reach + 1
@@ -90,7 +90,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that are rotated more slowly, alike in every request: by YaRN, or linearly.
 
-    `reach`: how many the model then has. As in vLLM, it is the factor times YaRN's original positions, or the config's.
+    `reach`: the number of positions. As in vLLM, it is the factor times YaRN's original positions, or the config's.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RopeStretch | None:
-        """Reads a config.json; None: positions are not stretched. Raises ModelError for a factor that is no number."""
+        """Reads a config.json; None: positions are not stretched. Raises ModelError for an invalid factor."""
         rope = config.get("rope_parameters") or config.get("rope_scaling")
         if not isinstance(rope, dict) or not isinstance(positions := config.get("max_position_embeddings"), int):
             return None
@@ -121,15 +121,15 @@ class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
+    """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend on other devices.
 
-    `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    those of a folder are part of its identity. Where activations become codes, also WHOLE_ROWS: on several ranks,
-    earlier versions had codes of each rank's part of a row, and other numbers. Elsewhere on a CPU LONG_SPANS: earlier
-    versions added in another order. `quantize_head`: the scheme of the
-    output layer. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
-    `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
-    weights of bfloat16 (native/products), if it does.
+    `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load
+    (a folder's own quantization is part of its identity), with a suffix that tells versions of different results apart:
+    WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a row), LONG_SPANS otherwise
+    on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the output layer.
+    `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
+    KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies bfloat16 weights (native/products); "": it
+    does not.
     """
 
     device: str = "cpu"
@@ -149,9 +149,9 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def difference(self, other: Numerics, mixes_kv: bool = False) -> tuple[str, str, str] | None:
-        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in their attention.
+        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in attention.
 
-        `mixes_kv`: the pools may differ.
+        `mixes_kv`: the pools' dtypes may differ.
         """
         ignored = {"kv_cache_dtype"} if mixes_kv else set()
         for name in SETTINGS:
@@ -175,7 +175,7 @@ def _written(value: str | bool) -> str:
 
 
 def canonical(overrides: Mapping[str, Any]) -> str:
-    """Returns the same text for equal overrides; a whole number has one form however it is written."""
+    """Returns the same text for equal overrides; 1 and 1.0 are equal."""
     return json.dumps(_plain(overrides), sort_keys=True, separators=(",", ":"))
 
 
@@ -190,8 +190,9 @@ def _plain(value: Any) -> Any:
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with `overrides` in place of its own values; mappings are merged into existing ones.
 
-    Positions have two names, `rope_parameters` (with `rope_theta` inside) and `rope_scaling` (with it beside): an
-    override by either name goes into the one that config.json has. Raises ModelError for an override without effect.
+    Positions have two names, `rope_parameters` (with `rope_theta` inside) and `rope_scaling` (with `rope_theta` next to
+    it). An override by either name changes the one that config.json has. Raises ModelError for an override without
+    effect.
     """
     merged = dict(config)
     for name, value in overrides.items():
@@ -240,15 +241,15 @@ def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None
 
 
 def _override_kinds(config: dict[str, Any], own: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Overrides each kind of layers separately, where each has a rope of its own."""
+    """Overrides each kind of layers separately, if each has its own rotary embedding."""
     given = overrides.get("rope_parameters")
     others = [name for name in ROPE_FIELDS if name != "rope_parameters" and name in overrides]
     fits = isinstance(given, dict) and all(name in own and isinstance(given[name], dict) for name in given)
     if others or not isinstance(given, dict) or not fits:
         raise ModelError(
-            f"{called('hf_overrides')} {', '.join(others) or 'rope_parameters'}: this model's layers are turned by "
-            f"their kind; "
-            f'give {{"rope_parameters": {{KIND: {{…}}}}}} for some of {", ".join(own)}'
+            f"{called('hf_overrides')} {', '.join(others) or 'rope_parameters'}: this model has separate rotary "
+            f"embeddings for each kind of layer; "
+            f'give {{"rope_parameters": {{KIND: {{…}}}}}} with KIND one of {", ".join(own)}'
         )
     config["rope_parameters"] = {name: {**each, **given.get(name, {})} for name, each in own.items()}
 

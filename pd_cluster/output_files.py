@@ -1,8 +1,8 @@
-"""Files that an operator names for a command's output, such as `-o FILE` and `--json FILE`.
+"""Writes files that an operator names for a command's output, such as `-o FILE` and `--json FILE`.
 
-They mean what they mean in a shell: a link is followed; a pipe, a device and standard output are written to. Unlike in
-a shell, a file that is there is replaced when the new one is whole, so that a full disk loses nothing, and a pipe's
-reader is not waited for without end.
+As in a shell, a link is followed, and a pipe, a device or standard output is written to. Unlike in a shell, an existing
+file is replaced only when the new one is complete, so that a full disk loses nothing, and the wait for a pipe's reader
+is bounded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pd_cluster.errors import ConfigError
 
 READER_WAIT_S = 60.0
 PAUSE_S = 0.1
-MODE = 0o666  # less the umask, as in a shell
+MODE = 0o666  # minus the umask, as in a shell
 STANDARD = (1, 2)  # standard output and error
 
 
 def open_output(file: str, flag: str, flags: int = os.O_WRONLY, wait_s: float | None = None) -> int:
-    """Opens a file to append to it, or a pipe or a device. Raises ConfigError, also if nobody opens a pipe to read."""
+    """Opens a file to append to it, or a pipe or a device. Raises ConfigError, also for a pipe without a reader."""
     flags |= os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     until_s = time.monotonic() + (READER_WAIT_S if wait_s is None else wait_s)
     while True:
@@ -42,7 +42,7 @@ def open_output(file: str, flag: str, flags: int = os.O_WRONLY, wait_s: float | 
 
 
 def write_output(file: str, flag: str, data: bytes) -> None:
-    """Writes what is to be the whole content. Raises ConfigError, and then a file that was there is as it was."""
+    """Writes the whole content. Raises ConfigError, and then an existing file is unchanged."""
     try:
         if (descriptor := _standard(file)) is not None:
             _write(descriptor, data)
@@ -59,7 +59,7 @@ def write_output(file: str, flag: str, data: bytes) -> None:
 
 
 def _standard(file: str) -> int | None:
-    """Returns standard output or error if `file` is a name of it, such as /dev/stdout; its file is not replaced."""
+    """Returns the descriptor of standard output or error if `file` names it, as /dev/stdout does."""
     with contextlib.suppress(OSError):
         found = os.stat(file)
         return next((each for each in STANDARD if os.path.samestat(found, os.fstat(each))), None)
@@ -73,7 +73,7 @@ def _is_pipe(file: str) -> bool:
 
 
 def _replace(file: str, data: bytes) -> None:
-    """Writes beside the file's place, with the access of the one that is there, and renames. Raises OSError."""
+    """Writes a temporary file in the same folder, with the existing file's access, and renames it. Raises OSError."""
     beside = Path(f"{file}.{secrets.token_hex(8)}.tmp")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)

@@ -1,6 +1,6 @@
-"""Files in folders that belong to this user alone: opened by handles of their folders, and no link is followed.
+"""Files in folders that belong to this user alone: opened relative to folder handles, without following links.
 
-A pipe or a device in a file's place keeps nobody waiting. Output that an operator names is output_files.py's.
+A pipe or a device in a file's place never blocks. output_files.py writes the files that an operator names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK 
 
 
 def open_folder(root: Path, place: str, named: str) -> int:
-    """Opens `root`/`place` part by part, making what is missing; the root's own folder must be there.
+    """Opens `root`/`place` part by part, and makes missing folders; the folder of `root` must exist.
 
-    `named`: the setting that says where. Raises ConfigError: not a folder of this user's alone.
+    `named`: the setting that gives the path. Raises ConfigError unless the folder belongs to this user alone.
     """
     path = Path()
     folder: int | None = None
@@ -42,13 +42,13 @@ def open_folder(root: Path, place: str, named: str) -> int:
         known = os.fstat(folder)
         if known.st_uid != os.geteuid() or known.st_mode & 0o077:
             os.close(folder)
-            raise ConfigError(f"{named} {path}: must be a folder of this user's with mode 0700")
+            raise ConfigError(f"{named} {path}: must be a folder of this user with mode 0700")
     assert folder is not None
     return folder
 
 
 def check_folder(path: Path, named: str, files: tuple[str, ...] = ()) -> None:
-    """Makes a folder of this user's alone, or checks that it is one, and that `files` there are files or missing.
+    """Makes a private folder, or checks that it is private, and that each of `files` in it is a file or missing.
 
     Raises ConfigError.
     """
@@ -63,7 +63,7 @@ def check_folder(path: Path, named: str, files: tuple[str, ...] = ()) -> None:
 
 
 def open_own(file: Path | str, flags: int = READ, folder: int | None = None) -> int:
-    """Opens a plain file of a private folder. Raises OSError, also for a link, a pipe or a device in its place."""
+    """Opens a plain file of a private folder. Raises OSError, also for a link, a pipe or a device."""
     descriptor = os.open(file, flags, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -72,12 +72,12 @@ def open_own(file: Path | str, flags: int = READ, folder: int | None = None) -> 
 
 
 def reading(file: Path) -> BinaryIO:
-    """Returns a stream of a private folder's file. Raises OSError."""
+    """Opens a file of a private folder to read it. Raises OSError."""
     return os.fdopen(open_own(file), "rb")
 
 
 def write_whole(folder: int, name: str, data: bytes | memoryview) -> None:
-    """Writes a file beside its place and renames it. Raises OSError, and then leaves nothing."""
+    """Writes a temporary file and renames it to `name`. Raises OSError, and then leaves no file."""
     unfinished = f"{name}.tmp"
     remove(folder, unfinished)
     try:
@@ -93,7 +93,7 @@ def write_whole(folder: int, name: str, data: bytes | memoryview) -> None:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Raises OSError, and then a part may be written."""
+    """Writes all of `data`. Raises OSError; then a part may have been written."""
     at, whole = 0, memoryview(data)
     while at < len(whole):
         at += os.write(descriptor, whole[at:])

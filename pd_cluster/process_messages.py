@@ -1,4 +1,4 @@
-"""Messages between processes outside of the mailbox, as JSON.
+"""Messages between processes that do not go through the mailbox, as JSON.
 
 A worker describes itself over HTTP, a rank process reports to its parent, and the scheduler and its API processes
 report to each other.
@@ -21,10 +21,10 @@ Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a worker. It has ports only: hosts always come from the rank table.
+    """Identity of a worker. It has ports, but no host: hosts always come from the rank table.
 
-    Anyone may read it, so nothing here is derived from the cluster's secret; `public_key` is trusted once the worker
-    has proven itself over a connection with that key.
+    Anyone may read it, so no field is derived from the cluster's secret. `public_key` is trusted once the worker has
+    authenticated over a connection with that key.
     """
 
     name: str
@@ -34,7 +34,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: list[str]
     epoch: int
     pid: int
-    rank_pids: list[int] = []  # in the order of the ranks, as far as they have started
+    rank_pids: list[int] = []  # of the ranks that have started, in order
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""
@@ -45,14 +45,14 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     further_layouts: Layouts = []  # of the other groups
     max_num_seqs: int = 0  # sequences in one step
     tp_size: int = 1
-    unit: ShortText = ""  # of the instances that compute experts together; "": it is in none
+    unit: ShortText = ""  # the group of instances that compute experts together; "": none
     unit_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
     unit_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     error: str = ""
 
     @property
     def layouts(self) -> list[LayoutInfo]:
-        """Returns the layouts of all groups of layers; none before the worker has them."""
+        """Returns the layouts of all groups of layers; empty before the worker has them."""
         return [] if self.layout is None else [self.layout, *self.further_layouts]
 
 
@@ -61,13 +61,13 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     state: Literal["forming", "ready", "failed"]
     error: str = ""  # with settings as errors.called marks them
-    lost: str = ""  # the other rank whose loss made this one end, if any
+    lost: str = ""  # the lost rank that made this rank end, if any
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0
-    max_num_seqs: int = 0  # states may leave room for fewer than the settings ask for
+    max_num_seqs: int = 0  # memory for recurrent states may allow fewer than the settings ask for
     layout: LayoutInfo | None = None  # of the first group of layers
     num_blocks: int = 0  # likewise
     further_layouts: Layouts = []  # of the other groups
@@ -89,13 +89,13 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: all instances, in the order of the table; sent whenever one has changed."""
+    """Scheduler to API process: all instances, in the order of the table; sent when one has changed."""
 
     views: list[InstanceView]
 
 
 class OthersTokens(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: tokens of work that the other API processes have sent, by instance."""
+    """Scheduler to API process: tokens of unfinished work that the other API processes have sent, by instance."""
 
     tokens: dict[str, int]
 
@@ -103,7 +103,7 @@ class OthersTokens(msgspec.Struct, frozen=True, tag=True):
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """A histogram: how many values fell into each bucket, and their sum in millionths.
 
-    All are whole numbers, so that rounding never makes a total of several processes shrink, in whatever order it is
+    All are integers, so that rounding never makes a total of several processes shrink, in whatever order they are
     added.
     """
 
@@ -112,23 +112,23 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Everything that a process has counted since it began, by the names of cluster/records/request_stats.py."""
+    """All counts of a process since its start, by the names of cluster/records/request_stats.py."""
 
     counters: dict[str, int] = {}
     histograms: dict[str, Buckets] = {}
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True):
-    """The work that a process serves right now."""
+    """The current work of a process."""
 
     num_requests: int = 0  # over HTTP, from the first byte to the last
-    num_streams: int = 0  # that have been routed
-    num_waiting: int = 0  # that wait for their turn to be routed
-    num_waiting_tokens: int = 0  # of their prompts, and of the answers that are expected
+    num_streams: int = 0  # routed requests
+    num_waiting: int = 0  # requests that wait to be routed
+    num_waiting_tokens: int = 0  # of waiting prompts and their expected answers
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of the adapters of requests that have their first token, and of those that have not."""
+    """Digests of the adapters of requests that have their first token, and of requests that wait for it."""
 
     running: list[str] = []
     waiting: list[str] = []
@@ -144,7 +144,7 @@ class AllStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class OthersBusy(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: the others' work right now, in place of that of the last AllStats."""
+    """Scheduler to API process: the other processes' current work, which replaces that of the last AllStats."""
 
     busy: Busy
 
@@ -159,7 +159,7 @@ class MoveOn(msgspec.Struct, frozen=True, tag=True):
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A key of --api-key-file. `digest`: HMAC-SHA256 of the key under the file's salt, in hexadecimal.
 
-    `models` None: all that are served. Limits are whole numbers per minute, 0: none. `expires_s` is Unix time.
+    `models` None: all served models. Limits are integers per minute; 0: no limit. `expires_s` is Unix time.
     """
 
     id: str
@@ -178,7 +178,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Keys(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: all keys of --api-key-file from now on.
 
-    `slots`: each key's record in the shared memory of limits. `tenants`: those that metrics show by name.
+    `slots`: each key's record in the shared memory of limits. `tenants`: the tenants that metrics show by name.
     """
 
     salt: str
@@ -195,10 +195,10 @@ class AdapterNames(msgspec.Struct, frozen=True, tag=True):
 
 
 class PauseUpdate(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: what becomes of new requests, and requests to end now; `version` grows.
+    """Scheduler to API process: what happens to new requests, and which requests to end now; `version` grows.
 
-    `aborts`: the names that clients have of them; empty: all; None: none. `keeps`: running ones leave their instances
-    until the gate is open.
+    `aborts`: client-visible names of requests to end; empty: all; None: none. `keeps`: running requests leave their
+    instances until the gate is open.
     """
 
     gate: Gate = "open"
@@ -208,7 +208,7 @@ class PauseUpdate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: drain and stay; a second Stop ends the process at once."""
+    """Scheduler to API process: drain, but keep running; a second Stop ends the process at once."""
 
 
 ToApi = Instances | OthersTokens | AllStats | OthersBusy | MoveOn | Keys | AdapterNames | PauseUpdate | Stop
@@ -220,9 +220,9 @@ class Outstanding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ApiReport(msgspec.Struct, frozen=True):
-    """API process to scheduler: work that was sent and has not finished yet, by instance.
+    """API process to scheduler: unfinished work that it has sent, by instance.
 
-    `is_idle`: it received Stop and serves nothing any more. `stats` None: unchanged since the last report.
+    `is_idle`: the process has received Stop and serves no request. `stats` None: unchanged since the last report.
     """
 
     outstanding: dict[str, Outstanding]

@@ -1,12 +1,12 @@
-"""Output of `pd-cluster bench` and of benchmarks: figures with units, spread and goals.
+"""Prints and writes the figures of `pd-cluster bench` and of benchmarks, with units, spread and goals.
 
 The file of `--json FILE`:
 
     {"command": "pd-cluster bench serve …", "machine": "…", "commit": "…",
      "results": [{"name", "value", "unit", "better": "higher" | "lower", "samples", "spread", "goal", "met"}]}
 
-`value` is null when nothing could be measured. `samples` is the number of measured values behind `value`; `spread` is
-their interquartile range divided by their median, null below two. `goal` and `met` are null where no goal was set; a
+`value` is null if nothing could be measured. `samples` is the number of measurements that `value` summarizes; `spread`
+is their interquartile range divided by their median, null below two. `goal` and `met` are null if no goal was set; a
 goal without a value is not met. Does not depend on the measurements; imports no torch.
 """
 
@@ -91,7 +91,7 @@ class Report:
         write_output(file, "--json", (json.dumps(self.to_json(), indent=2) + "\n").encode())
 
     def show(self, title: str) -> None:
-        """Prints the table; the columns for goals appear only where there is a goal."""
+        """Prints the table; the columns for goals appear only if there is a goal."""
         headers = ["", "value", "unit", "spread", "samples"]
         rows = [[r.name, _number(r.value), r.unit, _percent(r.spread), str(r.samples)] for r in self.results]
         if any(result.goal is not None for result in self.results):
@@ -110,11 +110,11 @@ def check_writable(file: str, flag: str = "--json") -> None:
     """Checks `file` before a benchmark spends time on its contents. Raises ConfigError."""
     folder = Path(file).absolute().parent
     if file and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
-        raise ConfigError(f"{flag} {file}: not a file that can be written in an existing folder")
+        raise ConfigError(f"{flag} {file}: cannot be written; give a file in an existing folder")
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Interpolates linearly between the two nearest ranks, as numpy does by default; None without values."""
+    """Interpolates linearly between the two nearest ranks, as numpy does by default; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -132,7 +132,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def percentiles(name: str, values: Sequence[float], unit: str, percents: Sequence[int] = (50, 90, 99)) -> list[Result]:
-    """Returns `name`_p50 and so on, where lower is better; the spread is that of all values."""
+    """Returns `name`_p50 and so on; lower is better. The spread is that of all values."""
     return [
         Result(
             name=f"{name}_p{percent}",
@@ -157,7 +157,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the running source tree, -dirty if changed; "unknown" outside of one. Never fails."""
+    """Returns the commit of the running source tree, with -dirty if changed, or "unknown". Never fails."""
     if _git("ls-files", "--error-unmatch", SOURCE_FILE.name) is None:  # installed, perhaps inside another repository
         return "unknown"
     return _git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12") or "unknown"
@@ -192,7 +192,7 @@ def _cpu_model() -> str:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Prints a rich table on a terminal; aligned plain lines, never cut, elsewhere."""
+    """Prints a rich table on a terminal; otherwise aligned plain lines, which are never cut."""
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left")
         for header in headers:
@@ -214,7 +214,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextlib.contextmanager
 def progress(what: str, total: int, unit: str = "requests") -> Iterator[Callable[[], None]]:
-    """Shows a bar on a terminal, elsewhere a line for every quarter (for few items only the last)."""
+    """Shows a bar on a terminal; otherwise prints a line for every quarter (only the last line for few items)."""
     if sys.stdout.isatty():
         with Progress(transient=True) as bar:
             task = bar.add_task(what, total=total)
@@ -241,7 +241,7 @@ def human_nbytes(nbytes: float) -> str:
 
 
 def _significant(value: float | None) -> float | None:
-    """Returns five significant digits, or a whole integer: more is noise."""
+    """Rounds to five significant digits; integers stay unchanged."""
     if value is None or float(value).is_integer():
         return value
     return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""LMDeploy's module `turbomind` under its own name: its backend's configuration, which is defined in offline/."""
+"""LMDeploy's module `turbomind` under its own name: the configuration of its backend, defined in offline/."""
 
 from pd_cluster.offline.lmdeploy.engine_configs import EarlyTurbomindConfig as EngineConfig
 

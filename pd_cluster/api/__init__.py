@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's API, vLLM's /generate, the workers' own."""
+"""HTTP servers: OpenAI's API, vLLM's /generate, the admin port, the workers' port."""

@@ -43,7 +43,7 @@ async def serve(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE_NBYTES)
     config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
     config.logs.begin()
-    names = dict(config.adapters.names)  # changed in place by the mirror
+    names = dict(config.adapters.names)  # the mirror changes it in place
 
     def roster_of(mailbox: Mailbox, checkpoint: Checkpoint) -> MembershipMirror:
         return MembershipMirror(mailbox, names, config.adapters.version)
@@ -101,7 +101,7 @@ async def _until(
     writer: asyncio.StreamWriter,
     fatal: asyncio.Future[None],
 ) -> None:
-    """Runs until the scheduler is gone, which ends `listening`, or a part here has failed."""
+    """Runs until the scheduler is gone, which ends `listening`, or until a part of this process fails."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
@@ -124,7 +124,7 @@ async def _listen(
     file_keys: FileKeys | None,
     pause: Callable[[PauseUpdate], Awaitable[None]],
 ) -> None:
-    """Follows the scheduler's messages until it is gone. Its Stop calls `stops`."""
+    """Follows the scheduler's messages until it is gone. Its Stop message calls `stops`."""
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
             news = msgspec.json.decode(line, type=ToApi)
@@ -132,7 +132,7 @@ async def _listen(
                 for stop in stops:
                     stop()
             elif isinstance(news, Keys):
-                assert file_keys is not None, "keys where there is no file of them"
+                assert file_keys is not None, "keys received, but no key file is configured"
                 file_keys.replace(news)
             elif isinstance(news, PauseUpdate):
                 await pause(news)

@@ -1,4 +1,4 @@
-"""The app at the public port: the API's routes, the layers in front of them, and the routes of every server."""
+"""The app at the public port: the API's routes, the layers in front of them, and routes for operation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Health(Struct, omit_defaults=True):
     status: Literal["ok", "degraded", "unavailable", "draining"]
     instances: Annotated[dict[str, str], Meta(description="The state of each prefill and decode instance.")]
     links: Annotated[list[str], Meta(description="Pairs of instances that cannot exchange KV cache, with the reason.")]
-    reason: Annotated[str | None, Meta(description="Why requests cannot be served now.")] = None
+    reason: Annotated[str | None, Meta(description="The reason why requests cannot be served now.")] = None
 
 
 class Alive(Struct):
@@ -70,12 +70,13 @@ def public_app(
     view: PublicView | None = None,
     owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> FastAPI:
-    """`totals`: of all API processes, if there are several. `file_keys`: required if the settings name a key file.
+    """`totals`: the counts of all API processes, if there are several. `file_keys`: required for a key file.
 
-    `view`: what /dashboard shows; None: there is none. `owner`: this scheduler's name, and whether it owns membership.
+    `view`: the content of /dashboard; None: no dashboard. `owner`: this scheduler's name, and whether it owns
+    membership.
     """
     http, openai = service.settings.http, service.settings.is_openai
-    assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
+    assert bool(http.key_file) == (file_keys is not None), "file_keys and the setting of a key file must agree"
     service.router.stats.tenants.named |= {*with_names((), http.tenants)}
     app = _app(service)
     keeps_files = openai and bool(http.files.folder)
@@ -130,7 +131,7 @@ def _common_routes(admission: RequestAdmission, instances: list[Instance], drain
     @routes.api_route("/health", methods=LOOKING, openapi_extra=probe)
     async def health(request: Request) -> Response:
         health = health_of(instances, admission.awaits_pair)
-        if admission.is_asleep and health.reason is None:  # instances, as this process knows them, may lag
+        if admission.is_asleep and health.reason is None:  # this process's view of the instances may lag
             health.status, health.reason = "unavailable", ASLEEP
         if drain.is_draining:
             health.status, health.reason = "draining", "this server is stopping"
@@ -148,16 +149,16 @@ def _common_routes(admission: RequestAdmission, instances: list[Instance], drain
 
 
 def _app(service: TextService) -> FastAPI:
-    """Makes the app. /openapi.json is built when first asked for; /docs shows it, without content from other hosts."""
+    """Makes the app. /openapi.json is built on first request; /docs shows it, without content from other hosts."""
     http = service.settings.http
     if not http.has_docs:
         return FastAPI(title=TITLE, openapi_url=None)
-    shown = {"validatorUrl": None}  # otherwise it would be an external service
+    shown = {"validatorUrl": None}  # the default validator is an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
     model = service.names.own[0] if service.settings.is_openai else ""
 
     def described() -> dict[str, Any]:
-        from pd_cluster.api.openapi.openapi_document import document  # needed only by those who ask for it
+        from pd_cluster.api.openapi.openapi_document import document  # imported only when needed
 
         return document(TITLE, app.routes, model, http.has_keys)
 
@@ -181,13 +182,13 @@ def _put_in_front(
     app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
     app.add_middleware(ReservationMiddleware, admission=service.router.admission)
     app.add_middleware(DrainMiddleware, drain=drain, root_path=http.root_path)
-    if service.tracing is not None:  # inside of the keys: strangers cause no traces
+    if service.tracing is not None:  # inside of the key check, so that only valid callers cause traces
         app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:
         app.add_middleware(ApiKeys, http=http, counts=service.router.stats.tenants, file_keys=file_keys)
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
-    if http.allowed_origins:  # outside of the keys: preflights have none, and pages may read a 401
+    if http.allowed_origins:  # outside of the key check: preflights have no key, and pages may read a 401
         app.add_middleware(
             Cors,
             allow_origins=http.allowed_origins,
@@ -205,7 +206,7 @@ def _put_in_front(
 
 
 def health_of(instances: list[Instance], awaits_pair: bool) -> Health:
-    """Has a reason unless a request can be served; `degraded` if an instance or link is missing."""
+    """Returns the health: with a reason if no request can be served; `degraded` if an instance or link is missing."""
     shown = {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances}
     health = Health("ok", shown, refused_links(instances))
     if awaits_pair or not is_served(instances):

@@ -1,7 +1,7 @@
-"""The scheduler's assembly: cluster membership, and serving of requests. Never imports torch.
+"""Assembles the scheduler: cluster membership, and serving of requests. Never imports torch.
 
-A single API process is this one; several are children (cluster/processes/api_processes.py), while this one queries the
-workers, drains, changes roles, and answers at the admin port.
+A single API process is this process; several are its children (cluster/processes/api_processes.py), while it queries
+the workers, drains, changes roles, and answers at the admin port.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Server = tuple[uvicorn.Server, socket.socket]
 
 @dataclass(frozen=True, slots=True)
 class KnownCluster:
-    """The rank tables and secrets as they were at the start, and how they are read again."""
+    """The rank tables and secrets at the start, and how to read them again."""
 
     place: Place
     ports: list[int]
@@ -75,10 +75,10 @@ class KnownCluster:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The parts that not every scheduler has. `join`: address and port for workers in no table.
+    """The optional parts of a scheduler. `join`: address and port for workers in no table.
 
-    `lora_root`: the folder below which adapters may be loaded at run time; "": none may. `lease`: of one of several.
-    `keys`: those of --api-key-file.
+    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `lease`: for one of several
+    schedulers. `keys`: those of --api-key-file.
     """
 
     join: tuple[str, int] | None = None
@@ -103,7 +103,7 @@ class SchedulerServer:
     ) -> None:
         lease, credentials, timeouts = extras.lease, known.credentials, config.timeouts
         self._config, self._keys, self._listeners = config, extras.keys, listeners
-        self._file_keys: FileKeys | None = None  # set where this process itself serves
+        self._file_keys: FileKeys | None = None  # set if this process itself serves
         roster_of = partial(membership_of, known.place, known.ports, timeouts)
         self._edge = (
             ServingContext(config, credentials, roster_of)
@@ -138,8 +138,8 @@ class SchedulerServer:
     ) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order.
 
-        `auto_role`: how roles change by themselves; "": they do not.
-        `logs`: where `pd-cluster up` keeps the processes' lines. `public`: where this host reaches the public port.
+        `auto_role`: the rule for automatic role changes; "": none. `logs`: the folder of the processes' logs that
+        `pd-cluster up` keeps. `public`: the public port's address from this host.
         """
         self._edge.start()
         try:
@@ -294,7 +294,7 @@ class SchedulerServer:
             try:
                 await asyncio.Event().wait()
             finally:
-                loop.add_signal_handler(signal.SIGHUP, lambda: None)  # this process ends, so nothing is read
+                loop.add_signal_handler(signal.SIGHUP, lambda: None)  # ignored while this process ends
 
     async def _change_roles(self, auto_role: RoleChooser) -> None:
         while True:
@@ -315,7 +315,7 @@ class SchedulerServer:
             self._overview.considered_roles(auto_role.last, flip)
 
     def _reload_keys(self) -> None:
-        """Reads the keys again, for subsequent requests. An error logs one line, and changes nothing."""
+        """Reads the keys again, for later requests. An error is logged in one line, and changes nothing."""
         if self._keys is None:
             return
         try:
@@ -341,7 +341,7 @@ async def _reload(elastic: ElasticMembership) -> None:
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
-    """Raises the first exception of the two; a single error of a task group is unwrapped."""
+    """Raises the first exception of the two; unwraps a single error of a task group."""
     task = asyncio.ensure_future(running)
     try:
         await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)

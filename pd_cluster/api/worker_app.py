@@ -1,4 +1,4 @@
-"""A worker's HTTP: liveness and identity. It answers while the engine loads, computes a long step or hangs."""
+"""A worker's HTTP server: liveness and identity. It answers even while the engine loads, computes or hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_app(ranks: Ranks) -> Starlette:
         return JSONResponse(body, 200 if ready else 503)
 
     async def instance(request: Request) -> Response:
-        """Returns the identity; while the state is `unless`, the answer waits up to `for_s` seconds."""
+        """Returns the identity; while the state equals `unless`, waits up to `for_s` seconds."""
         asked = request.query_params
         try:
             await ranks.no_more(asked.get("unless", ""), min(float(asked.get("for_s", 0)), MOST_WAIT_S))
@@ -60,7 +60,7 @@ async def run_worker(
     preloader: Preloader | None = None,
     join: Callable[[], Registering] | None = None,
 ) -> None:
-    """Starts the rank processes, serves HTTP, ends all. `join`: for a worker in no rank table.
+    """Starts the rank processes, serves HTTP, ends everything. `join`: for a worker in no rank table.
 
     Raises ConfigError or InstanceLost when a rank ends, and ConfigError when no scheduler admits it.
     """

@@ -22,36 +22,40 @@ app.command("quality")(quality)
 def serve(
     url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
     admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a cluster that is started.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a started cluster.")] = "",
     prefill: int = 1,
     decode: int = 1,
     num_requests: Annotated[int, typer.Option(min=1)] = 32,
     concurrency: Annotated[int, typer.Option(min=1)] = 4,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
-    routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
-    lend_cores: Annotated[str, typer.Option(help="Of a cluster that is started: auto, on or off.")] = "",
-    first_token: Annotated[str, typer.Option(help="Likewise: with-decode or at-once.")] = "",
+    routing_policy: Annotated[
+        str, typer.Option(help="Routing policy of a started cluster; default: that of `up`.")
+    ] = "",
+    lend_cores: Annotated[str, typer.Option(help="--lend-cores of a started cluster: auto, on or off.")] = "",
+    first_token: Annotated[str, typer.Option(help="--first-token of a started cluster: with-decode or at-once.")] = "",
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
-    """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
+    """Measure TTFT, TPOT and tokens/s of a running cluster, or of a cluster started for the measurement."""
     import uvloop
 
     from pd_cluster.bench.serve_bench import ServeBench, run
 
     shape = (num_requests, concurrency, input_len, output_len)
     bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores, first_token)
-    uvloop.run(run(bench, json))  # its clients use cores that the servers may share, and take a third less of them so
+    uvloop.run(run(bench, json))  # clients may share cores with the servers, and uvloop takes a third less of them
 
 
 @app.command("compare")
 def compare(
     spec: Annotated[str, typer.Argument(metavar="SPEC", help="TOML or JSON: a load, goals, rounds and servers.")],
-    guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
+    guidellm: Annotated[
+        str, typer.Option(help="The guidellm executable; default: next to this Python, or on PATH.")
+    ] = "",
     picture: Annotated[str, typer.Option(help="Draw the runs into this .png or .svg file; needs matplotlib.")] = "",
     json: Annotated[str, typer.Option(help="Write the figures, ratios and runs to this file too.")] = "",
 ) -> None:
-    """Servers beside each other: hybrid, split, other settings, vLLM, addresses; in turn, with one load."""
+    """Compare servers under one load, in turn: hybrid, split, other settings, vLLM, running servers."""
     import uvloop
 
     from pd_cluster.bench.compare.comparison_file import read_spec

@@ -1,4 +1,4 @@
-"""`pd-cluster bench load`: its signature, and what it makes of it. Imports nothing heavy at the top."""
+"""`pd-cluster bench load`: its signature, and the load that its flags describe. Imports nothing heavy at the top."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def load(
     url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a cluster that is started.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a started cluster.")] = "",
     prefill: int = 1,
     decode: int = 1,
     workload: opt.WorkloadName = "fixed",
     trace: opt.TraceFile = "",
     prompts: Annotated[
-        str, typer.Option(help='Send these prompts instead: lines of {"prompt": …} or {"messages": …}.')
+        str, typer.Option(help='Send the prompts of this file: lines of {"prompt": …} or {"messages": …}.')
     ] = "",
     num_requests: opt.NumRequests = 100,
     rate: opt.Rate = 1.0,
@@ -51,19 +51,21 @@ def load(
     trace_repeat: opt.TraceRepeat = 1,
     profile: Annotated[
         str,
-        typer.Option(help="One of guidellm's, for its own times: kind=sweep,sweep_size=5.", hidden=True),
+        typer.Option(help="A guidellm profile, which sets the arrival times: kind=sweep,sweep_size=5.", hidden=True),
     ] = "",
     max_seconds: Annotated[
-        float, typer.Option(min=0, help="End each of guidellm's runs then; 0: no limit.", hidden=True)
+        float, typer.Option(min=0, help="Seconds after which each guidellm run ends; 0: no limit.", hidden=True)
     ] = 0.0,
     slo_ttft: opt.SloTtft = 0.0,
     slo_tpot: opt.SloTpot = 0.0,
     slo_e2e: opt.SloE2e = 0.0,
-    guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
+    guidellm: Annotated[
+        str, typer.Option(help="The guidellm executable; default: next to this Python, or on PATH.")
+    ] = "",
     client_processes: Annotated[
-        int, typer.Option(min=1, max=64, help="Of guidellm that send requests.", hidden=True)
+        int, typer.Option(min=1, max=64, help="Processes of guidellm that send requests.", hidden=True)
     ] = 1,
-    flags: Annotated[str, typer.Option(help="Flags of `serve` for a cluster that is started, as in a shell.")] = "",
+    flags: Annotated[str, typer.Option(help="Flags of `serve` for a started cluster, as in a shell.")] = "",
     folder: Annotated[
         str, typer.Option(help="Keep guidellm's scenario, data, report and HTML here.", hidden=True)
     ] = "",
@@ -71,7 +73,7 @@ def load(
     json: opt.ReportFile = "",
     help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
-    """Open-loop load by guidellm: goodput, percentiles, requests through P, handover and D, pools over time."""
+    """Send an open-loop load by guidellm: goodput, percentiles, requests in prefill, handover and decode, KV pools."""
     _run(locals())
 
 
@@ -142,7 +144,7 @@ def _asked(given: dict[str, Any]) -> tuple[str, list[LoadRow]]:
     times = times_of(workload.rate_per_s, workload.process, random.Random(workload.seed))
     rows = [
         LoadRow(at_s, line.body, None, line.output_tokens or workload.num_output_tokens)
-        for line, at_s in zip(lines, times, strict=False)  # the times have no end
+        for line, at_s in zip(lines, times, strict=False)  # the times are endless
     ]
     return f"{len(rows)} requests of {os.path.basename(given['prompts'])}, {workload.rate_per_s:g}/s", rows
 
@@ -188,7 +190,7 @@ def _workload(given: dict[str, Any]) -> Workload:
 
 
 def _show(runs: list[Any], given: dict[str, Any]) -> None:
-    """Prints, writes and draws the reports; of several runs, files are numbered in order."""
+    """Prints, writes and draws the reports; the files of several runs are numbered in order."""
     from pathlib import Path
 
     from pd_cluster.bench.load_report import show, write_json
@@ -209,7 +211,7 @@ def _show(runs: list[Any], given: dict[str, Any]) -> None:
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Raises ConfigError for a flag that another one makes meaningless, and for seconds without an end."""
+    """Raises ConfigError for a flag that another flag makes meaningless, and for an invalid number of seconds."""
     from pd_cluster.errors import ConfigError, flag_of
 
     for name in ("slo_ttft", "slo_tpot", "slo_e2e", "max_seconds"):
@@ -229,7 +231,7 @@ def _refuse_unused(given: dict[str, Any]) -> None:
 
 
 def changed_flags(given: dict[str, Any], command: Callable[..., None]) -> list[str]:
-    """Returns the flags that differ from the command's defaults, so that its report can be made again."""
+    """Returns the flags that differ from the command's defaults, so that its report can be reproduced."""
     import inspect
 
     defaults = {name: each.default for name, each in inspect.signature(command).parameters.items()}

@@ -16,20 +16,18 @@ NUM_SAMPLES, NUM_TOKENS = 16, 256
 
 
 def quality(
-    model: Annotated[
-        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
-    ] = "",
-    kv_cache_dtype: Annotated[str, typer.Option(help="KV cache dtypes to compare, with commas.")] = "",
-    quantization: Annotated[str, typer.Option(help="Schemes of weights at load to compare, with commas.")] = "",
-    quantize_head: Annotated[str, typer.Option(help="Schemes of the output layer to compare, with commas.")] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
+    kv_cache_dtype: Annotated[str, typer.Option(help="KV cache dtypes to compare, separated by commas.")] = "",
+    quantization: Annotated[str, typer.Option(help="Schemes of weight quantization, separated by commas.")] = "",
+    quantize_head: Annotated[str, typer.Option(help="Schemes for the output layer, separated by commas.")] = "",
     calibration: Annotated[
-        str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts of the model itself.")
+        str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts that the model writes.")
     ] = "",
     num_samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = NUM_SAMPLES,
-    num_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sample, at most.")] = NUM_TOKENS,
+    num_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = NUM_TOKENS,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
-    """Perplexity and next tokens with fewer bits in the KV cache or the weights, against none of these."""
+    """Compare perplexity and next tokens with a quantized KV cache or quantized weights to the plain model's."""
     from pd_cluster.offline.offline_llm import LLM
     from pd_cluster.offline.quantization_quality import Quality, quality_of
     from pd_cluster.result_tables import Report, Result, check_writable
@@ -62,7 +60,7 @@ def quality(
         if value
     )
     report = Report(f"pd-cluster bench quality{asked} --num-samples {num_samples} --num-tokens {num_tokens}", rows)
-    report.show(f"{num_places} places; the same most probable next token")
+    report.show(f"{num_places} positions; the same most probable next token")
     if json:
         report.write(json)
 

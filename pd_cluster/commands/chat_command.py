@@ -1,4 +1,4 @@
-"""`pd-cluster chat`: talks with a served model; streams, remembers, and says how long each answer took and where."""
+"""`pd-cluster chat`: a conversation with a served model, with the time and the instances of each answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_DEADLINE_S = 3600.0  # a server's --request-timeout ends an answer much earlier, and Ctrl-C at any time
 NOT_UTF8 = "the question is not UTF-8 text"
 MAX_IMAGE_NBYTES = 24 << 20
-LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # of fewer, or in less time, a rate says nothing
+LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # below either, a rate means nothing
 Say = Callable[[str], None]
 
 
@@ -50,13 +50,13 @@ class Chat:
         self._images.append(data_url(file))
 
     async def find_server(self, client: httpx.AsyncClient) -> None:
-        """Takes the first model that the server lists, if none was named: a server may require a name.
+        """Takes the first model that the server lists if no model was named, because a server may require a name.
 
-        Raises PdClusterError if no server answers, which nobody wants to read after a long question.
+        Raises PdClusterError if no server answers, so that a user learns of it before the first question.
         """
         try:
             answer = await client.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
-        except httpx.ReadTimeout:  # it is there, and busy
+        except httpx.ReadTimeout:  # the server is busy
             return
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PdClusterError(
@@ -88,7 +88,7 @@ class Chat:
 
 
 def _first_model(answer: httpx.Response) -> str:
-    """Returns "" for a server that lists none, or lists them to others: the question is then refused with a reason."""
+    """Returns "" if the server lists no models, or requires a key: it then refuses the question with a reason."""
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
@@ -96,7 +96,7 @@ def _first_model(answer: httpx.Response) -> str:
 
 
 def timings(sample: Sample) -> str:
-    """Returns one line: tokens, time to the first, tokens a second, and the instances that served it."""
+    """Returns one line: tokens, time to the first token, tokens per second, and the instances that served it."""
     first = f", first after {sample.ttft_s * 1e3:.0f} ms" if sample.ttft_s is not None else ""
     num_later, rate = sample.num_output_tokens - 1, ""
     if sample.tpot_s and num_later + 1 >= LEAST_RATED_TOKENS and num_later * sample.tpot_s >= LEAST_RATED_S:
@@ -109,7 +109,7 @@ def data_url(file: str) -> str:
     """Returns an image file as a data: URL. Raises ConfigError."""
     kind = mimetypes.guess_type(file)[0] or ""
     if not kind.startswith("image/"):
-        raise ConfigError(f"--image {file}: its name is not that of an image file, such as photo.png")
+        raise ConfigError(f"--image {file}: give a file with an image's extension, such as photo.png")
     try:
         if Path(file).stat().st_size > MAX_IMAGE_NBYTES:
             raise ConfigError(f"--image {file}: larger than {MAX_IMAGE_NBYTES >> 20} MiB")
@@ -119,7 +119,7 @@ def data_url(file: str) -> str:
 
 
 def print_text(text: str) -> None:
-    """Prints a model's text as it is; on a terminal without control characters, which could rewrite the screen."""
+    """Prints a model's text, on a terminal without control characters, which could rewrite the screen."""
     if sys.stdout.isatty():
         text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     encoding = sys.stdout.encoding or "utf-8"
@@ -127,8 +127,8 @@ def print_text(text: str) -> None:
 
 
 def run(url: str, model: str, question: str, images: list[str], system: str, options: dict[str, Any]) -> None:
-    """Asks one question, or as many as stdin has lines. Raises PdClusterError for a question that failed, unless a
-    person can ask again, and KeyboardInterrupt unless an answer was stopped so.
+    """Asks one question, or each line of stdin. Raises PdClusterError for a question that failed, unless a user can
+    ask again, and KeyboardInterrupt unless it stopped an answer.
     """
 
     def note(line: str) -> None:
@@ -138,7 +138,7 @@ def run(url: str, model: str, question: str, images: list[str], system: str, opt
     for file in images:
         chat.show(file)
     client = make_client()
-    # Lines are read between two runs of the loop, in this thread: only there can Ctrl-C interrupt the reading.
+    # Lines are read in this thread, between runs of the loop, because Ctrl-C can interrupt only such a read.
     with asyncio.Runner() as runner:
         try:
             runner.run(chat.find_server(client))
@@ -155,9 +155,9 @@ def run(url: str, model: str, question: str, images: list[str], system: str, opt
 
 
 def _talk(chat: Chat, client: httpx.AsyncClient, runner: asyncio.Runner, note: Say) -> None:
-    """Answers a person, whose terminal it is, until the end of the input."""
-    with contextlib.suppress(ImportError):  # a Python that was built without it cannot edit lines
-        importlib.import_module("readline")  # gives `input` a history, keys to edit with, and lines of any length
+    """Answers the user of a terminal until the end of the input."""
+    with contextlib.suppress(ImportError):  # Python may have been built without it
+        importlib.import_module("readline")  # lets `input` edit lines, recall earlier ones, and read any length
     note(HELP)
     while True:
         try:

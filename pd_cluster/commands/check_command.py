@@ -1,7 +1,7 @@
-"""`pd-cluster check`: how this process would use the given rank tables and variables, and every deadline.
+"""`pd-cluster check`: shows how this process would use the given rank tables and variables, and every deadline.
 
-For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. On a machine with NPUs, also the
-versions of their software and what is wrong with them. Accesses devices and the network only with `--network`.
+For a worker on NPUs, shows HCCL's variables, too, with the deadlines' defaults. On a machine with NPUs, also shows
+the versions of their software and its faults. Accesses devices and the network only with `--network`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARNING = "warning: "
 
 
 def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_json: bool = False) -> bool:
-    """Prints tables, or with `network` the network's findings instead; returns whether nothing is wrong with it.
+    """Prints tables, or with `network` the network's findings; returns whether the network is sound.
 
     Raises ConfigError for the first fault of the tables or variables.
     """
@@ -41,7 +41,7 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
 
         return check_network(find_place(env), env, console, wait_s, as_json)
     if as_json:
-        print(json.dumps(found_in(env), indent=2))
+        print(json.dumps(check_report(env), indent=2))
         return True
     console.print(_deadlines())
     for line in _npu_software(env):
@@ -63,7 +63,7 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
             f"{num_threads_for(place.num_local_ranks)} compute threads "
             f"a rank (this host's cores are shared by {place.num_local_ranks} ranks)"
         )
-        if hccl_environment.is_wanted(_given(env, "device") or "auto", place.server):
+        if hccl_environment.is_wanted(_setting_of(env, "device") or "auto", place.server):
             console.print(_hccl(place, env))
             if not HCCN_CONF.exists():
                 console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
@@ -71,8 +71,8 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
     return True
 
 
-def found_in(env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the same as JSON. Raises ConfigError."""
+def check_report(env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the findings for JSON. Raises ConfigError."""
     found: dict[str, Any] = {
         "deadlines": {each.flag: each.default for each in declared(Timeouts)},
         "npu_software": _npu_software(env),
@@ -97,10 +97,10 @@ def found_in(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keys(place: Place, env: Mapping[str, str]) -> str:
-    """Reports whether an instance would find its files; only a warning, as flags of its command line are unknown."""
+    """Reports whether an instance would find its secrets' files; only warns, because its flags are unknown."""
     derives = _is_on(env, "derive_secret")
-    secret, key, token = (_given(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
-    node_key, trusted = (_given(env, name) or "" for name in ("node_key_file", "trusted_nodes"))
+    secret, key, token = (_setting_of(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
+    node_key, trusted = (_setting_of(env, name) or "" for name in ("node_key_file", "trusted_nodes"))
     files = KeyFiles(secret, key, token, derives, node_key, trusted)
     try:
         credentials_of(place, files)
@@ -112,28 +112,28 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
 
 
 def _head(env: Mapping[str, str]) -> str:
-    """Describes what a draft head means for the KV cache; "" where the variables name none. Raises ConfigError."""
-    given = _given(env, "speculative_config")
+    """Describes how a draft head affects the KV cache; "" if the variables name no head. Raises ConfigError."""
+    given = _setting_of(env, "speculative_config")
     method = settings()["speculative_config"].read(given).with_weights if given else None
     if method in (None, "draft_model"):
         return ""
     return (
-        f"{method}: its layer is part of the KV cache, and is handed over to instances with the same head; between "
-        f"others the model's own layers are, and the head begins without the prompt"
+        f"{method}: its layer is part of the KV cache, and is handed over to instances with the same head; other "
+        f"instances get the model's own layers only, and their head starts without the prompt"
     )
 
 
-def _given(env: Mapping[str, str], setting: str) -> str | None:
-    """Returns a setting of `serve` by its variable; flags of a command line are not visible here."""
+def _setting_of(env: Mapping[str, str], setting: str) -> str | None:
+    """Returns the value of the variable for a setting of `serve`; flags of a command line are unknown here."""
     return env.get(variable_of(setting))
 
 
 def _is_on(env: Mapping[str, str], setting: str) -> bool:
-    return (_given(env, setting) or "").lower() in ("1", "true")
+    return (_setting_of(env, setting) or "").lower() in ("1", "true")
 
 
 def _npu_software(env: Mapping[str, str]) -> list[str]:
-    """Returns the versions in one line, then a line for each fault; nothing on a machine without NPUs."""
+    """Returns one line of versions, then a line for each fault; no lines on a machine without NPUs."""
     if not npu_software.has_npu():
         return []
     found = npu_software.installed(env)
@@ -150,7 +150,7 @@ def _deadlines() -> Table:
 
 
 def _hccl(place: Place, env: Mapping[str, str]) -> Table:
-    ports = PortRange.parse(_given(env, "kv_port_range") or "")
+    ports = PortRange.parse(_setting_of(env, "kv_port_range") or "")
     table = Table("variable", "value", "why", title="HCCL: what the ranks on NPUs get")
     is_fast = _is_on(env, "fast_collectives")
     for each in hccl_environment.settings(place.server, place.bind_address, Timeouts(), ports, env, is_fast):
@@ -159,7 +159,7 @@ def _hccl(place: Place, env: Mapping[str, str]) -> Table:
 
 
 def _ports(place: Place, env: Mapping[str, str]) -> list[int]:
-    """Returns those of NODE_PORTS; none for a worker without them. Raises ConfigError."""
+    """Returns the ports of NODE_PORTS; empty for a worker if it is not set. Raises ConfigError."""
     try:
         return node_ports(env, place)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""`pd-cluster`: the signature of each function is its command line; that of `serve` is made from the settings.
+"""`pd-cluster`: the signature of each function is its command line; the settings make the signature of `serve`.
 
 Imports nothing heavy at the top: `--help` and errors are immediate, and only rank processes import torch.
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="pd-cluster",
     help="Disaggregated prefill/decode serving for large language models.",
-    epilog="An option may be a variable, too: `pd-cluster up --port` is PD_CLUSTER_UP_PORT. "
+    epilog="A variable can set each option: PD_CLUSTER_UP_PORT sets `pd-cluster up --port`. "
     "`pd-cluster --debug COMMAND` shows where an error comes from.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -94,14 +94,14 @@ MODEL_AND_FLAGS = Annotated[
 )
 @takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES, usual=USUAL)
 def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, **given: Any) -> None:
-    """Run one instance; its role comes from the rank tables that the environment names, or from --role.
+    """Run one instance of a cluster. Its role comes from rank tables that the environment names, or from --role.
 
     Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH and NODE_PORTS.
-    Every instance takes every flag. --config FILE has flags as YAML;
-    --max-num-seqs may also be the variable PD_CLUSTER_SERVE_MAX_NUM_SEQS.
-    --help-all shows all flags; docs/flags.md has vLLM's others, too.
+    Every instance takes every flag. --config FILE gives flags as YAML;
+    the variable PD_CLUSTER_SERVE_MAX_NUM_SEQS sets --max-num-seqs.
+    --help-all shows all flags; docs/flags.md also lists vLLM's other flags.
     """
-    gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
+    gc.disable()  # until all modules are imported: scanning them takes a tenth of the time, and frees nothing
     from pd_cluster.commands.serve_command import run
 
     options = ServeOptions(**given)
@@ -114,29 +114,29 @@ def up(
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
     prefill: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
-    encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
-    hybrid: Annotated[int | None, typer.Option(min=1, help="Of both roles, no others.")] = None,
-    schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
+    encode: Annotated[int, typer.Option(min=0, help="Image encoders.")] = 0,
+    hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances, alone.")] = None,
+    schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Schedulers; 2 ports each.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Public; 0: any free one. Admin: the next.")] = 9000,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="Its name for clients.")] = None,
+    port: Annotated[int, typer.Option(help="Public port (0: any); the admin port is the next.")] = 9000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Model name for clients.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of each instance.")] = 1,
-    prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
-    decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
+    prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Ranks per prefill instance.")] = None,
+    decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Ranks per decode instance.")] = None,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Instances of a unit.")] = 1,
-    prefill_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of prefill instances.")] = None,
-    decode_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of decode instances.")] = None,
+    prefill_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Prefill instances per unit.")] = None,
+    decode_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Decode instances per unit.")] = None,
     enable_expert_parallel: WHOLE_EXPERTS = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The shipped LoRA adapter too, as model pirate.")] = False,
-    restart: Annotated[str, typer.Option(help="Of a worker that dies: on-failure or no.")] = "on-failure",
-    spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
-    try_unlisted: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Serve model_type, unproven.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Also serve the shipped LoRA adapter, pirate.")] = False,
+    restart: Annotated[str, typer.Option(help="Restart of dead workers: on-failure or no.")] = "on-failure",
+    spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line, without fork.")] = False,
+    try_unlisted: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Serve unproven model_type.")] = None,
     language_model_only: TEXT_ONLY = False,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Run a whole cluster on this machine: rank tables and all, until Ctrl-C.
+    """Run a whole cluster on this machine until Ctrl-C.
 
-    The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
+    The model is a folder, or a model of a hub (hf:ORG/NAME, or ORG/NAME), which is downloaded once.
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
     gc.disable()  # until the cluster is ready
@@ -147,12 +147,12 @@ def up(
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only) + WHOLE * enable_expert_parallel
     unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
-    flags, keys, metrics_key = _apart_from_keys(arguments)
+    flags, keys, metrics_key = _without_keys(arguments)
     model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=_num_apart("prefill", prefill, hybrid, unit_sizes),
-        num_decode=_num_apart("decode", decode, hybrid, unit_sizes),
+        num_prefill=_num_of_role("prefill", prefill, hybrid, unit_sizes),
+        num_decode=_num_of_role("decode", decode, hybrid, unit_sizes),
         num_hybrid=hybrid or 0,
         num_encode=encode,
         num_schedulers=schedulers,
@@ -176,13 +176,13 @@ def profile(
     context: typer.Context,
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
     out: Annotated[str, typer.Option(help="Write the costs to this file, for simulate, plan and --costs.")] = "",
-    device: Annotated[str, typer.Option(help="Of the instances.")] = "cpu",
-    seconds: Annotated[float, typer.Option(min=3.0, max=3600.0, help="To measure for.")] = 120.0,
+    device: Annotated[str, typer.Option(help="Device of the instances.")] = "cpu",
+    seconds: Annotated[float, typer.Option(min=3.0, max=3600.0, help="Duration of the measurement.")] = 120.0,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Fit the costs of steps and handovers on this machine.
+    """Measure the costs of steps and handovers on this machine.
 
-    It runs them for real, alone and in pairs, and ends every process that it starts.
+    Runs real engines, alone and in pairs, and ends every process that it starts.
     """
     import uvloop
 
@@ -200,7 +200,10 @@ def profile(
 @app.command(rich_help_panel=LOOK)
 def trace(
     request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
+        str,
+        typer.Argument(
+            metavar="ID", help="A request's id in its answer (cmpl-…, chatcmpl-…); default: list the last requests."
+        ),
     ] = "",
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
@@ -210,9 +213,9 @@ def trace(
     export: Annotated[
         str, typer.Option(help="Write lengths and block hashes of the served requests to this file: a trace.")
     ] = "",
-    export_block: Annotated[int, typer.Option(help="Tokens of its blocks; Mooncake's have 512.")] = 512,
+    export_block: Annotated[int, typer.Option(help="Tokens per block of the trace; Mooncake's have 512.")] = 512,
 ) -> None:
-    """Show what became of a request: when it was queued, computed, handed over and decoded."""
+    """Show the timeline of a request: when it was queued, prefilled, handed over and decoded."""
     from pd_cluster.client.admin_client import Admin
     from pd_cluster.commands.trace.trace_command import export_trace, run
 
@@ -231,15 +234,15 @@ def check(
     ] = False,
     wait: Annotated[
         float,
-        typer.Option(min=0.0, help="With --network: seconds for the same command on the other hosts; 0: not at all."),
+        typer.Option(min=0.0, help="With --network: seconds to wait for this command on the other hosts; 0: no wait."),
     ] = 120.0,
     json: Annotated[bool, JSON] = False,
 ) -> None:
     """Check this environment's rank tables and variables.
 
     Shows every deadline with its flag.
-    With --network, before the start: exit code 1 if something is wrong. Takes --device and --kv-transport from
-    PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT.
+    With --network, checks the network before a start; exit code 1 if it has a fault.
+    PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT give --device and --kv-transport.
     """
     from pd_cluster.commands.check_command import run
 
@@ -249,7 +252,7 @@ def check(
 
 @app.command(rich_help_panel=LOOK)
 def version(json: Annotated[bool, JSON] = False) -> None:
-    """Print the version; with --json the protocol's, too."""
+    """Print the version; with --json also the protocol's version."""
     if not json:
         typer.echo(__version__)
         return
@@ -265,7 +268,7 @@ app.command(rich_help_panel=OFFLINE, cls=BriefHelp)(simulate)
 
 
 def _run(launch: Launch) -> int:
-    """Serves until a signal, with a table below the lines in a terminal. Returns the exit code."""
+    """Serves until a signal; a terminal shows a table below the log lines. Returns the exit code."""
     if launch.remark:
         typer.echo(launch.remark.strip())
     if sys.stdout.isatty():
@@ -277,14 +280,14 @@ def _run(launch: Launch) -> int:
     return asyncio.run(run_until_signal(launch))
 
 
-def _num_apart(role: str, given: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]) -> int:
-    """Returns the number of instances of a role; 0 beside hybrid ones. Raises ConfigError."""
+def _num_of_role(role: str, given: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]) -> int:
+    """Returns the number of instances of a role; 0 with hybrid instances. Raises ConfigError."""
     if hybrid and given:
-        raise ConfigError(f"--{role} {given}: beside --hybrid {hybrid}, which does its work; give one of them")
+        raise ConfigError(f"--{role} {given}: not with --hybrid {hybrid}, which does the same work; give one of them")
     return 0 if hybrid else given or unit_sizes[role]
 
 
-def _apart_from_keys(arguments: list[str]) -> tuple[list[str], list[str], str]:
+def _without_keys(arguments: list[str]) -> tuple[list[str], list[str], str]:
     """Returns the flags without keys, the API keys, and the metrics key."""
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
@@ -298,25 +301,26 @@ def _free_port(num_schedulers: int) -> int:
 
 
 def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:
-    """Takes a model in front of the flags, and adds those of the shipped adapter. Raises ConfigError."""
+    """Takes a model before the flags, and adds the flags of the shipped adapter. Raises ConfigError."""
     if arguments and not arguments[0].startswith("-"):
         first, *arguments = arguments
         if model:
-            raise ConfigError(f"--model {model}, and {first!r} as a model, too; give one of them")
+            raise ConfigError(f"--model {model}: {first!r} also names a model; give one of them")
         model = first
         if not model:
             raise ConfigError(EMPTY_MODEL)
     if adapter and model:
-        raise ConfigError(f"--adapter: the adapter is for the model that the project ships; leave out {model}")
+        raise ConfigError(f"--adapter: the adapter is for the shipped model; leave out {model}")
     arguments = [*(SHIPPED_ADAPTER_FLAGS if adapter else ()), *arguments]
     return model.removeprefix("hf:"), arguments
 
 
 def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, list[str], ServeOptions]:
-    """Reads the flags as each instance will; returns the model, the flags with those of their --config file, and both.
+    """Reads the flags as each instance will. Returns the model, the flags including those of a --config file, and the
+    options that they set.
 
-    `model`: "" where no flag of `up` names it. Then a flag, the file or a variable of the instances may; the result is
-    "" if none does. Raises ConfigError, and click's errors for values of another type.
+    `model`: "" if no flag of `up` names it. Then a flag, the file or a variable of the instances may; the result is ""
+    if none does. Raises ConfigError, and click's errors for values of a wrong type.
     """
     from pd_cluster.commands.launch_check import check_launch
 
@@ -343,9 +347,9 @@ def _serve_flags() -> list[str]:
 
 
 def _own_flags_of_up(command: Any, argv: list[str]) -> list[str]:
-    """Returns the command line with vLLM's short forms of `up`'s own flags written out, such as -tp.
+    """Returns the command line with vLLM's short forms of `up`'s own flags, such as -tp, written out.
 
-    Raises ConfigError for a flag of instances that `up` was given as one of its own.
+    Raises ConfigError for a flag of instances that is not after --.
     """
     own = {name for parameter in command.commands["up"].params for name in parameter.opts}
     of_instances = {*_serve_flags(), *IN_OTHER_UNITS} - own
@@ -364,14 +368,14 @@ def _own_flags_of_up(command: Any, argv: list[str]) -> list[str]:
 
 
 def whole_command() -> Any:
-    """Returns the command line, with help that fits a screen."""
+    """Returns the command line, with brief help texts."""
     command = typer.main.get_command(app)
     shorten_help(command)
     return command
 
 
 def _serve_alone() -> Any:
-    """Returns the command line with `serve` as its only command: every instance starts without making the others."""
+    """Returns the command line with `serve` as its only command, so that instances start faster."""
     alone = typer.Typer()
     alone.info = app.info
     alone.registered_commands = [each for each in app.registered_commands if each.callback is serve]
@@ -383,7 +387,7 @@ def _serve_alone() -> Any:
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
 
-    With --debug as the first argument, an error's traceback comes, too.
+    With --debug as the first argument, an error prints its traceback.
     """
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
     logging.captureWarnings(True)

@@ -1,4 +1,4 @@
-"""`pd-cluster collect-env`: what a report of a problem needs, without keys."""
+"""`pd-cluster collect-env`: the facts that a problem report needs, without keys."""
 
 from __future__ import annotations
 

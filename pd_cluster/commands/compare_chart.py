@@ -1,4 +1,4 @@
-"""The picture of a comparison, drawn by matplotlib (the extra `plot`): each server's runs, and constant work beside."""
+"""Draws a comparison with matplotlib (the extra `plot`): each server's runs, and the times of a constant workload."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def write_comparison(
         axes.spines[["top", "right"]].set_visible(False)
     drawn = io.BytesIO()
     suffix = Path(file).suffix.lower().removeprefix(".")
-    with matplotlib.rc_context({"svg.hashsalt": "pd-cluster"}):  # random ids otherwise
+    with matplotlib.rc_context({"svg.hashsalt": "pd-cluster"}):  # otherwise ids are random
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else {"Software": None})
     write_output(file, flag, drawn.getvalue())
 
 
 def _draw_figure(axes: Axes, runs: Sequence[ComparedRun], name: str, label: str, level_name: str) -> None:
-    """Draws a dot for each run, and the median over the rounds: over levels as a line, at one level as a bar."""
+    """Draws a dot for each run, and the median over the rounds: a line over several levels, a bar for one level."""
     levels = list(dict.fromkeys(run.level for run in runs))
     servers = sorted({run.server for run in runs}, key=[run.server for run in runs].index)
     for at, server in enumerate(servers):

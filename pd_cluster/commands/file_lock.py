@@ -1,4 +1,4 @@
-"""A lock for commands that read, change and replace a file: no two of them at a time."""
+"""A lock for commands that read, change and replace a file, so that only one runs at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PAUSE_S = 0.02
 
 @contextlib.contextmanager
 def file_lock(file: Path) -> Iterator[Path]:
-    """Locks the folder, so that no other of these commands changes a file in it meanwhile. Raises ConfigError.
+    """Locks the file's folder against other such commands. Raises ConfigError.
 
-    Yields the target of a symbolic link: that file is written, and the link stays.
+    Yields the file, or the target of a symbolic link: then the target is replaced, and the link stays.
     """
     real = Path(os.path.realpath(file))
     try:
@@ -34,7 +34,7 @@ def file_lock(file: Path) -> Iterator[Path]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until_s:
-                    raise ConfigError(f"--file {file}: another command has its folder; try again") from None
+                    raise ConfigError(f"--file {file}: another command holds its folder's lock; try again") from None
                 time.sleep(PAUSE_S)
         yield real
     finally:

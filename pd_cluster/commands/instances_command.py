@@ -1,4 +1,4 @@
-"""`pd-cluster instances`: the list, and commands that change the cluster while it serves.
+"""`pd-cluster instances`: lists the instances, and changes them while the cluster serves.
 
 This module has the commands' signatures; instance_commands.py executes them. Imports nothing heavy, like cli.py.
 """
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 TOKEN_FILE = typer.Option(
     "--admin-token-file",
     envvar=["PD_CLUSTER_ADMIN_TOKEN_FILE", "PD_CLUSTER_SERVE_ADMIN_TOKEN_FILE"],
-    help="The scheduler's admin token; default: that of `up`, or admin.token beside the global rank table.",
+    help="File of the admin token; default: that of `up`, or admin.token next to the global rank table.",
 )
 
 
 def _refuse_secret_file(value: str) -> str:
     if value:
         raise ConfigError(
-            "--secret-file: the admin token is a file of its own; give --admin-token-file FILE (admin.token beside the "
-            "scheduler's global rank table), or GLOBAL_RANK_TABLE_FILE_PATH"
+            "--secret-file: the admin token is in a separate file; give --admin-token-file FILE (admin.token next to "
+            "the scheduler's global rank table), or GLOBAL_RANK_TABLE_FILE_PATH"
         )
     return value
 
 
 NO_SECRET_FILE = typer.Option("--secret-file", hidden=True, callback=_refuse_secret_file)
 ADMIN = typer.Option("--admin", help="The scheduler's admin address; default: that of `up` here, or port 9001.")
-FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
+FORCE = typer.Option("--force", help="Allow this for the last instance of its role that takes requests.")
 TIMEOUT = typer.Option(
-    min=0.0, help="Seconds for what runs there; after that it goes on elsewhere. Default: the scheduler's."
+    min=0.0, help="Seconds for its requests to end; then they continue elsewhere. Default: the scheduler's."
 )
-NO_WAIT = typer.Option("--no-wait", help="Do not wait until it is done.")
+NO_WAIT = typer.Option("--no-wait", help="Return before the change is complete.")
 
 app = typer.Typer(help="Show and change the instances of a running cluster.", invoke_without_command=True)
 
@@ -62,14 +62,14 @@ def instances(
 @app.command()
 def add(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Its place in the global rank table, such as prefill-1.")],
+    name: Annotated[str, typer.Argument(help="Its name in the global rank table, such as prefill-1.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")],
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
-    """Let an instance of the global rank table join; the scheduler reads the table again. Devices are the table's."""
+    """Let an instance of the global rank table join; the scheduler reads the table again."""
     from pd_cluster.client.instance_commands import JOIN_TIMEOUT_S, is_here
 
     asked = _command(context, name, admin, admin_token_file)
@@ -88,7 +88,7 @@ def remove(
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
-    """Drain an instance and forget it; `add` brings it back. Its process runs until somebody ends it."""
+    """Drain an instance and remove it; `add` brings it back. Its process keeps running."""
     from pd_cluster.client.instance_commands import is_gone
 
     asked = _command(context, name, admin, admin_token_file)
@@ -108,13 +108,13 @@ def drain(
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
-    """Take an instance out of service: it gets no new requests, and what runs there ends there."""
+    """Take an instance out of service: it gets no new requests, and finishes those that run there."""
     from pd_cluster.client.instance_commands import is_drained
 
     asked = _command(context, name, admin, admin_token_file)
     if undo:
         if force or timeout is not None:
-            raise ConfigError("--undo: goes with neither --force nor --timeout; leave these out")
+            raise ConfigError("--undo: not with --force or --timeout; leave these out")
         entry = asked.send("undrain", {})
         asked.say("is in service" + (f" as soon as it is {entry['next_role']}" if entry["next_role"] else ""))
         return
@@ -134,7 +134,7 @@ def role(
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
-    """Drain an instance and give it the other role; its process, its name and its caches stay."""
+    """Drain an instance and give it the other role; it keeps its process, its name and its caches."""
     from pd_cluster.client.instance_commands import has_role
 
     asked = _command(context, name, admin, admin_token_file)

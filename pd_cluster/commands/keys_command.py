@@ -1,4 +1,4 @@
-"""`pd-cluster keys`: creates the file of --api-key-file, and shows its contents. Imports nothing heavy, like cli.py."""
+"""`pd-cluster keys`: edits and lists the file of --api-key-file. Imports nothing heavy, like cli.py."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ app.add_typer(node_app, name="node")
 @app.command()
 def new(
     file: Annotated[Path, FILE],
-    tenant: Annotated[str, typer.Option(help="Whose key it is. Keys of one tenant share cached prompts.")],
-    key_id: Annotated[str, typer.Option("--id", help="What the key is called; default: a random name.")] = "",
+    tenant: Annotated[str, typer.Option(help="The key's owner. Keys of one tenant share cached prompts.")],
+    key_id: Annotated[str, typer.Option("--id", help="The key's name; default: a random name.")] = "",
     model: Annotated[
-        list[str] | None, typer.Option(help="A served name that it may use; may be given again. Default: all.")
+        list[str] | None, typer.Option(help="A served name that the key may use; repeatable. Default: all.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and answers. Default: no limit.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Most requests; default: no limit.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Most prompt and output tokens; default: no limit.")
+    ] = None,
     expires: Annotated[str, typer.Option(help="A date (UTC), or a time with its zone. Default: never.")] = "",
 ) -> None:
-    """Make a key, print it once, and keep its hash. The file is made, too, if it is not there."""
+    """Make a key, print it once, and keep its hash in the file, which is created if missing."""
     from pd_cluster.cluster.tenancy.key_file import (
         KEY_NBYTES,
         KEY_PREFIX,
@@ -61,13 +63,13 @@ def new(
     values = {field: checked(field, value, f"{flag} ") for field, (flag, value) in given.items() if value is not None}
     expires_s = time_of(expires) if expires else None
     if expires_s is not None and expires_s <= time.time():
-        raise ConfigError(f"--expires {expires!r}: is over already; give a time that is to come")
+        raise ConfigError(f"--expires {expires!r}: is in the past; give a future time")
     with file_lock(file) as real:
         known = read_key_file(file) if os.path.lexists(real) else KeyFile.empty()
         if any(each.id == name for each in known.keys):
-            raise ConfigError(f"--id {name!r}: {file} has it already; give another, or remove that one first")
+            raise ConfigError(f"--id {name!r}: {file} already has this id; give another, or remove that key first")
         if len(known.keys) >= MAX_KEYS:
-            raise ConfigError(f"{file}: has {len(known.keys)} keys, and may have no more; remove some")
+            raise ConfigError(f"{file}: has {len(known.keys)} keys, the most that it may have; remove some")
         made = ApiKey(
             id=name,
             digest=digest_of(known.salt, key.encode()),
@@ -78,7 +80,7 @@ def new(
             expires_s=expires_s,
         )
         write_key_file(real, KeyFile(known.salt, (*known.keys, made)))
-    typer.echo(f"{file}: {name} of tenant {tenant}; the key below is shown this once. {AGAIN}", err=True)
+    typer.echo(f"{file}: {name} of tenant {tenant}; the key below is shown only once. {AGAIN}", err=True)
     typer.echo(key)
 
 

@@ -1,4 +1,4 @@
-"""The flags of a whole cluster, checked before any of its processes is started, so that an error is said once."""
+"""Checks the flags of a whole cluster before any of its processes starts, so that an error appears once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.transport.transport_table import CHOICES
 
 
 def check_launch(options: ServeOptions, env: Mapping[str, str]) -> None:
-    """Checks the values that every instance of this host will have, and files that they name. Raises ConfigError."""
+    """Checks the values that every instance of this host will get, and the files that they name. Raises ConfigError."""
     options.check()
     options.routing(POLICIES)
     options.handover(CHOICES)

@@ -1,4 +1,4 @@
-"""`pd-cluster up` in a terminal: the processes' lines scroll above a table of the cluster that stays at the bottom."""
+"""`pd-cluster up` in a terminal: log lines scroll above a table of the cluster that stays at the bottom."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_live(launch: Launch, console: Console | None = None) -> int:
         seen = ClusterSamples()
         with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
             while True:
-                with contextlib.suppress(PdClusterError):  # while the scheduler starts again, which its lines say
+                with contextlib.suppress(PdClusterError):  # while the scheduler restarts
                     await seen.look(admin)
                     live.update(bottom(seen, console.width), refresh=True)
                 await asyncio.sleep(PERIOD_S)

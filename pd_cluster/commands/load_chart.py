@@ -1,6 +1,6 @@
-"""The picture of a load's report, drawn by matplotlib (the extra `plot`): times, and what happened over time.
+"""Draws the report of a load with matplotlib (the extra `plot`): latencies, and the cluster's state over time.
 
-Equal runs give equal bytes, whether as .png or .svg.
+Equal runs give equal bytes, in .png and .svg.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GREY = "#7f7f7f"
 
 
 def check_picture(file: str, flag: str = "--picture") -> None:
-    """Checks before anything starts. Raises PdClusterError: no matplotlib, an unknown format, no such folder."""
+    """Checks the flag before a run. Raises PdClusterError: no matplotlib, an unknown format, no such folder."""
     if not file:
         return
     check_writable(file, flag)
@@ -61,13 +61,13 @@ def write_picture(run: LoadRun, file: str, flag: str = "--picture") -> None:
         axes.spines[["top", "right"]].set_visible(False)
     drawn = io.BytesIO()
     suffix = Path(file).suffix.lower().removeprefix(".")
-    with matplotlib.rc_context({"svg.hashsalt": "pd-cluster"}):  # random ids otherwise
+    with matplotlib.rc_context({"svg.hashsalt": "pd-cluster"}):  # otherwise ids are random
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else {"Software": None})
     write_output(file, flag, drawn.getvalue())
 
 
 def _draw_times(axes: Axes, run: LoadRun) -> None:
-    """Draws how many of the requests had their times within x: TTFT and end to end in s, TPOT times 100."""
+    """Draws the share of requests with a time of at most x: TTFT and end to end in s, TPOT in units of 10 ms."""
     taken: list[tuple[str, Callable[[Outcome], float | None], float, str, float]] = [
         ("TTFT, s", lambda each: each.ttft_s, 1.0, COLOURS["prefill"], run.slo.ttft_s),
         ("TPOT, 10 ms", lambda each: each.tpot_s, 100.0, COLOURS["decode"], run.slo.tpot_s),

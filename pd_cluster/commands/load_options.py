@@ -1,4 +1,4 @@
-"""Options that say which load to send, for `bench load` and `simulate`. Those of details are in --help-all alone."""
+"""Options that describe a load, for `bench load` and `simulate`. Only --help-all shows options of details."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def _detail(help: str) -> Any:
 
 
 WorkloadName = Annotated[str, typer.Option(help=WORKLOADS)]
-TraceFile = Annotated[str, typer.Option(help="Replay this trace instead: Mooncake's format, as of `trace --export`.")]
-NumRequests = Annotated[int, typer.Option(help="Of a workload.")]
-Rate = Annotated[float, typer.Option(help="Requests a second, on average.")]
-Arrivals = Annotated[str, typer.Option(help="poisson or constant.")]
-InputLen = Annotated[int, typer.Option(help="Prompt tokens; of a session: of its first message.")]
+TraceFile = Annotated[str, typer.Option(help="Replay this trace file, in Mooncake's format, as of `trace --export`.")]
+NumRequests = Annotated[int, typer.Option(help="Requests of a workload.")]
+Rate = Annotated[float, typer.Option(help="Mean requests per second.")]
+Arrivals = Annotated[str, typer.Option(help="Arrival times: poisson or constant.")]
+InputLen = Annotated[int, typer.Option(help="Prompt tokens, in a session those of its first message.")]
 OutputLen = Annotated[int, typer.Option(help="Output tokens.")]
-Sigma = Annotated[float, _detail("Deviation of log-normal lengths' logarithm.")]
-NumPrefixes = Annotated[int, _detail("Of shared-prefix and tool-agent.")]
-PrefixShare = Annotated[float, _detail("Of --input-len, that is one of the prefixes.")]
-NumTurns = Annotated[int, _detail("Of a conversation or an agent.")]
-Pause = Annotated[float, _detail("Mean seconds from one of its turns to the next.")]
-Seed = Annotated[int, _detail("Another one draws other lengths and times.")]
-TraceLimit = Annotated[int | None, _detail("First requests of the trace only.")]
-TraceLengths = Annotated[float, _detail("Factor on its lengths.")]
-TraceTime = Annotated[float, _detail("Factor on the time between its requests.")]
-TraceRepeat = Annotated[int, _detail("Times in a row, with other prompts each time.")]
+Sigma = Annotated[float, _detail("Standard deviation of the logarithm of log-normal lengths.")]
+NumPrefixes = Annotated[int, _detail("Prefixes of shared-prefix and tool-agent.")]
+PrefixShare = Annotated[float, _detail("Share of --input-len that is a shared prefix.")]
+NumTurns = Annotated[int, _detail("Turns of a conversation or an agent.")]
+Pause = Annotated[float, _detail("Mean seconds between two turns of a session.")]
+Seed = Annotated[int, _detail("Seed of the drawn lengths and times.")]
+TraceLimit = Annotated[int | None, _detail("Replay only the first requests of the trace.")]
+TraceLengths = Annotated[float, _detail("Factor for the lengths of the trace.")]
+TraceTime = Annotated[float, _detail("Factor for the time between requests of the trace.")]
+TraceRepeat = Annotated[int, _detail("Repeat the trace so often, with other prompts each time.")]
 SloTtft = Annotated[float, typer.Option(min=0, help="Goal for the first token, seconds; 0: none.")]
-SloTpot = Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")]
+SloTpot = Annotated[float, typer.Option(min=0, help="Goal for the mean time per further token, seconds.")]
 SloE2e = Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")]
 Picture = Annotated[str, typer.Option(help="Draw the report into this .png or .svg; needs matplotlib.")]
 ReportFile = Annotated[str, typer.Option(help="Write the report with each request to this file too.")]

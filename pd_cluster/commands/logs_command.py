@@ -1,4 +1,4 @@
-"""`pd-cluster logs`: the lines of a process that `pd-cluster up` started, also of one that has died."""
+"""`pd-cluster logs`: shows the log of a process that `pd-cluster up` started, even if it has died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LINES = 5000
 
 
 def run(admin: Admin, name: str, num_lines: int, follow: bool, as_json: bool) -> None:
-    """`name` "": of every process, each line with its process. Raises PdClusterError."""
+    """Prints log lines. `name` "": those of every process, each with its process's name. Raises PdClusterError."""
     asyncio.run(_run(admin, name, num_lines, follow, as_json))
 
 
@@ -34,7 +34,7 @@ async def _run(admin: Admin, name: str, num_lines: int, follow: bool, as_json: b
             except PdClusterError:
                 if len(names) == 1:
                     raise
-                continue  # one that has left
+                continue  # the process has left
             _print(each, lines, width, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`pd-cluster check --network`: the pre-flight of the network of this host, on one screen, the worst first."""
+"""`pd-cluster check --network`: checks the network of this host before a start; shows the worst findings first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STYLES: dict[Level, str] = {"error": "bold red", "unchecked": "yellow", "warning
 
 
 def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 0.0, as_json: bool = False) -> bool:
-    """Prints the findings; returns whether nothing is wrong. Raises ConfigError for a wrong variable.
+    """Prints the findings; returns whether the network is sound. Raises ConfigError for a wrong variable.
 
-    `as_json`: prints one JSON object. `wait_s`: for the same command on other hosts; 0: pairs between hosts are not
-    checked.
+    `as_json`: prints one JSON object. `wait_s`: how long to wait for this command on other hosts; 0: links between
+    hosts are not checked.
     """
     device, kv_transport = (env.get(variable_of(name)) or "auto" for name in ("device", "kv_transport"))
     check_name(device)
@@ -54,7 +54,7 @@ def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 
 
 
 def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> HostRendezvous | None:
-    """Raises ConfigError: no NODE_PORTS, or no secret."""
+    """Returns the meeting with other hosts; None without a wait. Raises ConfigError: no NODE_PORTS, or no secret."""
     if not wait_s or not place.spans_hosts:
         return None
     ports = dict(zip(place.names, node_ports(env, place), strict=True))
@@ -62,7 +62,7 @@ def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> HostRendezv
 
 
 def _of_cards(place: Place, device: str, say: Callable[[str], None]) -> list[Finding]:
-    """Asks hccn_tool about the NPUs of this host that are in the table."""
+    """Queries hccn_tool about the NPUs of this host that are in the table."""
     everyone = [each for each in instances_of(place) if hccl_environment.is_wanted(device, each.server)]
     cards = [card for instance in everyone for card in _cards(instance)]
     own = host_key(place.server.server_ip)
@@ -89,7 +89,7 @@ def _silence() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows the present step: in place on a terminal, otherwise as a line of its own."""
+    """Yields a function that shows the current step: in place on a terminal, otherwise as a separate line."""
     if not console.is_terminal:
         yield lambda text: console.print(f"{text} …", markup=False, highlight=False, soft_wrap=True)
         return

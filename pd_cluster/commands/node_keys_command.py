@@ -17,10 +17,10 @@ from pd_cluster.errors import ConfigError
 if TYPE_CHECKING:
     from pd_cluster.net.node_key_files import Node, NodeKeys, PublicPart, TrustedNodes
 
-NODE = typer.Argument(metavar="NODE", help="The node's name: a host's, or any other that tells it apart.")
-FOLDER = typer.Option("--folder", help="Where NODE.key and NODE.pub are; it is made with mode 0700.")
+NODE = typer.Argument(metavar="NODE", help="The node's name: its host name, or any other unique name.")
+FOLDER = typer.Option("--folder", help="Folder of NODE.key and NODE.pub; created with mode 0700.")
 FILE = typer.Option("--file", help="The list that --trusted-nodes of schedulers and workers names.")
-HOST = typer.Option("--host", help="An address or network at which the node may be; may be given again. Default: any.")
+HOST = typer.Option("--host", help="An address or network that the node may use; repeatable. Default: any.")
 EXPIRES = typer.Option("--expires", help="A date (UTC), or a time with its zone. Default: never.")
 AGAIN = "processes that read it notice within a second"
 
@@ -43,7 +43,7 @@ def new(
     with file_lock(key_file):
         for file in (key_file, public_file):
             if os.path.lexists(file):
-                raise ConfigError(f"{file}: is there already; `pd-cluster keys node rotate {node}` makes another key")
+                raise ConfigError(f"{file}: already exists; `pd-cluster keys node rotate {node}` makes another key")
         keys = new_keys(node)
         _write_pair(key_file, public_file, keys, Node(node, [_part(keys.public[0], expires)], hosts))
     typer.echo(f"{key_file}: for the host of {node} alone, --node-key-file names it", err=True)
@@ -56,7 +56,7 @@ def trust(
     file: Annotated[Path, FILE],
     host: Annotated[list[str] | None, HOST] = None,
 ) -> None:
-    """Add nodes, or the new keys of known ones, to the list of trusted nodes; the key before stays, too."""
+    """Add nodes, or new keys of known nodes, to the list of trusted nodes; earlier keys stay valid."""
     from msgspec.structs import replace
 
     from pd_cluster.net.node_key_files import TrustedNodes, check_host, read_public_part, trusting, write_public
@@ -81,7 +81,7 @@ def rotate(
     folder: Annotated[Path, FOLDER],
     expires: Annotated[str, EXPIRES] = "",
 ) -> None:
-    """Make a new key beside the present one. Both are used until `retire`. Ends a rotation that was interrupted."""
+    """Add a new key to the current key; both are used until `retire`. Completes an interrupted rotation."""
     from pd_cluster.net.node_key_files import Node, check_name, new_keys, read_node_keys, read_public_part
     from pd_cluster.wire import MOST_NODE_KEYS
 
@@ -91,15 +91,15 @@ def rotate(
         is_begun = _is_begun(before, part)
         if len(before.private) >= MOST_NODE_KEYS and not is_begun:
             raise ConfigError(
-                f"{key_file}: node {node} is being rotated: it has two keys; first end that with "
+                f"{key_file}: node {node} is being rotated: it has two keys; first complete that with "
                 f"`pd-cluster keys node retire {node} --folder {folder}`"
             )
         keys = before if is_begun else new_keys(node, before)
         public = Node(node, [_part(keys.public[0], expires), *part.keys[:1]], part.hosts)
         _write_pair(key_file, public_file, keys, public)
     typer.echo(
-        f"{key_file}: {node} has key {keys.public[0].hex()[:12]}, too; {AGAIN}. Now `pd-cluster keys node trust "
-        f"{public_file} --file FILE` wherever the list is, then `pd-cluster keys node retire {node}`",
+        f"{key_file}: {node} also has key {keys.public[0].hex()[:12]}; {AGAIN}. Now run `pd-cluster keys node trust "
+        f"{public_file} --file FILE` for each copy of the list, then `pd-cluster keys node retire {node}`",
         err=True,
     )
 
@@ -110,7 +110,7 @@ def retire(
     folder: Annotated[Path | None, FOLDER] = None,
     file: Annotated[Path | None, FILE] = None,
 ) -> None:
-    """Drop the key before the newest, from NODE.key (--folder) and from the list (--file). No connection is cut."""
+    """Remove the older key from NODE.key (--folder) and from the list (--file). Connections stay open."""
     from msgspec.structs import replace
 
     from pd_cluster.net.node_key_files import (
@@ -131,11 +131,11 @@ def retire(
             part, keys = read_public_part(public_file), read_node_keys(key_file)
             if _is_begun(keys, part):
                 raise ConfigError(
-                    f"{public_file}: lacks the newest key of {key_file}: its rotation was interrupted; end that with "
+                    f"{public_file}: lacks the newest key of {key_file}: a rotation was interrupted; complete it with "
                     f"`pd-cluster keys node rotate {node} --folder {folder}`"
                 )
             _write_pair(key_file, public_file, NodeKeys(node, keys.private[:1]), replace(part, keys=part.keys[:1]))
-        typer.echo(f"{key_file}: {node} has its newest key alone; {AGAIN}", err=True)
+        typer.echo(f"{key_file}: {node} now has only its newest key; {AGAIN}", err=True)
     if file is not None:
         with file_lock(file) as real:
             known = _read(real)
@@ -143,22 +143,22 @@ def retire(
                 raise ConfigError(f"{file}: has no node {node!r}")
             nodes = [replace(each, keys=each.keys[:1]) if each.node == node else each for each in known.nodes]
             write_public(real, TrustedNodes(1, nodes, known.revoked))
-        typer.echo(f"{file}: {node} is trusted with its newest key alone; {AGAIN}", err=True)
+        typer.echo(f"{file}: {node} is now trusted only with its newest key; {AGAIN}", err=True)
 
 
 @app.command()
 def revoke(
     node: Annotated[str, NODE],
     file: Annotated[Path, FILE],
-    key: Annotated[str, typer.Option("--key", help="One key of the node, by its first digits. Default: all.")] = "",
+    key: Annotated[str, typer.Option("--key", help="The first digits of one key of the node. Default: all keys.")] = "",
 ) -> None:
-    """Take a node, or one of its keys, out of the list. Processes that read it cut its connections."""
+    """Remove a node, or one of its keys, from the list. Processes that read the list close its connections."""
     from pd_cluster.net.node_key_files import check_name, now_text, revoking, write_public
 
     check_name(node)
     with file_lock(file) as real:
         write_public(real, revoking(_read(real), node, key, file, now_text()))
-    typer.echo(f"{file}: {node} is revoked; processes that read this file cut its connections within 2 s", err=True)
+    typer.echo(f"{file}: {node} is revoked; processes that read this file close its connections within 2 s", err=True)
 
 
 @app.command("list")
@@ -196,7 +196,7 @@ def _files(folder: Path, node: str) -> tuple[Path, Path]:
 
 
 def _is_begun(keys: NodeKeys, part: Node) -> bool:
-    """Whether a rotation was interrupted between the two files: the newest key is not in the public one."""
+    """Whether a rotation was interrupted between writing the two files: the public file lacks the newest key."""
     return keys.public[0] not in [each.key for each in part.keys]
 
 
@@ -206,7 +206,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--folder {folder}: {error.strerror}") from None
     if (mode := folder.stat().st_mode & 0o777) & 0o077:
-        raise ConfigError(f"--folder {folder}: mode {mode:04o}, so others can look into it: chmod 700 {folder}")
+        raise ConfigError(f"--folder {folder}: mode {mode:04o} lets other users read it: chmod 700 {folder}")
 
 
 def _part(public: bytes, expires: str) -> PublicPart:
@@ -217,12 +217,12 @@ def _part(public: bytes, expires: str) -> PublicPart:
     if expires and until_s is None:
         raise ConfigError(f"--expires {expires!r}: expected {EXPECTED}")
     if until_s is not None and until_s <= time.time():
-        raise ConfigError(f"--expires {expires!r}: is over already; give a time that is to come")
+        raise ConfigError(f"--expires {expires!r}: is in the past; give a future time")
     return PublicPart(public.hex(), expires)
 
 
 def _write_pair(key_file: Path, public_file: Path, keys: NodeKeys, public: Node) -> None:
-    """Writes the private file first: it may have more keys than the public one, never fewer."""
+    """Writes the private file first: it may have more keys than the public file, but never fewer."""
     from pd_cluster.net.node_key_files import write_node_keys, write_public
 
     write_node_keys(key_file, keys)

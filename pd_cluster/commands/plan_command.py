@@ -1,4 +1,4 @@
-"""`pd-cluster plan`: its signature, and what it reads before it simulates. Imports nothing heavy at the top."""
+"""`pd-cluster plan`: its signature, and its input files. Imports nothing heavy at the top."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ USUAL_REQUESTS = 600
 
 def plan(
     trace: Annotated[str, typer.Option(metavar="FILE", help="The load, in Mooncake's format.")],
-    devices: Annotated[int, typer.Option(min=1, max=1024, help="At most so many.")],
+    devices: Annotated[int, typer.Option(min=1, max=1024, help="Most devices to use.")],
     model: Annotated[
         str, typer.Option(callback=given_model, help="Folder or hub name; its config.json is enough. Default: shipped.")
     ] = "",
     slo_ttft: Annotated[float, typer.Option(help="Goal for the first token, in seconds; 0: none.")] = 0.0,
     slo_tpot: Annotated[float, typer.Option(help="Goal for each further token, in seconds; 0: none.")] = 0.0,
     slo_e2e: Annotated[float, typer.Option(help="Goal for the whole answer, in seconds; 0: none.")] = 0.0,
-    slo_share: Annotated[float, typer.Option(help="Share of the requests that must meet them.")] = 0.9,
-    costs: Annotated[str, typer.Option(metavar="FILE", help="Measured costs, of `pd-cluster profile`.")] = "",
-    device: Annotated[str, typer.Option(help="Computed costs instead: a100, h100, h200, b200 or 910b.")] = "",
+    slo_share: Annotated[float, typer.Option(help="Share of the requests that must meet the goals.")] = 0.9,
+    costs: Annotated[str, typer.Option(metavar="FILE", help="Measured costs, from `pd-cluster profile`.")] = "",
+    device: Annotated[str, typer.Option(help="Compute the costs for a device: a100, h100, h200, b200 or 910b.")] = "",
     tensor_parallel_size: Annotated[
         list[int] | None, typer.Option(min=1, help="Ranks of each instance; may be repeated. Default: all that fit.")
     ] = None,
-    one_host: Annotated[bool, typer.Option("--one-host", help="Instances slow each other, as measured.")] = False,
-    num_requests: Annotated[int, typer.Option(min=0, help="The first of the trace; 0: all.")] = USUAL_REQUESTS,
+    one_host: Annotated[bool, typer.Option("--one-host", help="Instances on one host slow each other.")] = False,
+    num_requests: Annotated[
+        int, typer.Option(min=0, help="Use the first requests of the trace; 0: all.")
+    ] = USUAL_REQUESTS,
     json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan to this file too.")] = "",
 ) -> None:
     """Find the smallest layout for a trace and its goals: split or not, and with which settings.

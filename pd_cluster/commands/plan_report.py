@@ -1,4 +1,4 @@
-"""Prints a plan, and writes it as JSON. Every line that rests on computed costs says that they were not measured."""
+"""Prints a plan, and writes it as JSON. Every line that uses computed costs says that they were not measured."""
 
 from __future__ import annotations
 
@@ -66,11 +66,13 @@ class PlanReport:
 
     @property
     def verdict(self) -> str:
-        """Says whether to split, by the best of both kinds on as many devices."""
+        """Says whether to split, comparing the best layout of each kind on as many devices."""
         first = self.plan.first
         other = self.plan.best_of_kind(not first.candidate.is_hybrid)
         if other is None:
-            return "do not split: one instance is enough" if first.candidate.is_hybrid else "split: nothing else fits"
+            return (
+                "do not split: one instance is enough" if first.candidate.is_hybrid else "split: no other layout fits"
+            )
         word = "do not split" if first.candidate.is_hybrid else "split"
         return (
             f"{word}: {first.candidate.name} meets the goals up to {self._load(first)}, {other.candidate.name}, the "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pd_cluster.text.tokenizer import Tokenizer
 
 DEFAULT_METHODS = {"w4a16": "gptq", "w4a8": "gptq", "w8a8": "smoothquant"}
-NUM_EVALUATED = 16  # samples, or an eighth of them, that methods do not see
+NUM_EVALUATED = 16  # samples for the evaluation, but at most an eighth; methods do not see them
 
 
 def quantize(
@@ -27,15 +27,15 @@ def quantize(
         typer.Option(help="rtn (rounding, no data), gptq, smoothquant or awq; default: gptq, smoothquant for w8a8."),
     ] = "",
     calibration: Annotated[
-        str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts of the model itself.")
+        str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts that the model writes.")
     ] = "",
     num_samples: Annotated[int, typer.Option(min=1, help="Samples to calibrate with.")] = 128,
-    num_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sample, at most.")] = 512,
+    num_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = 512,
     evaluate: Annotated[bool, typer.Option(help="Compare perplexity and next tokens with the original.")] = True,
 ) -> None:
-    """Quantize a model folder into a new one; it is compressed-tensors, which other engines read, too.
+    """Quantize a model folder. The new folder's format is compressed-tensors, which other engines also read.
 
-    Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
+    Works layer by layer, on the CPU. After a Ctrl-C or a kill, run it again: it continues with the next layer.
     """
     from pd_cluster.devices.openmp_spinning import PARKED
 
@@ -56,30 +56,30 @@ def quantize(
         _check_length(model, num_tokens, samples_only=bool(calibration) and not evaluate)
     samples: Samples = []
     before = None
-    device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # before and after on the same one
+    device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # the same device before and after
     wanted = num_samples + max(1, min(NUM_EVALUATED, num_samples // 8))
     if needs_samples and calibration:
         samples = samples_of_file(Path(calibration).expanduser(), Tokenizer(folder), folder, wanted, num_tokens)
     if needs_samples and (evaluate or not calibration):
         with LLM(model, dtype="float32", device=device, max_model_len=num_tokens + 1) as llm:
             if not samples:
-                typer.echo("calibrating with texts that the model draws itself")
+                typer.echo("calibrating with texts that the model writes")
                 samples = own_samples(llm, int(read_json(folder / "config.json")["vocab_size"]), wanted, num_tokens)
-            held = _held(samples)
+            held = _evaluation_samples(samples)
             before = quality_of(llm, held) if evaluate else None
-    used = samples[: len(samples) - len(_held(samples))] or samples
+    used = samples[: len(samples) - len(_evaluation_samples(samples))] or samples
     job = QuantizeJob(folder, Path(out).expanduser(), SCHEMES[scheme], method, used if method != "rtn" else [])
     num_layers = job.run(lambda done, total: typer.echo(f"layer {done} of {total}"))
     typer.echo(f"{num_layers} linear layers in {out}: {scheme} by {method}")
     if before is not None:
         with LLM(out, dtype="float32", device=device, max_model_len=num_tokens + 1) as llm:
-            after = quality_of(llm, _held(samples))
+            after = quality_of(llm, _evaluation_samples(samples))
         typer.echo(f"perplexity {before.perplexity:.3f} before, {after.perplexity:.3f} after")
-        typer.echo(f"the same next token in {after.agreement(before):.1%} of {len(after.chosen)} places")
+        typer.echo(f"the same next token at {after.agreement(before):.1%} of {len(after.chosen)} positions")
 
 
 def _method_of(scheme: str, method: str) -> str:
-    """Returns the method, by default the scheme's. Raises ConfigError for names of neither."""
+    """Returns the method, by default the scheme's. Raises ConfigError for an unknown scheme or method."""
     from pd_cluster.errors import ConfigError
     from pd_cluster.model.quantize.quantize_layer import METHODS
     from pd_cluster.model.quantize.quantize_schemes import SCHEMES
@@ -93,7 +93,7 @@ def _method_of(scheme: str, method: str) -> str:
 
 
 def _check_length(model: str, num_tokens: int, samples_only: bool) -> None:
-    """Raises ConfigError for samples that the model does not take; its engine needs room for one more token."""
+    """Raises ConfigError for samples that exceed the model's context; an engine needs one more token."""
     from pd_cluster.checkpoints.checkpoint import Checkpoint
     from pd_cluster.errors import ConfigError
 
@@ -102,8 +102,8 @@ def _check_length(model: str, num_tokens: int, samples_only: bool) -> None:
         raise ConfigError(f"--num-tokens {num_tokens}: {model} takes {limit} tokens at most; use {most} or fewer")
 
 
-def _held(samples: Samples) -> Samples:
-    """Returns the samples that are kept apart to compare with."""
+def _evaluation_samples(samples: Samples) -> Samples:
+    """Returns the samples that are reserved for the evaluation."""
     return samples[-max(1, min(NUM_EVALUATED, len(samples) // 8)) :]
 
 
@@ -114,7 +114,7 @@ def samples_of_file(file: Path, tokenizer: Tokenizer, folder: Path, num_samples:
 
     def render(messages: list[dict[str, object]]) -> str:
         if tokenizer.template is None:
-            raise ConfigError(f"--calibration {file}: conversations, and {folder} has no chat template; give texts")
+            raise ConfigError(f"--calibration {file}: has conversations, but {folder} has no chat template; give texts")
         return tokenizer.template.render(messages, add_generation_prompt=False)
 
     return samples_of(texts_of(file, render), tokenizer.encode, num_samples, num_tokens)

@@ -1,7 +1,7 @@
 """`python -m pd_cluster.commands.quickstart`: a local cluster, one question, and the instances that answered it.
 
-Starts the same processes as `pd-cluster up`. Knows nothing of engines: everything that it shows comes from the public
-and admin addresses.
+Starts the same processes as `pd-cluster up`. Knows nothing of engines: all that it shows comes from the public and
+admin addresses.
 """
 
 from __future__ import annotations
@@ -50,37 +50,35 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def quickstart(
-    model: Annotated[
-        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
-    ] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
     adapter: Annotated[
         bool,
-        typer.Option("--adapter", help="Serve the shipped model's LoRA adapter too, as the model pirate, and ask it."),
+        typer.Option("--adapter", help="Also serve the shipped LoRA adapter, as the model pirate, and ask it."),
     ] = False,
     image: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="Ask about this image or video: the shipped model that sees, or --model. It knows one to four "
-            "circles, squares or triangles of one color, and the colors of a clip in their order.",
+            help="Ask the shipped vision model, or --model, about this image or video. The shipped model knows one "
+            "to four circles, squares or triangles of one color, and the order of a clip's colors.",
         ),
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every process's log.")] = False,
 ) -> None:
-    """Bring up a prefill/decode cluster on this machine, ask it one question and show what each instance did.
+    """Start a prefill/decode cluster on this machine, ask it one question and show what each instance did.
 
-    Then it serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which takes everything down.
-    Exit code: 0; 1 with one line on stderr when the cluster cannot start.
+    Then serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which stops all processes.
+    Exit code: 0; 1 with one line on stderr if the cluster cannot start.
     """
     if image and adapter:
         raise ConfigError("--image: the adapter's model takes no images; leave out one of the two")
     question = _question_about(image) if image else QUESTION
     if adapter and model:
-        raise ConfigError("--adapter: the adapter is for the model that the project ships; leave out --model")
+        raise ConfigError("--adapter: the adapter is for the shipped model; leave out --model")
     name = SHIPPED_ADAPTER.name if adapter else ""
     flags = SHIPPED_ADAPTER_FLAGS if adapter else []
     model = model or (str(SHIPPED_VISION_MODEL) if image else "")
@@ -90,7 +88,7 @@ def quickstart(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`content` is a message's, `file` the image in it, if any. `adapter`: one to ask the same of, if any."""
+    """`content`: the message. `file`: its image, if any. `adapter`: an adapter to ask, too, if any."""
 
     content: Content
     file: str
@@ -102,7 +100,7 @@ class Question:
 
 
 def _question_about(file: str) -> Content:
-    """Returns the content of a message that has the file. Raises ConfigError."""
+    """Returns the content of a message with the file. Raises ConfigError."""
     kind, _ = mimetypes.guess_type(file)
     part = (kind or "image/png").partition("/")[0]
     if part not in ("image", "video"):
@@ -120,7 +118,7 @@ def _question_about(file: str) -> Content:
 
 @dataclass(slots=True)
 class Lines:
-    """Handles the cluster's lines: its own are shown once it serves, the processes' logs are kept for a failure."""
+    """Handles the cluster's lines: shows its own once it serves, and keeps the processes' logs for a failure."""
 
     verbose: bool
     serving: bool = False
@@ -139,8 +137,8 @@ class Lines:
 
 
 async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bool) -> None:
-    """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
-    Checkpoint.open(launch.model_folder)  # a wrong model is one line, before anything starts
+    """Runs everything until SIGINT or SIGTERM; a second signal ends it at once. Always ends all processes."""
+    Checkpoint.open(launch.model_folder)  # reports a wrong model in one line, before anything starts
     lines = Lines(verbose)
     cluster = Cluster(launch, lines.say)
     stopping, hurried = asyncio.Event(), asyncio.Event()
@@ -207,8 +205,8 @@ async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool, rec
 
 
 async def _ask_and_show(launch: Launch, asked: Question) -> None:
-    """Asks and prints. Raises GenerationError without an answer."""
-    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # the first request pays for lazy loading
+    """Asks and prints. Raises GenerationError if there is no answer."""
+    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # warms up: the first request loads lazily
     before = Traffic.of(await fetch_settled(launch.admin_url))
     print(f"\n> {asked.text}", flush=True)
     sample = await _ask(launch.url, MAX_TOKENS, print_text, asked.content)
@@ -219,7 +217,7 @@ async def _ask_and_show(launch: Launch, asked: Question) -> None:
 
 
 async def _ask_adapter(launch: Launch, adapter: str) -> None:
-    """Asks the same of an adapter, and prints. Raises GenerationError without an answer."""
+    """Asks an adapter the same question, and prints. Raises GenerationError if there is no answer."""
     print(f"> {QUESTION} (of the model {adapter}, a LoRA adapter)", flush=True)
     sample = await _ask(launch.url, MAX_TOKENS, print_text, QUESTION, adapter)
     print("\n", flush=True)
@@ -234,7 +232,7 @@ def _check(sample: Sample) -> None:
 async def _ask(
     url: str, max_tokens: int, on_text: Callable[[str], None], content: Content, adapter: str = ""
 ) -> Sample:
-    """Asks as a chat; a text as a plain completion, for a model without a chat template."""
+    """Asks in a chat; for a model without a chat template, as a plain completion of a text."""
     async with make_client() as client:
         body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _num_output_tokens(client, url))}
         if adapter:
@@ -247,7 +245,7 @@ async def _ask(
 
 
 async def _num_output_tokens(client: httpx.AsyncClient, url: str) -> int:
-    """Returns the number of output tokens that leaves half of the context to the question."""
+    """Returns the number of output tokens that leaves half of the context for the question."""
     try:
         models = (await client.get(f"{url}/v1/models", timeout=5)).json()
         return max(1, int(models["data"][0]["max_model_len"]) // 2)

@@ -1,4 +1,4 @@
-"""`pd-cluster run-batch`: settings and parameters of its own. Imports nothing heavy at the top."""
+"""`pd-cluster run-batch`: its settings and its own parameters. Imports nothing heavy at the top."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import DeclaredSetting, Panel
 
-# The settings that apply here, and how their help differs from that of `serve`.
+# The settings that apply here, and the help texts that differ from those of `serve`.
 SETTINGS = {
-    "model": "Model folder, or a hub's model; must be given.",
-    "served_model_name": "What requests call the model.",
+    "model": "Model folder, or a model of a hub; required.",
+    "served_model_name": "The model's name in requests.",
     "max_model_len": "",
     "num_blocks": "",
     "block_size": "",
     "max_num_seqs": "",
     "dtype": "auto, float32, float16 or bfloat16.",
     "chat_template": "File of a chat template, or the template itself.",
-    "allow_control_tokens": "Messages may have control tokens; as of serve.",
-    "default_chat_template_kwargs": "JSON object; as of serve.",
-    "chat_template_content_format": "auto, string or openai; as of serve.",
-    "tool_call_parser": "How the model writes tool calls; as of serve.",
+    "allow_control_tokens": "Messages may have control tokens; see serve.",
+    "default_chat_template_kwargs": "JSON object; see serve.",
+    "chat_template_content_format": "auto, string or openai; see serve.",
+    "tool_call_parser": "How the model writes tool calls; see serve.",
     "tool_parser_plugin": "",
-    "reasoning_parser": "How the model marks its reasoning; as of serve.",
-    "try_unlisted": "Serve this model_type as unproven; may be given again.",
+    "reasoning_parser": "How the model marks its reasoning; see serve.",
+    "try_unlisted": "Serve this model_type as unproven; repeatable.",
     "language_model_only": "",
-    "speculative_config": "JSON object; as of serve.",
-    "generation_config": "auto, vllm or a folder; as of serve.",
-    "override_generation_config": "JSON object; as of serve.",
+    "speculative_config": "JSON object; see serve.",
+    "generation_config": "auto, vllm or a folder; see serve.",
+    "override_generation_config": "JSON object; see serve.",
 }
 
 USUAL = ("model", "served_model_name", "max_model_len", "max_num_seqs", "dtype", "tool_call_parser", "reasoning_parser")
@@ -51,18 +51,18 @@ def _settings() -> Iterator[DeclaredSetting]:
 
 @takes(_settings(), after="output_file", show_envvar=True, usual=USUAL)
 def run_batch(
-    input_file: Annotated[str, typer.Option("--input-file", "-i", help="JSON lines: requests; - for stdin.")],
-    output_file: Annotated[str, typer.Option("--output-file", "-o", help="JSON lines: answers; - for stdout.")],
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill processes; none: one engine does it all.")] = 0,
-    decode: Annotated[int, typer.Option(min=0, help="Decode processes, as many as you like beside --prefill.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests that are worked at at once.")] = 256,
+    input_file: Annotated[str, typer.Option("--input-file", "-i", help="Requests as JSON lines; - for stdin.")],
+    output_file: Annotated[str, typer.Option("--output-file", "-o", help="Answers as JSON lines; - for stdout.")],
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill processes; 0: one engine does all the work.")] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Decode processes, with --prefill.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a time.")] = 256,
     help_all: Annotated[bool, HELP_ALL] = False,
     **given: Any,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Each line is answered as a POST to its url would be. Run it again after a Ctrl-C or a kill: it continues where it
-    stopped.
+    Each line is answered as a POST to its url would be. After a Ctrl-C or a kill, run it again: it continues where
+    it stopped.
     """
     from pd_cluster.offline.batch_job import BatchJob
     from pd_cluster.offline.offline_service import OfflineConfig

@@ -55,12 +55,12 @@ log = logging.getLogger(__name__)
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError and other errors of the start."""
     _die_with_parent(env)
-    for name in SECRET_VARIABLES:  # `env` is a copy; child processes need no keys
+    for name in SECRET_VARIABLES:  # child processes need no keys; `env` is a copy
         os.environ.pop(name, None)
     start = start_of(options, env)
     start.process.logs.begin()
     is_one_of_several = DIE_WITH_PARENT in env and start.place.role != "scheduler"
-    for warning in () if is_one_of_several else warnings:  # of those that one command has started, one says it
+    for warning in () if is_one_of_several else warnings:  # if one command starts several, only one instance warns
         log.warning("%s", warning)
     credentials = credentials_of(start.place, start.files)
     if start.files.derives:
@@ -86,7 +86,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
     checkpoint.max_model_len(engine.max_model_len)
     if place.role == "encode" and checkpoint.vision is None:
         raise ConfigError(
-            f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
+            f"{called('role')} encode: {checkpoint.path} takes no images here, so there is nothing to encode"
         )
     unit = unit_of(start, checkpoint)
     _check_network_policy(start)
@@ -130,7 +130,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
 
 
 def _engine_at(place: Place, engine: EngineConfig, handover: HandoverSettings, unit: UnitPlace | None) -> EngineConfig:
-    """Returns the engine's settings with what follows from the worker's place."""
+    """Returns the engine's settings, completed with those that follow from the worker's place."""
     return msgspec.structs.replace(
         engine,
         tensor_parallel_size=len(place.server.device),
@@ -142,7 +142,7 @@ def _engine_at(place: Place, engine: EngineConfig, handover: HandoverSettings, u
 
 
 def _check_ports(start: Start) -> None:
-    """Raises ConfigError where another of this host's processes may find its port taken."""
+    """Raises ConfigError if ports of two processes on this host could collide."""
     own, ports = {"--port": start.process.port}, start.handover.kv_port_range
     check_ports(start.place, GivenPorts(worker=own, kv_range=(ports.first, ports.last) if ports.last else None))
     for warning in outgoing_warnings({**own, **({"--kv-port-range": ports.last} if ports.last else {})}):
@@ -150,7 +150,7 @@ def _check_ports(start: Start) -> None:
 
 
 def _check_network_policy(start: Start) -> None:
-    """Raises ConfigError where links to other hosts of the table could only be gloo's, and that is not allowed."""
+    """Raises ConfigError if links to other hosts of the table could only use gloo, which is not allowed."""
     others, handover = start.place.other_hosts, start.handover
     if not others or handover.trusts_network or not has_no_driver(start.engine.device):
         return
@@ -169,7 +169,7 @@ def _own_events(start: Start, credentials: Credentials) -> HandoverSettings:
 
 
 def _shared_cores(start: Start, num_threads: int) -> SharedCores | None:
-    """Returns how this host's ranks share its cores; None: each has its part of them, on any core."""
+    """Returns how this host's ranks share its cores; None: each rank has a fixed number of cores."""
     place, process = start.place, start.process
     if why := _why_not_shared(start, num_threads):
         for flag, choice in (("--lend-cores", process.lend_cores), ("--bind-cores", process.bind_cores)):
@@ -179,7 +179,7 @@ def _shared_cores(start: Start, num_threads: int) -> SharedCores | None:
     try:
         ledger = str(place.folder / ledger_name()) if process.lend_cores != "off" else ""
     except OSError as error:
-        log.info("no cores are lent: the kernel does not say which ranks may share some (%s)", error)
+        log.info("no cores are lent: the kernel does not report which ranks may share cores (%s)", error)
         ledger = ""
     return SharedCores(
         ledger=ledger,
@@ -193,16 +193,16 @@ def _shared_cores(start: Start, num_threads: int) -> SharedCores | None:
 
 def _why_not_shared(start: Start, num_threads: int) -> str:
     if num_threads:
-        return "OMP_NUM_THREADS divides the cores for good"
+        return "OMP_NUM_THREADS fixes each rank's share of the cores"
     if start.join.role is not None:
         return f"with {called('role')}, no rank table says which ranks share this host"
     if start.place.num_local_ranks < 2:
-        return "one rank has this host to itself"
+        return "only one rank runs on this host"
     if not has_no_driver(start.engine.device):
         return f"{called('device')} {start.engine.device} may compute elsewhere"
     if (quota := host.cores_quota()) < (num_cores := len(host.cores())):
-        return f"the control group may use {num_cores} cores for the time of {quota:g}"
-    return "" if num_cores > 1 else "there is one core"
+        return f"the control group may run on {num_cores} cores, but has a quota of {quota:g}"
+    return "" if num_cores > 1 else "the host has only one core"
 
 
 def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering] | None:
@@ -244,7 +244,7 @@ def _hccl_environment(
     environment = hccl_environment.environment(found)
     if hccl_environment.RANK_TABLE in environment:
         log.warning(
-            "%s=%s is not handed to the ranks: HCCL would read it",
+            "%s=%s is not passed to the ranks: HCCL would read it",
             hccl_environment.RANK_TABLE,
             os.environ[hccl_environment.RANK_TABLE],
         )
@@ -257,5 +257,5 @@ def _die_with_parent(env: Mapping[str, str]) -> None:
     if parent is None:
         return
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before the line above
+    if os.getppid() != int(parent):  # the parent died before the line above
         raise ConfigError("the process that started this one is gone")

@@ -1,4 +1,4 @@
-"""`pd-cluster serve` as the scheduler: the public port, the admin port and the way to the workers."""
+"""`pd-cluster serve` as the scheduler: the public port, the admin port and the connections to workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     given = _own_ports(start, frontend, admin)
     ports = node_ports(env, place, given) if place.table.file else []
     if start.join.join_port is not None and files.derives:
-        raise ConfigError("--join-port: workers in no table cannot derive a secret; drop --derive-secret")
+        raise ConfigError("--join-port: workers outside of a rank table cannot derive a secret; drop --derive-secret")
     token = admin_token_of(place, files)
     config = _api_config(start, env)
     check_public_dashboard(config.http, start.process.host, frontend)
@@ -102,7 +102,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
 
 
 def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
-    """Returns what the public port serves. Raises ConfigError for flags that contradict each other."""
+    """Returns the configuration of the public port. Raises ConfigError for flags that contradict each other."""
     options, openai = start.options, use_openai(env)
     http = options.http(env)
     if http.allow_credentials and "*" in http.allowed_origins:
@@ -115,7 +115,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
             raise ConfigError(f"{named}: there is no /v1/responses with USE_OPENAI=0; leave it out")
         from pd_cluster.service.answers.response_store import ResponseStore
 
-        ResponseStore(http.responses).close()  # raises for a folder that cannot be used, before anything listens
+        ResponseStore(http.responses).close()  # raises for an unusable folder, before anything listens
     resume = options.read(ResumeSettings)
     if resume.window_s and not openai:
         named = f"{called('resume_window')} {resume.window_s:g}"
@@ -150,13 +150,13 @@ def _check_files(files: KeptFiles, openai: bool) -> None:
 
 
 def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSettings) -> None:
-    """Raises ConfigError where a session's cookie would cross a network in plain text, or find another process."""
+    """Raises ConfigError if a session's cookie would cross a network in plain text, or reach another process."""
     flag = called("public_dashboard")
     if not http.has_public_dashboard:
         return
     if frontend.api_workers > 1:
         count = f"{called('api_workers')} {frontend.api_workers}"
-        raise ConfigError(f"{flag}: not with {count}, whose processes know no sessions; leave one of the two out")
+        raise ConfigError(f"{flag}: not with {count}, whose processes share no sessions; leave one of the two out")
     if http.tls is None and not frontend.uds and not is_loopback(host):
         ways = f"{called('ssl_certfile')} FILE, or {called('host')} 127.0.0.1 behind a proxy with TLS"
         raise ConfigError(f"{flag}: {called('host')} {host} is reached without TLS; give {ways}")
@@ -165,7 +165,7 @@ def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSetti
 def _extras(
     start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str, keys: KeyStore | None
 ) -> Extras:
-    """Raises ConfigError for a folder that cannot be shared."""
+    """Returns the optional parts. Raises ConfigError for a folder that cannot be shared."""
     from pd_cluster.api.scheduler_app import Extras
 
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
@@ -174,7 +174,9 @@ def _extras(
 
 
 def _lease(start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str) -> Lease:
-    """Raises ConfigError for a folder that cannot be shared, and outside of a pod for one of Kubernetes."""
+    """Returns the lease. Raises ConfigError for a folder that cannot be shared, or for a Kubernetes lease outside of a
+    pod.
+    """
     from pd_cluster.cluster.leases.lease_folder import LeaseFolder
     from pd_cluster.cluster.leases.lease_kubernetes import KubernetesLease, place_of_lease
     from pd_cluster.cluster.members.shared_membership import Lease
@@ -195,17 +197,19 @@ def _lease(start: Start, frontend: AdmissionSettings, admin: AdminSettings, admi
 
 
 def check_shared(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> None:
-    """Raises ConfigError for what only a scheduler without others can do."""
+    """Raises ConfigError for settings that only a single scheduler supports."""
     lease = f"{called('scheduler_lease')} {frontend.scheduler_lease}"
     if frontend.api_workers > 1:
         count = f"{called('api_workers')} {frontend.api_workers}"
         raise ConfigError(f"{lease}: not with {count}; start more schedulers, each of which is one process")
     if admin.lora_root:
-        raise ConfigError(f"{lease}: not with {called('allow_runtime_lora')}: the others would not hear of an adapter")
+        raise ConfigError(
+            f"{lease}: not with {called('allow_runtime_lora')}: other schedulers would not learn of adapters"
+        )
 
 
 def check_alone(frontend: AdmissionSettings, timeouts: Timeouts) -> None:
-    """Raises ConfigError for what only one of several schedulers can have."""
+    """Raises ConfigError for settings that only one of several schedulers can have."""
     for name, given, usual in (
         ("scheduler_index", frontend.scheduler_index, AdmissionSettings().scheduler_index),
         ("lease_duration", timeouts.lease_duration_s, Timeouts().lease_duration_s),

@@ -1,4 +1,4 @@
-"""The part of `pd-cluster serve` that is read and checked in every role, before anything starts."""
+"""Reads and checks the part of `pd-cluster serve` that all roles share, before anything starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pd_cluster.wire import KVOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The part that is read and checked in every role."""
+    """The settings that all roles share, checked."""
 
     options: ServeOptions
     place: Place
@@ -49,7 +49,7 @@ class Start:
 
 
 def start_of(options: ServeOptions, env: Mapping[str, str]) -> Start:
-    """Reads the common part, and checks the other roles' values, too. Raises ConfigError."""
+    """Reads the common settings, and checks the other roles' settings, too. Raises ConfigError."""
     options.check()
     process, join = options.read(ProcessSettings), options.read(JoinSettings)
     engine, timeouts = options.engine(), options.timeouts()
@@ -70,7 +70,7 @@ def start_of(options: ServeOptions, env: Mapping[str, str]) -> Start:
 def _place_of(
     join: JoinSettings, process: ProcessSettings, engine: EngineConfig, timeouts: Timeouts, env: Mapping[str, str]
 ) -> Place:
-    """Returns the place in the rank tables, or with --role outside of them. Raises ConfigError."""
+    """Returns the place in the rank tables, or with --role a place outside of them. Raises ConfigError."""
     if join.role in (None, "scheduler"):
         given = {"join": join.addresses, "instance_name": join.instance_name, "advertise_host": join.advertise_host}
         for name in [name for name, value in given.items() if value]:
@@ -81,18 +81,18 @@ def _place_of(
     place = find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
     if join.data_parallel_rank is not None and place.role in ("scheduler", "encode"):
         name = called("data_parallel_rank")
-        raise ConfigError(f"{name} {join.data_parallel_rank}: only prefill and decode workers have one; leave it out")
+        raise ConfigError(f"{name} {join.data_parallel_rank}: only for prefill and decode workers; leave it out")
     return place
 
 
 def _check_rank(join: JoinSettings, engine: EngineConfig) -> None:
-    """Raises ConfigError for a rank that is no place among the instances which share experts."""
+    """Raises ConfigError for a rank outside of the unit, and for a missing rank."""
     rank, size = join.data_parallel_rank, engine.data_parallel_size
     if rank is not None and rank >= size:
         raise ConfigError(f"{called('data_parallel_rank')} {rank}: {called('data_parallel_size')} is {size}; give less")
     if rank is None and size > 1 and join.role in ("prefill", "decode"):
         raise ConfigError(
-            f"{called('data_parallel_size')} {size}: with {called('join')} no table says which place this worker has; "
+            f"{called('data_parallel_size')} {size}: with {called('join')} no rank table gives this worker's rank; "
             f"give {called('data_parallel_rank')} 0 to {size - 1}"
         )
 
@@ -100,7 +100,7 @@ def _check_rank(join: JoinSettings, engine: EngineConfig) -> None:
 def _place_alone(
     join: JoinSettings, process: ProcessSettings, engine: EngineConfig, timeouts: Timeouts, env: Mapping[str, str]
 ) -> Place:
-    """Raises ConfigError for variables or flags that contradict --role."""
+    """Returns a place outside of rank tables. Raises ConfigError for variables or flags that contradict --role."""
     for name in TABLE_VARIABLES:
         if env.get(name, "").strip():
             raise ConfigError(f"{name} is set, and {called('role')} {join.role} reads no rank tables; drop one of them")
@@ -113,7 +113,7 @@ def _place_alone(
         raise ConfigError(f"{called('role')} {join.role}: give {called('join')} HOST:PORT, its scheduler's join port")
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if join.role == "encode" and (size := getattr(engine, name)) > 1:
-            raise ConfigError(f"{called(name)} {size}: an encoder has one device, and no mates; start several encoders")
+            raise ConfigError(f"{called(name)} {size}: an encoder has one device and no unit; start several encoders")
     if join.advertise_host is not None:
         host = resolve_host(join.advertise_host, f"{called('advertise_host')} {{!r}}")
     else:

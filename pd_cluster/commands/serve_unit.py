@@ -1,6 +1,6 @@
-"""The unit of a worker that starts: the instances of its role whose expert layers compute in step with its own.
+"""Finds the unit of a starting worker: the instances of its role that compute expert layers together.
 
-A unit is N consecutive entries of the rank table, N being --data-parallel-size, or with --join the N workers of a role.
+A unit is N consecutive entries of the rank table (N: --data-parallel-size), or with --join the N workers of a role.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def unit_of(start: Start, checkpoint: Checkpoint) -> UnitPlace | None:
-    """Returns the worker's place in its unit; None if its instance is independent of others. Raises ConfigError."""
+    """Returns the worker's place in its unit; None if its instance is independent. Raises ConfigError."""
     size = start.engine.data_parallel_size
     own = unit_at(start.place.role, start.place.index, size)
     _check_rank(start, own)
@@ -37,7 +37,7 @@ def unit_of(start: Start, checkpoint: Checkpoint) -> UnitPlace | None:
 
 
 def _check_rank(start: Start, own: Unit) -> None:
-    """Raises ConfigError for a --data-parallel-rank that is not the rank table's."""
+    """Raises ConfigError for a --data-parallel-rank that differs from the rank table's."""
     given, rank = start.join.data_parallel_rank, own.members.index(start.place.index)
     if start.join.role is None and given not in (None, rank):
         raise ConfigError(
@@ -47,13 +47,15 @@ def _check_rank(start: Start, own: Unit) -> None:
 
 
 def _check_members(start: Start, own: Unit) -> None:
-    """Raises ConfigError if the rank table has not all members, with equal devices, on hosts that may exchange rows."""
+    """Raises ConfigError unless the rank table has all members, with as many devices each, on hosts that may exchange
+    rows.
+    """
     role, table = start.place.role, start.place.table
     servers = table.prefill if role == "prefill" else table.decode
     named = f"{called('data_parallel_size')} {len(own.members)}"
     if len(servers) % len(own.members):
         raise ConfigError(
-            f"{named}: {table.file} has {len(servers)} {role} instances, which is no multiple of it; see "
+            f"{named}: {table.file} has {len(servers)} {role} instances, which is not a multiple of it; see "
             f"`pd-ranktable show`"
         )
     members = [servers[at] for at in own.members]

@@ -1,4 +1,4 @@
-"""Command lines that are made from the settings' declarations."""
+"""Makes command lines from the declarations of settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pd_cluster.settings.setting import CHOICES, DeclaredSetting, Panel
 
 Command = Callable[..., None]
 EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the small model that the project ships"
-SHOWS_ALL = "pd_cluster.help_all"  # in a context's meta
+SHOWS_ALL = "pd_cluster.help_all"  # a key of a context's `meta`
 CLAUSE_END = re.compile(r"[.;:] |, which ")
 LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
-MOST_NUM_CHARS = 80  # two lines beside a flag of usual length
+MOST_NUM_CHARS = 80  # of a flag's brief help: two lines next to a flag of usual length
 WIDER = {
     Panel.KV.value: Panel.ENGINE.value,
     Panel.REQUESTS.value: Panel.SCHEDULER.value,
@@ -28,13 +28,13 @@ WIDER = {
 
 
 def given_model(context: Any, model: str) -> str:
-    """Returns the value of --model. Raises ConfigError if an empty one was given, as by a variable that is not set."""
+    """Returns the value of --model. Raises ConfigError for an empty value, such as that of an unset shell variable."""
     check_model(context.get_parameter_source("model"), model)
     return model
 
 
 def check_model(source: Enum | None, model: str) -> None:
-    """`source`: where the value is from. Raises ConfigError, as `given_model`."""
+    """Checks a model. `source`: the origin of the value. Raises ConfigError, like `given_model`."""
     if not model and source is not None and source.name == "COMMANDLINE":
         raise ConfigError(EMPTY_MODEL)
 
@@ -46,11 +46,11 @@ def takes(
     choices: Mapping[str, str] | None = None,
     usual: Collection[str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Gives a function with `**given` a signature in which typer finds an option for each setting, following `after`.
+    """Gives a function with `**given` a signature in which typer finds an option for each setting, after `after`.
 
-    `show_envvar`: whether the help screen shows the variables. `choices`: in words, for settings whose declarations do
-    not list them. `usual`: the settings that --help shows, by name; HELP_ALL shows the others, too. None: all. With
-    `usual`, the command's class is `BriefHelp`.
+    `show_envvar`: whether the help shows the variables. `choices`: choices in words, for settings whose declarations
+    list none. `usual`: names of the settings that --help shows (HELP_ALL shows all); None: all. With `usual`, the
+    command's class is `BriefHelp`.
     """
 
     def decorate(command: Command) -> Command:
@@ -83,9 +83,9 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 class BriefHelp(typer.core.TyperCommand):
-    """Shows each flag's first words in --help, so that it fits a screen, and its whole text in --help-all.
+    """Shows the first words of each flag's text in --help, so that it fits a screen, and whole texts in --help-all.
 
-    A switch without a --no- form of its own takes one all the same, as vLLM's do; the last of several counts.
+    Every switch also takes a --no- form, as in vLLM; the last of several counts.
     """
 
     def make_parser(self, ctx: Any) -> Any:
@@ -107,10 +107,9 @@ class BriefHelp(typer.core.TyperCommand):
 
 
 def shorten_help(command: Any) -> None:
-    """Leaves out of the help, of all commands below, too, what each line would repeat.
+    """Shortens the help of a command and its subcommands.
 
-    Each option keeps its variable and its type; the epilog tells the rule of variables. Lists of commands have their
-    first words.
+    Leaves out the variables, which the epilog explains, and types. Lists of commands show first words only.
     """
     for parameter in command.params:
         if isinstance(parameter, typer.core.TyperOption):
@@ -134,7 +133,7 @@ def _brief(parameter: Any) -> Any:
 
 
 def first_words(text: str) -> str:
-    """Returns a help text up to its first end of a sentence or clause that is worth reading alone."""
+    """Returns a help text up to the first end of a sentence or clause that can stand alone."""
     ends = [found.start() for found in CLAUSE_END.finditer(text) if found.start() >= LEAST_NUM_CHARS[found[0][0]]]
     first = (text[: ends[0]] if ends else text).rstrip(".")
     return first if len(first) <= MOST_NUM_CHARS else f"{first[:MOST_NUM_CHARS].rpartition(' ')[0]} …"

@@ -12,8 +12,8 @@ from pd_cluster.commands.settings_flags import HELP_ALL
 
 
 def simulate(
-    layout: Annotated[str, typer.Option(help="Numbers of instances: 2P1D, or 1H for instances that do both.")],
-    costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile.")],
+    layout: Annotated[str, typer.Option(help="Such as 2P1D, or 1H (hybrid).")],
+    costs: Annotated[str, typer.Option(metavar="FILE", help="Costs of `pd-cluster profile`.")],
     workload: opt.WorkloadName = "fixed",
     trace: opt.TraceFile = "",
     num_requests: opt.NumRequests = 100,
@@ -34,20 +34,22 @@ def simulate(
     slo_ttft: opt.SloTtft = 0.0,
     slo_tpot: opt.SloTpot = 0.0,
     slo_e2e: opt.SloE2e = 0.0,
-    routing_policy: Annotated[str, typer.Option(help="As `up` has it.")] = "prefix-aware",
-    auto_role: Annotated[str, typer.Option(help="cost or rules: instances change their roles.")] = "",
+    routing_policy: Annotated[str, typer.Option(help="Routing policy, as in `up`.")] = "prefix-aware",
+    auto_role: Annotated[str, typer.Option(help="Role changes: cost or rules.")] = "",
     script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
     one_host: Annotated[bool, typer.Option("--one-host", help="All instances share one host's cores.")] = False,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Of an instance; default: that of the costs.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: as in the costs.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Default: as in the costs.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks per instance; default: as in the costs.")
+    ] = None,
     picture: opt.Picture = "",
     json: opt.ReportFile = "",
     help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
-    """Serve a trace or a workload by a simulated cluster: the real scheduler and engines, with costs for time.
+    """Serve a trace or a workload with a simulated cluster: the real scheduler and engines, with simulated time.
 
-    The same report as `pd-cluster bench load`, without devices.
+    Needs no devices; the report is that of `pd-cluster bench load`.
     """
     _run(locals())
 

@@ -1,4 +1,4 @@
-"""`pd-cluster status`: what is wrong, in one look, with exit code 1 if requests suffer."""
+"""`pd-cluster status`: shows the cluster's problems; exit code 1 if requests suffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pd-cluster top`: the cluster, live in a terminal; without a terminal a line for each look."""
+"""`pd-cluster top`: the cluster, live in a terminal; without a terminal, a line for each sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOWN = ("failed", "unreachable")
 
 
 class ClusterSamples:
-    """The findings of several looks: samples, marks, and rates between two looks."""
+    """The results of several queries: samples, marks, and rates between two queries."""
 
     def __init__(self) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
@@ -53,7 +53,7 @@ class ClusterSamples:
 
 
 def run(admin: Admin, period_s: float, as_json: bool, num_looks: int | None = None) -> None:
-    """Looks every `period_s` seconds, until Ctrl-C or `num_looks` times. Raises PdClusterError at the first look."""
+    """Queries every `period_s` seconds, until Ctrl-C or `num_looks` times. Raises PdClusterError if the first fails."""
     asyncio.run(_run(admin, period_s, as_json, num_looks))
 
 
@@ -98,7 +98,7 @@ def plain_line(found: Found) -> str:
 
 
 def screen(watch: ClusterSamples, url: str, width: int) -> Group:
-    """Returns what a terminal of `width` columns shows. `watch` has looked at least once."""
+    """Returns the screen for a terminal of `width` columns. `watch` has at least one sample."""
     found = watch.found
     assert found is not None
     head = Text.assemble(("pd-cluster top", "bold"), f"  {url}  {found['model']}  ", (_clock(found["now_s"]), "dim"))

@@ -1,4 +1,4 @@
-"""The commands that look at a running cluster or talk with its model: their signatures. Imports nothing heavy."""
+"""The signatures of commands that show a running cluster or chat with its model. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def status(
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Show what is wrong, the figures of now, and the instances. Exit code 1 if requests suffer."""
+    """Show problems, current figures, and the instances. Exit code 1 if requests suffer."""
     from pd_cluster.commands.status_command import run
 
     raise typer.Exit(run(_admin(admin, admin_token_file), json))
@@ -31,11 +31,11 @@ def status(
 def top(
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    period: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between looks.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many looks; default: with Ctrl-C.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print each look as a line of JSON.")] = False,
+    period: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between samples.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="Samples to show; default: until Ctrl-C.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
 ) -> None:
-    """Show the cluster live: problems, rates, latencies, events. Without a terminal, a line for each look."""
+    """Show the cluster live: problems, rates, latencies, events. Without a terminal, a line per sample."""
     from pd_cluster.commands.top_command import run
 
     try:
@@ -45,14 +45,14 @@ def top(
 
 
 def logs(
-    instance: Annotated[str, typer.Argument(help="Such as decode-0, or scheduler; default: all.")] = "",
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=5000, help="Of the end of each log.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    instance: Annotated[str, typer.Argument(help="A process, such as decode-0 or scheduler; default: all.")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=5000, help="Last lines of each log.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False,
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     json: Annotated[bool, typer.Option("--json", help="Print each line as an object.")] = False,
 ) -> None:
-    """Show what processes of `pd-cluster up` wrote; those that have died, too. Keys are hidden."""
+    """Show the logs of processes of `pd-cluster up`. Includes dead processes; keys are hidden."""
     from pd_cluster.commands.logs_command import run
 
     try:
@@ -65,12 +65,12 @@ def dashboard(
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     public: Annotated[
-        bool, typer.Option("--public", help="A link to the public port's, which --public-dashboard opens.")
+        bool, typer.Option("--public", help="Link to the public port's dashboard, which --public-dashboard enables.")
     ] = False,
-    open_it: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the link in this machine's browser.")] = False,
     json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Print a link to the dashboard. It works once, for a minute, then the browser has a session of 12 hours."""
+    """Print a link to the dashboard, valid once, for a minute; it starts a browser session of 12 hours."""
     from pd_cluster.client.overview_reader import fetch_link
 
     link, works_s = asyncio.run(fetch_link(_admin(admin, admin_token_file), public))
@@ -85,17 +85,19 @@ def dashboard(
 
 def chat(
     question: Annotated[
-        str, typer.Argument(help="Ask this alone; default: a conversation, or each line of stdin.")
+        str, typer.Argument(help="A single question; default: a conversation, or each line of stdin.")
     ] = "",
     url: Annotated[str, typer.Option(help="The public address; default: that of `up` here, or port 9000.")] = "",
     model: Annotated[str, typer.Option(help="A served model or adapter; default: the first.")] = "",
     image: Annotated[list[str] | None, typer.Option(help="An image file for the first question.")] = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Default: the model's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer; default: what has room.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens per answer; default: as many as fit.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
 ) -> None:
-    """Chat with the served model: streamed, with its history and timings. The key comes from OPENAI_API_KEY."""
+    """Chat with the served model. Answers are streamed, with timings. OPENAI_API_KEY gives the key."""
     from pd_cluster.client.admin_client import public_url
     from pd_cluster.commands.chat_command import run
 
@@ -108,7 +110,7 @@ def chat(
 
 
 def collect_env(json: Annotated[bool, JSON] = False) -> None:
-    """Print versions, machine, devices and variables; for a report of a problem, without keys."""
+    """Print facts for a problem report, without keys: versions, machine, devices and variables."""
     from pd_cluster.commands.collect_env import run
 
     run(os.environ, json)

@@ -1,7 +1,7 @@
 """FastDeploy's offline interface under its own module paths: `fastdeploy.X` is `pd_cluster.fastdeploy.X`.
 
-The engine is that of `pd_cluster.LLM`. Where FastDeploy's document differs from vLLM's, this follows FastDeploy:
-`max_tokens` counts the prompt, `outputs` is one answer, and durations begin where its document says.
+The engine is that of `pd_cluster.LLM`. Where FastDeploy's documentation differs from vLLM's, this follows FastDeploy:
+`max_tokens` counts the prompt, `outputs` is one answer, and durations begin where FastDeploy's documentation says.
 """
 
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams

@@ -1,1 +1,1 @@
-"""Offline use: the same engine and the same text service, called from Python instead of over HTTP."""
+"""Offline use: calls the same engine and text service from Python, without HTTP."""

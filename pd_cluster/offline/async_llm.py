@@ -1,6 +1,6 @@
-"""vLLM's and TACO-LLM's asynchronous engine over the offline one: outputs as they grow, on the caller's event loop.
+"""vLLM's and TACO-LLM's asynchronous engine, over the offline engine: streams outputs on the caller's event loop.
 
-Knows nothing of HTTP; `pd-cluster up` serves it.
+Knows nothing of HTTP, which `pd-cluster up` serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineArgs:
-    """The arguments of `LLM`, by their names; they are checked when an engine is made of them."""
+    """The arguments of `LLM`, by name; an engine that is made of them checks them."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
         self.arguments = {"model": model, **arguments}
@@ -32,20 +32,20 @@ class EngineArgs:
         try:
             return self.__dict__["arguments"][name]
         except KeyError:
-            raise AttributeError(f"EngineArgs was given no {name}") from None
+            raise AttributeError(f"EngineArgs has no argument {name}") from None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same under the name that an asynchronous engine's users know."""
+    """EngineArgs, under vLLM's name for asynchronous engines."""
 
 
 class AsyncLLMEngine:
-    """Ready once it is made; usable from any event loop, and in `with`. `shutdown` releases everything.
+    """Ready when constructed; usable from any event loop; a context manager. `shutdown` releases everything.
 
-    `arguments` are those of `LLM`, `prefill` and `decode` included.
+    `arguments` are those of `LLM`, including `prefill` and `decode`.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
@@ -55,7 +55,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
-        """Makes an engine. `others` are vLLM's further arguments, which have no effect and are named in the log."""
+        """Makes an engine. `others`: further arguments of vLLM, which have no effect; a warning names them."""
         if others:
             log.warning("from_engine_args: %s without effect", ", ".join(others))
         return cls(**engine_args.arguments)
@@ -70,16 +70,16 @@ class AsyncLLMEngine:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the prompt's output as it grows; the last one is `finished`.
+        """Yields the prompt's output as it grows; the last output is `finished`.
 
         `prompt`: a str, a dict with "prompt" or "prompt_token_ids", or a list of token ids. Each output has everything
-        so far, unless `sampling_params.output_kind` says DELTA or FINAL_ONLY. Leaving the iteration ends the work.
+        so far, unless `sampling_params.output_kind` is DELTA or FINAL_ONLY. Leaving the iteration ends the work.
         After `abort` the last output has finish_reason "abort".
 
-        Raises RequestError for what cannot be answered, and another PdClusterError if the work fails later.
+        Raises RequestError for an invalid request, and another PdClusterError if the work fails later.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id: {request_id!r}; give a name, for abort", param="request_id")
+            raise RequestError(f"request_id: {request_id!r}; give a name, which abort needs", param="request_id")
         if request_id in self._running:
             raise RequestError(f"request_id: {request_id!r} is being answered; give another", param="request_id")
         if trace_headers:
@@ -107,14 +107,14 @@ class AsyncLLMEngine:
             del self._running[request_id]
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
-        """Ends the answers of these requests; unknown names are ignored, since an answer may just have ended."""
+        """Ends the answers of these requests; ignores unknown names, because an answer may just have ended."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             work = self._running.get(name)
             if work is not None:
                 work.cancel()
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
-        """Returns the tokenizer as transformers has it; adapters have no tokenizer of their own."""
+        """Returns the tokenizer as a transformers object; adapters share it."""
         return self._llm.get_tokenizer()
 
     @property
@@ -126,12 +126,12 @@ class AsyncLLMEngine:
         return not self.is_running
 
     async def check_health(self) -> None:
-        """Raises Closed after the end."""
+        """Raises Closed if the engine has ended."""
         if not self.is_running:
             raise Closed("the engine is shut down; make a new one")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the engine and its answers; further calls do nothing. `timeout` has no effect: the end has its own."""
+        """Ends the engine and its answers; further calls do nothing. `timeout` has no effect."""
         self._llm.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One run of `run-batch`: opens its files, skips answered requests, has an engine do the rest, reports the result."""
+"""One run of `run-batch`: opens its files, skips answered requests, answers the rest, and reports the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INTERRUPTED = 130  # exit code, as in shells after Ctrl-C
 
 
 class Target(NamedTuple):
-    """`file` is set when it can be read, so that another run can continue with it."""
+    """The output. `file` is set if it can be read, so that another run can continue it."""
 
     fd: int
     file: BinaryIO | None
@@ -53,7 +53,7 @@ class BatchJob:
     concurrency: int
 
     def run(self) -> int:
-        """Returns the exit code. Raises ConfigError before any work, PdClusterError when the engine has ended."""
+        """Returns the exit code. Raises ConfigError before any work, PdClusterError if the engine has ended."""
         started_s = time.monotonic()
         with opened_source(self.source) as source, opened_target(self.target) as target:
             if target.file is not None and os.path.sameopenfile(source.fileno(), target.fd):
@@ -64,7 +64,7 @@ class BatchJob:
             if target.file is not None:
                 os.ftruncate(target.fd, answered.nbytes)
             if num_before := found.num_lines - found.num_left:
-                _say(f"{num_before:,} of {found.num_lines:,} requests have their answers in {self.target} already")
+                _say(f"{num_before:,} of {found.num_lines:,} requests already have their answers in {self.target}")
             left = (entry for entry in entries() if entry.key not in answered.keys)
             return self._answer(left, found, Output(target.fd), started_s, target.file is not None)
 
@@ -87,7 +87,7 @@ class BatchJob:
 
     def _so_far(self, batch: BatchRunner | None, found: BatchPlan, resumes: bool) -> str:
         num_done = found.num_lines - found.num_left + (batch.counts.num_done if batch is not None else 0)
-        way_on = "the same command goes on there" if resumes else "an output file would let another run go on there"
+        way_on = "the same command continues from there" if resumes else "with an output file, a run can be continued"
         return f"{num_done:,} of {found.num_lines:,} requests have their answers in {self.target}; {way_on}"
 
     def _summary(self, batch: BatchRunner | None, found: BatchPlan, took_s: float) -> str:
@@ -110,12 +110,12 @@ async def _shown(batch: BatchRunner, left: Iterator[BatchEntry], total: int, out
 
 @contextlib.asynccontextmanager
 async def _synced(output: Output) -> AsyncIterator[None]:
-    """Syncs regularly, so that a power cut loses only the last moments' answers, and none after the end."""
+    """Syncs regularly, so that a power cut loses only the most recent answers, and none after the end."""
 
     async def sync() -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
-            await asyncio.to_thread(output.sync)  # its exceptions are also raised by the next write
+            await asyncio.to_thread(output.sync)  # the next write raises its exceptions, too
 
     syncing = asyncio.create_task(sync())
     try:
@@ -132,7 +132,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def opened_source(name: str) -> Iterator[BinaryIO]:
-    """Opens the input. It is read twice, so a pipe is copied to a temporary file first. Raises ConfigError."""
+    """Opens the input. Copies a pipe to a temporary file, because the input is read twice. Raises ConfigError."""
     _check_local("-i", name)
     with contextlib.ExitStack() as stack:
         try:
@@ -148,7 +148,7 @@ def opened_source(name: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def opened_target(name: str) -> Iterator[Target]:
-    """Opens the output. Raises ConfigError, also when another run has it."""
+    """Opens the output. Raises ConfigError, also if another run writes it."""
     _check_local("-o", name)
     if name == STANDARD:
         yield Target(sys.stdout.fileno(), None)

@@ -1,4 +1,4 @@
-"""How far a batch is, on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""Shows a batch's progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests from a file, each answered as the HTTP API would answer it. Knows nothing of files or of terminals."""
+"""Answers many requests as the HTTP API would. Knows nothing of files or terminals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pd_cluster.service.text_service import TextService
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 256 << 20  # of lines being processed, so that huge ones follow one another
+MAX_NBYTES = 256 << 20  # of lines in progress, so that huge lines run one after another
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class Counts:
     """The counts of this run."""
 
     num_done: int = 0
-    num_failed: int = 0  # of these, with a status other than 200
+    num_failed: int = 0  # of these, requests with a status other than 200
     num_output_tokens: int = 0
-    first_failure: str = ""  # "line 3, custom_id 'a': what was wrong"
+    first_failure: str = ""  # "line 3, custom_id 'a': the error"
 
 
 class BatchRunner:
@@ -41,9 +41,9 @@ class BatchRunner:
         self.counts = Counts()
 
     async def run(self, entries: Iterator[BatchEntry]) -> None:
-        """Reads on only when there is room. Raises Unavailable or InstanceLost when no instance is left to answer.
+        """Answers all entries, as capacity allows. Raises Unavailable or InstanceLost when no instance is left.
 
-        If it is cancelled or fails, some requests have no answer, but none has part of one.
+        If it is cancelled or fails, some requests have no answer, but none has part of an answer.
         """
         running: dict[asyncio.Task[None], int] = {}
         try:
@@ -67,7 +67,7 @@ class BatchRunner:
             answer = await self._answer(entry)
         except (Unavailable, InstanceLost):
             raise
-        except Exception as error:  # as in the API: an error affects only its own request
+        except Exception as error:  # as in the API, an error affects only its own request
             if not isinstance(error, PdClusterError):
                 log.error("line %d, custom_id %r: %s", entry.number, entry.custom_id, error, exc_info=error)
             self._done(error_of(entry, error), 0, _failure(entry, error))

@@ -1,4 +1,4 @@
-"""Lets requests of a program wait where a server's clients would be asked to try again."""
+"""Lets requests of a program wait in cases in which a server would tell clients to try again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_S = 3600.0
 
 
 async def when_capacity_frees(work: Callable[[], Awaitable[T]]) -> T:
-    """Returns what `work` returns. Tries again, for an hour at most, while it raises NoCapacity."""
+    """Returns the result of `work`. Tries again, for at most an hour, while it raises NoCapacity."""
     end_s = asyncio.get_running_loop().time() + MOST_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""An asynchronous generator on the engine's event loop, read on the caller's. Independent of its items."""
+"""Reads an asynchronous generator of the engine's event loop on the caller's event loop. Independent of its items."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ END_TIMEOUT_S = 10.0  # for cancelled work to end
 
 
 class Stopped(Exception):
-    """Another caller than its reader cancelled the work."""
+    """A caller other than the reader cancelled the work."""
 
 
 async def bridged(
     offline: OfflineService, items: AsyncGenerator[T, None], started: Callable[[Future[None]], None]
 ) -> AsyncGenerator[T, None]:
-    """Yields the items. `started` receives the work's future; if that is cancelled, this raises Stopped.
+    """Yields the items. `started` receives the work's future; if it is cancelled, this raises Stopped.
 
     `items` is always closed at the end.
     """
@@ -30,7 +30,7 @@ async def bridged(
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
 
     def put(item: tuple[T] | BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop has ended, and nobody reads
+        with contextlib.suppress(RuntimeError):  # the caller's loop has ended
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
     has_begun = False
@@ -52,7 +52,7 @@ async def bridged(
             put(last)
 
     work = offline.start(pump())
-    # Work that is cancelled before it has begun never runs, and so cannot report it.
+    # Work that is cancelled before it begins never runs, so it cannot report its end.
     work.add_done_callback(lambda _: None if has_begun else put(Stopped()))
     started(work)
     has_ended = False

@@ -1,4 +1,4 @@
-"""vLLM's `LoRARequest` and `PromptAdapterRequest`: a prompt's adapter, by its folder's content, loaded on first use."""
+"""vLLM's `LoRARequest` and `PromptAdapterRequest`, which name a prompt's adapter; adapters are loaded on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R", "LoRARequest", "PromptAdapterRequest")
 class LoRARequest:
     """An adapter in the folder `lora_path`, or `lora_local_path`, its former name.
 
-    The content of the folder counts, so `lora_name` and `lora_int_id` may be reused for another.
+    The folder's content identifies the adapter, so `lora_name` and `lora_int_id` may be reused.
     """
 
     lora_name: str
@@ -51,10 +51,10 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdapterRequest:
-    """A prompt adapter in the folder `prompt_adapter_local_path`: its virtual tokens come before the prompt's own.
+    """A prompt adapter in the folder `prompt_adapter_local_path`: its virtual tokens come before the prompt's tokens.
 
-    `prompt_adapter_num_virtual_tokens`: as many as the folder has. The content of the folder counts, so name and id may
-    be reused for another.
+    `prompt_adapter_num_virtual_tokens`: must be the folder's number. The folder's content identifies the adapter, so
+    name and id may be reused.
     """
 
     prompt_adapter_name: str
@@ -82,16 +82,16 @@ def _check_number(place: str, number: object, param: str) -> None:
 
 def _check_path(place: str, path: object, param: str) -> None:
     if not isinstance(path, str | os.PathLike) or not path:
-        raise RequestError(f"{place}: none; give the adapter's folder", param=param)
+        raise RequestError(f"{place}: missing; give the adapter's folder", param=param)
 
 
 def paired_lora(given: Any, num_prompts: int) -> list[LoRARequest | None]:
-    """Returns one for each prompt; None: the model itself. Raises RequestError."""
+    """Returns an adapter for each prompt; None: the model itself. Raises RequestError."""
     return _paired(given, num_prompts, LoRARequest, LORA)
 
 
 def paired_prompt_adapters(given: Any, num_prompts: int) -> list[PromptAdapterRequest | None]:
-    """Returns one for each prompt; None: no adapter. Raises RequestError."""
+    """Returns a prompt adapter for each prompt; None: no adapter. Raises RequestError."""
     return _paired(given, num_prompts, PromptAdapterRequest, PROMPT)
 
 
@@ -117,26 +117,26 @@ def _paired(given: Any, num_prompts: int, kind: type[R], name: str) -> list[R | 
 
 
 class RequestedAdapters:
-    """The adapters of one engine, by their folders. `load` gives one to the engine."""
+    """The adapters of one engine, by folder. `load` loads one into the engine."""
 
     def __init__(
         self, settings: AdapterSettings, started: Mapping[str, str], load: Callable[[AdapterFolder], None]
     ) -> None:
-        """`started`: digests of the adapters that the engine has had from its start, by name."""
+        """`started`: name -> digest of the adapters that the engine has had from its start."""
         self._settings, self._started, self._load = settings, set(started.values()), load
-        self._known: dict[tuple[object, ...], str] = {}  # digests by the files that were read
+        self._known: dict[tuple[object, ...], str] = {}  # the files that were read -> digest
 
     def variants(
         self, requests: Sequence[LoRARequest | None], prompts: Sequence[PromptAdapterRequest | None] = ()
     ) -> list[str]:
-        """Returns the variant of each prompt, loaded. `prompts`: as many, or none. Raises RequestError."""
+        """Loads and returns the variant of each prompt. `prompts`: prompt adapters, if any. Raises RequestError."""
         found: dict[LoRARequest | PromptAdapterRequest | None, str] = {None: ""}
         for each in (*requests, *prompts):
             if each not in found and each is not None:
                 found[each] = self._variant(each)
         for lora, prompt in zip(requests, prompts, strict=False):
             if lora is not None and prompt is not None:
-                raise RequestError(f"{PROMPT}: not beside {LORA} for one prompt; give one of them", param=PROMPT)
+                raise RequestError(f"{PROMPT}: not with {LORA} for one prompt; give one of them", param=PROMPT)
         return [found[each or next(iter(prompts[at : at + 1]), None)] for at, each in enumerate(requests)]
 
     def _variant(self, request: LoRARequest | PromptAdapterRequest) -> str:

@@ -1,6 +1,6 @@
-"""A request's life, from an LLMRequest to a RequestOutput. Runs on the service's event loop.
+"""Answers requests, from an LLMRequest to a RequestOutput. Runs on the service's event loop.
 
-A request's failure is never raised: its output reports it, and the others are not affected.
+A request's failure is never raised: its output reports it, and other requests are not affected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Instant:
-    """One instant by two clocks."""
+    """One instant in two clocks."""
 
     wall_s: float = field(default_factory=time.time)
     monotonic_s: float = field(default_factory=time.monotonic)
@@ -56,7 +56,7 @@ class Instant:
 async def answers(
     service: TextService, asks: list[LLMRequest], tell: Callable[[RequestOutput], None] = lambda output: None
 ) -> list[RequestOutput]:
-    """Returns the outputs in the order of the asks; `tell` receives each as it ends."""
+    """Returns the outputs in the order of `asks`; `tell` receives each when it is complete."""
     found: dict[int, RequestOutput] = {}
     waiting, batch = iter(enumerate(asks)), uuid4().hex
 
@@ -80,7 +80,7 @@ async def answer(service: TextService, ask: LLMRequest, batch: str = "") -> Requ
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
         pieces = await service.complete([generation])
         return answered(service, ask, generation, pieces, arrival)
-    except Exception as error:  # as in the API: an error affects only its own request
+    except Exception as error:  # as in the API, an error affects only its own request
         if not isinstance(error, PdClusterError):
             log.error("%s: unexpected error", ask.request_id, exc_info=error)
         return _failed(ask, error, generation, arrival)
@@ -105,9 +105,9 @@ def answered(
 
 
 async def begun(service: TextService, ask: LLMRequest, batch: str = "") -> Generation:
-    """Starts a generation, cut to the context's room where more was requested. Raises PdClusterError.
+    """Starts a generation, with max_tokens limited to what fits the context. Raises PdClusterError.
 
-    `batch`: the group of answers to which it belongs; see `RequestSpec`.
+    `batch`: the generation's group of answers; see `RequestSpec`.
     """
     request = ask.request
     if ask.most_together is not None:
@@ -116,7 +116,7 @@ async def begun(service: TextService, ask: LLMRequest, batch: str = "") -> Gener
         room = ask.most_together - num_prompt
         if room < 1:
             raise RequestError(
-                f"max_tokens: {ask.most_together} for prompt and output together leave nothing behind {num_prompt} "
+                f"max_tokens: {ask.most_together} for prompt and output together leave no output after {num_prompt} "
                 f"prompt tokens; give more",
                 param="max_tokens",
             )
@@ -169,7 +169,7 @@ def _prompt_text(service: TextService, ask: LLMRequest, generation: Generation) 
 
 
 def _text_of(prompt: Prompt | None) -> str | None:
-    """Returns the prompt's text as it was given."""
+    """Returns the prompt's original text."""
     return prompt.text if isinstance(prompt, Known) else prompt if isinstance(prompt, str) else None
 
 
@@ -229,7 +229,9 @@ def _metrics(service: TextService, ask: LLMRequest, arrival: Instant) -> Request
     metrics.first_token_time = first_s - arrival.monotonic_s
     admitted_s = timeline.admitted_s(first_s)
     if admitted_s is not None:
-        begun_s = min(max(admitted_s, arrival.monotonic_s), first_s)  # another process's clock is known roughly
+        begun_s = min(
+            max(admitted_s, arrival.monotonic_s), first_s
+        )  # other processes' clocks are only known approximately
         metrics.inference_start_time = arrival.wall(begun_s)
         metrics.time_in_queue = begun_s - arrival.monotonic_s
         metrics.model_forward_time = now_s - begun_s

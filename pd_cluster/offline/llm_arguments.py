@@ -1,7 +1,7 @@
-"""From `LLM`'s arguments to an OfflineConfig: those of `pd-cluster serve` by their Python names, validated as there.
+"""Converts `LLM`'s arguments to an OfflineConfig: flags of `pd-cluster serve` by their Python names, checked as there.
 
-Each is honoured, accepted with one warning where it cannot matter, or refused with the reason; an unknown one is an
-error with the nearest known name. Starts nothing.
+Each argument is honoured, ignored with one warning if it cannot matter, or refused with the reason; an unknown argument
+is an error with the nearest known name. Starts nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pd_cluster.text.template_source import with_source
 
 log = logging.getLogger(__name__)
 
-MISSPELT = {"resoning_parser": "reasoning_parser"}  # FastDeploy's document misspells it once
-NO_SERVER = "nothing is served offline"
+MISSPELT = {"resoning_parser": "reasoning_parser"}  # FastDeploy's documentation misspells it once
+NO_SERVER = "there is no server offline"
 # FastDeploy's arguments without a flag here.
 OTHERS = table(
     (
@@ -44,7 +44,7 @@ OTHERS = table(
             "--max-waiting-time",
         ),
         Family("there is no custom all-reduce", accepted="--enable-custom-all-reduce"),
-        Family("logprobs are there for who asks", accepted="--enable-logprob"),
+        Family("logprobs are always available", accepted="--enable-logprob"),
         Family(
             f"graphs are captured without it; see {called('graph_sizes')}",
             accepted="--graph-optimization-config --use-cudagraph",
@@ -55,29 +55,29 @@ OTHERS = table(
             refused="--splitwise-role=mixed --innode-prefill-ports",
         ),
         Family("a request takes blocks as it needs them", accepted="--static-decode-blocks"),
-        Family("a model is tried when it is loaded", accepted="--use-warmup"),
+        Family("every model is warmed up at load", accepted="--use-warmup"),
         Family(
             "whitespace follows the guide; leave it out",
             refused="--guided-decoding-disable-any-whitespace",
         ),
         Family("logits are computed in the model's dtype; give dtype='float32'", refused="--lm-head-fp32"),
         Family(
-            "blocks are not divided between prompts and answers: every request may have any of them",
+            "blocks are not divided between prompts and answers: every request may use any block",
             refused="--kv-cache-ratio",
         ),
     )
 )
-# The signature's own defaults, which change nothing.
+# The signature's defaults, which have no effect.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192, "swap_space": 4}
-HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and without worker processes
+HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and worker processes
 
 
 def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> OfflineConfig:
     """Reads the arguments. Raises ConfigError and ModelError, which name the argument."""
     if "model" in given and given["model"] is None:
-        raise ConfigError("model None: expected a folder, or the name of a hub's model")
+        raise ConfigError("model None: expected a folder, or the name of a model of a hub")
     if given.get("max_context_len_to_capture") is not None:
-        log.warning("max_context_len_to_capture is the older name of max_seq_len_to_capture, which goes before it")
+        log.warning("max_context_len_to_capture is the older name of max_seq_len_to_capture, which takes precedence")
     for warning in warnings_of(os.environ, str):
         log.warning("%s", warning)
     arguments = _by_setting(given)
@@ -112,7 +112,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             prefill=prefill,
             decode=decode,
             max_logprobs=answers.max_logprobs,
-            # A server limits answers by the file's max_new_tokens; an offline caller's own limit applies here.
+            # A server limits answers to the file's max_new_tokens; offline, only the caller's limit applies.
             sampling_override={"max_new_tokens": None, **answers.sampling_override},
             structured_outputs=answers.structured_outputs,
             arguments=tuple(flags),
@@ -120,7 +120,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
 
 
 def _num_instances(arguments: Mapping[str, Any]) -> int:
-    """Returns how many instances of each role there must be, because several ranks need several processes, or 0."""
+    """Returns the number of instances of each role that several ranks require; 0: one process is enough."""
     names = "tensor_parallel_size", "data_parallel_size"
     num_ranks, number = (size if isinstance(size := arguments.get(name, 1), int) else 1 for name in names)
     if number > 1:
@@ -137,14 +137,16 @@ def _num_instances(arguments: Mapping[str, Any]) -> int:
 
 
 def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given arguments other than defaults, by the settings' own names, in the types of a command line."""
+    """Returns the arguments that differ from defaults, by setting name, with the types of a command line."""
     aliases = MISSPELT | {alias: each.name for each in settings().values() for alias in each.names[1:]}
     found: dict[str, Any] = {}
     with in_python_names():
         given = in_own_terms(given)
-    for name in sorted(given, key=aliases.__contains__, reverse=True):  # a name comes after its alias, and overrides it
+    for name in sorted(
+        given, key=aliases.__contains__, reverse=True
+    ):  # sorted after its alias, so that it overrides the alias
         setting, value = aliases.get(name, name), given[name]
-        if value is not None and value != DEFAULTS.get(setting):  # the signature's default overrides nothing
+        if value is not None and value != DEFAULTS.get(setting):  # the signature's default does not count as given
             found[setting] = value
     for name, value in found.items():
         each = settings().get(name)
@@ -159,7 +161,7 @@ def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def in_python_names() -> Iterator[None]:
-    """Makes errors of code shared with the command line name arguments instead of flags."""
+    """Makes errors of code that the command line shares name arguments instead of flags."""
     try:
         yield
     except ConfigError as error:
@@ -171,7 +173,7 @@ def _json(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} {reprlib.repr(value)}: expected a mapping as JSON has them, or JSON") from None
+        raise ConfigError(f"{name} {reprlib.repr(value)}: expected a mapping that JSON can express, or JSON") from None
 
 
 def _judge(name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reads the pictures and videos that callers give as objects. Every refusal is a RequestError that names the place."""
+"""Reads the images and videos that callers pass as objects. Every refusal is a RequestError that names the place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IGNORED = ("duration", "video_backend", "do_sample_frames", "width", "height")  
 
 
 def check_picture(item: object, place: str) -> None:
-    """Raises RequestError for what is no picture of Pillow."""
+    """Raises RequestError for anything but an image of Pillow."""
     if not all(hasattr(item, name) for name in ("size", "mode", "convert", "getexif")):
         param = place.partition("[")[0].partition(".")[0]
         raise RequestError(f"{place}: {type(item).__name__}; must be a PIL.Image.Image", param=param)
 
 
 def videos_of(given: Any, place: str) -> list[AskedVideo | VideoFrames]:
-    """Returns one video or several. A list of frames is one. Raises RequestError."""
+    """Returns one video or several. A list of frames is one video. Raises RequestError."""
     if isinstance(given, list) and not (given and _is_frame(given[0])):
         return [_video(each, f"{place}[{at}]") for at, each in enumerate(given)]
     return [_video(given, f"{place}[0]")]
@@ -46,7 +46,7 @@ def _video(given: Any, place: str) -> AskedVideo | VideoFrames:
 
 
 def _from_mapping(given: Mapping[str, Any], place: str) -> AskedVideo:
-    """Reads FastDeploy's form."""
+    """Reads a video in FastDeploy's form."""
     for name in given:
         if name not in ("video", "max_frames"):
             raise _wrong(place, f"{name!r}: not known; known are video and max_frames")

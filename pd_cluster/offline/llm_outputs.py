@@ -1,4 +1,4 @@
-"""`LLM`'s results: vLLM's and FastDeploy's shapes in one. Knows nothing of how an answer is computed."""
+"""`LLM`'s results, with the fields of both vLLM and FastDeploy. Knows nothing of how an answer is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OK = 200  # error_code of an answer without error
 
 
 class Logprob(NamedTuple):
-    """The logprob of one token at its place; `rank` 1 is the most likely one."""
+    """The logprob of one token at its position; `rank` 1: the most likely token."""
 
     logprob: float
     rank: int | None = None
@@ -23,10 +23,10 @@ TokenLogprobs = dict[int, Logprob]  # token id -> its logprob; the chosen token 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One answer. A chat's `text` is its content; `reasoning_content` and `tool_calls` need the parsers that find them.
+    """One answer. A chat's `text` is its content; `reasoning_content` and `tool_calls` need parsers.
 
-    `cumulative_logprob` and `logprobs` are set when logprobs were requested. `finish_reason` is stop, length,
-    tool_calls, or error; `stop_reason` is the stop string or stop token that ended it.
+    `cumulative_logprob` and `logprobs` are set if logprobs are requested. `finish_reason` is stop, length, tool_calls,
+    or error; `stop_reason`: the stop string or stop token that ended the answer.
     """
 
     index: int = 0  # among the answers of its prompt
@@ -41,7 +41,7 @@ class CompletionOutput:
 
     @property
     def send_idx(self) -> int:
-        """FastDeploy's number of the last token, from 0."""
+        """The index of the last token, from 0, under FastDeploy's name."""
         return max(len(self.token_ids) - 1, 0)
 
     def finished(self) -> bool:
@@ -49,10 +49,10 @@ class CompletionOutput:
 
 
 class CompletionOutputs(list[CompletionOutput]):
-    """The n answers of a prompt, best first. Its attributes are those of the first one.
+    """The n answers of a prompt, best first. Its attributes are those of the first answer.
 
-    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index` is also the first answer's, and not
-    the method of lists.
+    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index` is the first answer's, too, not the
+    method of lists.
     """
 
     @property
@@ -60,17 +60,17 @@ class CompletionOutputs(list[CompletionOutput]):
         return self[0].index
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not self:  # as copying does
+        if name.startswith("__") or not self:  # copying looks up such names
             raise AttributeError(name)
         return getattr(self[0], name)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Times in seconds. `arrival_time` and the three below are times of day (`time.time()`), the others durations.
+    """Times in seconds. `arrival_time` and the three below are Unix times (`time.time()`), the others durations.
 
-    None is unknown. A step computes tokens of many requests, so `model_forward_time` includes work on others at the
-    same time. vLLM's `first_token_time` is a time of day; here, as in FastDeploy, it is the time until the first token.
+    None: unknown. A step computes tokens of many requests, so `model_forward_time` includes simultaneous work on other
+    requests. vLLM's `first_token_time` is a Unix time; here, as in FastDeploy, it is the time to the first token.
     """
 
     arrival_time: float
@@ -83,17 +83,17 @@ class RequestMetrics:
 
     @property
     def first_scheduled_time(self) -> float | None:
-        """The first scheduled time, under vLLM's name."""
+        """The start of inference, under vLLM's name."""
         return self.inference_start_time
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The result of one prompt. `prompt` is its text: as given, or as the chat template made it; None for token ids.
+    """The result of one prompt. `prompt`: its original or rendered text; None for token ids.
 
-    `error_code` is 200, or the API's status for the error (400 for a prompt that is too long or a guide that cannot be
-    followed, 5xx for later failures); then `error_msg` gives the reason, and `outputs` has one answer without text
-    whose finish_reason is "error".
+    `error_code` is 200, or the API's status for the error (400 for a prompt that is too long or an unusable guide, 5xx
+    for later failures); then `error_msg` gives the reason, and `outputs` has one answer without text whose
+    finish_reason is "error".
     """
 
     request_id: str
@@ -109,6 +109,6 @@ class RequestOutput:
     lora_request: LoRARequest | None = None
 
     def without_text(self) -> RequestOutput:
-        """Returns it with answers that have no tokens."""
+        """Returns the output with answers without text and tokens."""
         outputs = [replace(each, text="", token_ids=[], logprobs=None) for each in self.outputs]
         return replace(self, outputs=CompletionOutputs(outputs))

@@ -1,6 +1,6 @@
-"""`LLM.embed` and `LLM.encode` in vLLM's names: parameters, outputs, and a request's life between them.
+"""`LLM.embed` and `LLM.encode`, with vLLM's names: parameters, outputs, and the work between them.
 
-A request's failure is never raised: its output reports it, and the others are not affected.
+A request's failure is never raised: its output reports it, and other requests are not affected.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ EMBED = "embed"
 
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """vLLM's parameters of vectors.
+    """vLLM's parameters for vectors.
 
-    `dimensions`: how many of the first numbers are kept, for models that were trained so (Matryoshka); None: all.
-    `normalize` and its later name `use_activation`: False leaves out the division by the vector's length (L2), which
-    comes last; None and True keep it. `truncate_prompt_tokens`: how many of the prompt's last tokens are kept; -1: as
-    many as the context has; None: a prompt that is too long is an error. `task`: "embed" is the only one.
+    `dimensions`: how many of a vector's first values are kept, for models trained for it (Matryoshka); None: all.
+    `normalize` and its later name `use_activation`: False skips the final division by the vector's length (L2); None
+    and True keep it. `truncate_prompt_tokens`: how many of the prompt's last tokens are kept; -1: as many as the
+    context has; None: a prompt that is too long is an error. `task`: only "embed".
 
-    A value is checked when it is used, before any work, and a wrong one raises RequestError with the parameter's name.
+    A value is checked when it is used, before any work; a wrong value raises RequestError with the parameter's name.
     """
 
     dimensions: int | None = None
@@ -53,7 +53,7 @@ class PoolingParams:
     task: str | None = None
 
     def checked(self) -> PoolingParams:
-        """Returns itself. Raises RequestError."""
+        """Checks the parameters and returns them. Raises RequestError."""
         for name in ("dimensions", "truncate_prompt_tokens"):
             value, least = getattr(self, name), -1 if name == "truncate_prompt_tokens" else 1
             if value is not None and (type(value) is not int or value < least or not value):
@@ -64,8 +64,8 @@ class PoolingParams:
                 raise RequestError(f"{name}: {reprlib.repr(value)}; must be true or false", param=name)
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise RequestError(
-                f"use_activation: {self.use_activation}, and normalize is {self.normalize}; they mean the same for "
-                f"vectors, give one of them",
+                f"use_activation: {self.use_activation}, but normalize is {self.normalize}; they mean the same for "
+                f"vectors; give one of them",
                 param="use_activation",
             )
         check_task("task", self.task)
@@ -77,7 +77,7 @@ class PoolingParams:
 
 
 def check_task(name: str, task: Any) -> None:
-    """Raises RequestError for every task but "embed"."""
+    """Raises RequestError for every task except "embed"."""
     if task not in (None, EMBED):
         raise RequestError(
             f'{name}: {reprlib.repr(task)} is not supported; "{EMBED}", one vector for each prompt, is', param=name
@@ -120,20 +120,20 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """The number of its numbers, under vLLM's name."""
+        """The number of dimensions, under vLLM's name."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The same as an array [dimensions] float32 of numpy, where vLLM has a tensor."""
+    """The vector of a prompt as a numpy array, float32 [dimensions]; in vLLM it is a tensor."""
 
     data: npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pooled:
-    """`prompt` is its text as given; None for token ids.
+    """`prompt`: the original text; None for token ids.
 
     `error_code` is 200, or the API's status for the error; then `error_msg` gives the reason, and the vector is empty.
     """
@@ -162,7 +162,7 @@ class PoolingRequestOutput(_Pooled):
 
 
 def encoded(output: EmbeddingRequestOutput) -> PoolingRequestOutput:
-    """Returns the same result in `encode`'s shape."""
+    """Returns the result in the form of `encode`."""
     import numpy as np
 
     given = {each.name: getattr(output, each.name) for each in dataclasses.fields(_Pooled)}
@@ -179,7 +179,7 @@ async def embeddings(
     variants: list[str],
     tell: Callable[[EmbeddingRequestOutput], None] = lambda output: None,
 ) -> list[EmbeddingRequestOutput]:
-    """Returns the outputs in the order of the prompts; `tell` receives each as it ends. `variants`: their adapters."""
+    """Returns the outputs in the order of `prompts`; `tell` receives each when complete. `variants`: the adapters."""
     found: dict[int, EmbeddingRequestOutput] = {}
     waiting = iter(enumerate(zip(prompts, params, variants, strict=True)))
 
@@ -215,7 +215,7 @@ async def _embedded(
     )
     try:
         embedding = await service.embedder.embed(ask)
-    except Exception as error:  # as in the API: an error affects only its own request
+    except Exception as error:  # as in the API, an error affects only its own request
         if not isinstance(error, PdClusterError):
             log.error("%s: unexpected error", ask.client_id, exc_info=error)
         output.error_code = status_of(error)

@@ -1,6 +1,6 @@
-"""Reads prompts, conversations and parameters in all their shapes, as one list each. Ignores their meaning.
+"""Reads prompts, conversations and parameters in all accepted forms, as one list each. Ignores their meaning.
 
-Every refusal is a RequestError, and comes before any work.
+Every refusal is a RequestError, before any work.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MEDIA = ("multi_modal_data", "multimodal_data")  # vLLM's name and FastDeploy's
 OPTIONS = "mm_processor_kwargs"
 MULTIMODAL = (*MEDIA, OPTIONS, "multi_modal_uuids")
 IMAGES, VIDEOS = ("image", "images"), ("video", "videos")
-PICTURE_PART = "image_pil"  # vLLM's name of a message's part that holds a picture
+PICTURE_PART = "image_pil"  # vLLM's type of a message part with an image
 KINDS = "a string, a list of token ids, a dict, or a list of these"
 
 
 def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
-    """Reads both arguments of `generate`. Where both are given, texts come with their token ids."""
+    """Reads both arguments of `generate`. If both are given, each text has its token ids."""
     if prompts is None and prompt_token_ids is None:
         raise RequestError("prompts: nothing to continue; give prompts, or prompt_token_ids", param="prompts")
     if prompts is not None and prompt_token_ids is not None:
@@ -71,13 +71,13 @@ def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
 def _pairs(texts: list[Prompt], ids: list[Prompt]) -> list[Prompt]:
     if len(texts) != len(ids):
         raise RequestError(
-            f"prompt_token_ids: {len(ids)} for {len(texts)} prompts; give as many, or one of the two alone",
+            f"prompt_token_ids: {len(ids)} for {len(texts)} prompts; give as many, or only one of the two arguments",
             param="prompt_token_ids",
         )
     found: list[Prompt] = []
     for at, (text, token_ids) in enumerate(zip(texts, ids, strict=True)):
         if not isinstance(text, str) or isinstance(token_ids, str):
-            raise RequestError(f"prompts[{at}]: beside prompt_token_ids it must be a text", param="prompts")
+            raise RequestError(f"prompts[{at}]: with prompt_token_ids it must be a text", param="prompts")
         found.append(Known(token_ids, text))
     return found
 
@@ -99,7 +99,7 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def paired(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """Returns one for each prompt."""
+    """Returns the parameters of each prompt."""
     name = "sampling_params"
     if params is None:
         params = SamplingParams()
@@ -130,7 +130,7 @@ def _prompt(name: str, given: Any) -> Prompt:
 
 
 def pictures_of(prompt: Prompt | None) -> tuple[Any, ...]:
-    """Returns the pictures that a prompt has placeholders for."""
+    """Returns the images for a prompt's placeholders."""
     found: tuple[Any, ...] = getattr(prompt, "pictures", ())
     return found
 
@@ -146,7 +146,7 @@ def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
 
 
 def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns a prompt's pictures. Raises RequestError for other media, and for what is no picture."""
+    """Returns a prompt's images. Raises RequestError for other media and other objects."""
     for key in MULTIMODAL:
         if key not in (*MEDIA, OPTIONS) and _has_any(given.get(key)):
             raise RequestError(f"{name}.{key}: not supported; leave it out", param=key)
@@ -175,7 +175,7 @@ def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns the messages with their pictures, which JSON cannot have, named by their number; and the pictures."""
+    """Returns the messages with images, which JSON cannot express, replaced by their number; and the images."""
     pictures: list[Any] = []
 
     def named(part: Any, place: str) -> Any:
@@ -196,7 +196,7 @@ def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
-    """Returns the prompt of a mapping without its pictures."""
+    """Returns the prompt of a mapping, without its images."""
     known = ("prompt", "prompt_token_ids")
     for key in given:
         if key not in (*known, *MULTIMODAL):
@@ -216,7 +216,7 @@ def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
 
 
 def _has_any(value: Any) -> bool:
-    """Whether there is any image or video: lists of nothing have none."""
+    """Whether there is any image or video; lists may be empty."""
     if isinstance(value, Mapping):
         return any(map(_has_any, value.values()))
     return len(value) > 0 if hasattr(value, "__len__") else value is not None
@@ -241,7 +241,7 @@ def _token_ids(name: str, given: Any) -> list[int]:
 
 
 def _listed(name: str, given: Any, kinds: str = "a list") -> list[Any]:
-    """Returns a list, from a tuple or an object with `tolist`, such as an array."""
+    """Returns a list, also from a tuple or an object with `tolist`, such as an array."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):

@@ -1,6 +1,6 @@
-"""From prompts or conversations and their parameters to the API's own requests, all before any work.
+"""Converts prompts or conversations and their parameters to the API's requests, before any work.
 
-Errors that do not depend on the model are raised here, in the API's words. Errors that depend on the model and its
+Errors that do not depend on the model are raised here, with the API's messages. Errors that depend on the model and its
 limits are found when a request begins (llm_answers.py).
 """
 
@@ -32,22 +32,22 @@ class LLMRequest:
     prompt: Prompt | None
     most_together: int | None = None
     shows_text: bool = True
-    allows_control_tokens: bool | None = None  # of a conversation; None for the service's own setting
+    allows_control_tokens: bool | None = None  # of a conversation; None: the service's setting
     lora_request: LoRARequest | None = None
-    variant: str = ""  # the adapter that it stands for
-    pictures: tuple[Any, ...] = ()  # that its prompt has placeholders for, or that its messages name by their number
+    variant: str = ""  # the digest of its adapter
+    pictures: tuple[Any, ...] = ()  # for its prompt's placeholders, or for the numbers in its messages
 
 
 def with_adapters(
     asks: list[LLMRequest], requests: Sequence[LoRARequest | None], variants: Sequence[str]
 ) -> list[LLMRequest]:
-    """Returns the asks, each for its adapter."""
+    """Returns the requests, each with its adapter."""
     pairs = zip(asks, requests, variants, strict=True)
     return [replace(ask, lora_request=request, variant=variant) for ask, request, variant in pairs]
 
 
 def named(ask: LLMRequest, request_id: str, priority: int) -> LLMRequest:
-    """Returns the ask under its caller's name. Raises RequestError."""
+    """Returns the request under its caller's name. Raises RequestError."""
     given = {"prompt": "", "priority": priority}
     request = ask.request.model_copy(update={"priority": checked(given, CompletionRequest).priority})
     return replace(ask, request_id=request_id, request=request)
@@ -60,9 +60,9 @@ def requests_for_prompts(
     new_seed: Callable[[], int],
     has_text: bool = True,
 ) -> list[LLMRequest]:
-    """Makes an ask for each prompt. `guided` applies to each of them. Raises RequestError."""
+    """Makes a request for each prompt. `guided` applies to all of them. Raises RequestError."""
     check_have_text(prompts, has_text)
-    parsed: dict[int, CompletionRequest] = {}  # id of parameters -> the parsed request: many prompts share parameters
+    parsed: dict[int, CompletionRequest] = {}  # id of parameters, which prompts may share -> the parsed request
     asks = []
     for prompt, each in zip(prompts, params, strict=True):
         request = parsed.get(id(each))
@@ -78,10 +78,10 @@ def requests_for_prompts(
 
 
 def check_have_text(prompts: list[Prompt], has_text: bool) -> None:
-    """Raises RequestError for a text where there is no tokenizer."""
+    """Raises RequestError for a text if there is no tokenizer."""
     if not has_text and any(isinstance(prompt, str) for prompt in prompts):
         raise RequestError(
-            "prompts: text, with skip_tokenizer_init; give prompt_token_ids, or leave skip_tokenizer_init out",
+            "prompts: text, but skip_tokenizer_init is set; give prompt_token_ids, or leave skip_tokenizer_init out",
             param="prompts",
         )
 
@@ -95,7 +95,7 @@ def requests_for_chats(
     allows_control_tokens: bool | None = None,
     takes_images: bool = False,
 ) -> list[LLMRequest]:
-    """Makes an ask for each conversation. `template`: a chat's other fields, the same for all. Raises RequestError."""
+    """Makes a request for each conversation. `template`: the chat's other fields, for all. Raises RequestError."""
     shared = {name: plain(name, value) for name, value in template.items() if value is not None}
     asks = []
     for messages, each in zip(conversations, params, strict=True):
@@ -116,7 +116,7 @@ def requests_for_chats(
 
 
 def _for_chat(fields: dict[str, Any]) -> dict[str, Any]:
-    """Converts `logprobs` to chat's switch and number, after a completion's validation of the number."""
+    """Converts a completion's validated `logprobs` to a chat's switch and number."""
     checked({"prompt": "", **fields}, CompletionRequest)
     if (number := fields.pop("logprobs", None)) is not None:
         fields |= {"logprobs": True, "top_logprobs": number}
@@ -127,14 +127,14 @@ def _with_guide(fields: dict[str, Any], guided: dict[str, Any]) -> dict[str, Any
     for name in guided:
         if name in fields:
             raise RequestError(
-                f"guided_options_request: sampling_params has {name} too; give one of the two",
+                f"guided_options_request: sampling_params also has {name}; give one of the two",
                 param="guided_options_request",
             )
     return fields | guided
 
 
 def _check_numbers(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Checks what the service would refuse only after work on other prompts has begun."""
+    """Checks values that the service would refuse only after work on other prompts has begun."""
     most, least = request.max_tokens, request.min_tokens or 0
     if most is not None and most < 1:
         raise RequestError(f"max_tokens: {most}; must be at least 1", param="max_tokens")
@@ -148,7 +148,7 @@ def _check_numbers(request: CompletionRequest | ChatCompletionRequest) -> None:
 def _check_together(params: SamplingParams) -> None:
     if params.max_tokens_includes_prompt and params.max_tokens is msgspec.UNSET:
         raise RequestError(
-            "max_tokens_includes_prompt: needs max_tokens, which it is about", param="max_tokens_includes_prompt"
+            "max_tokens_includes_prompt: needs max_tokens; give both", param="max_tokens_includes_prompt"
         )
 
 

@@ -1,6 +1,6 @@
-"""Sampling parameters in vLLM's and FastDeploy's form, and the API's fields that they stand for.
+"""Sampling parameters in vLLM's and FastDeploy's form, and their conversion to the API's fields.
 
-Validates nothing by itself: the code that checks an HTTP request checks these fields.
+Does not validate values: the code that checks HTTP requests checks these fields.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import msgspec
 from pd_cluster.errors import RequestError
 
 # vLLM's and FastDeploy's names that the API does not have -> the reason for refusal
-NOT_HERE = {"reasoning_max_tokens": "reasoning is not counted by itself; use max_tokens"}
-HALF = "half a character (a lone surrogate), which is no text"
+NOT_HERE = {"reasoning_max_tokens": "reasoning is not counted separately; use max_tokens"}
+HALF = "half a character (a lone surrogate), which is not valid text"
 GUIDES = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """vLLM's guide of the text. `json` is a schema (a dict, a string, or a pydantic model)."""
+    """vLLM's guide for the output. `json`: a schema (a dict, a string, or a pydantic model)."""
 
     json: Any = None
     regex: str | None = None
@@ -56,7 +56,7 @@ class LLMGuidedOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class GuidedDecodingRequest:
-    """The same as an object. A second guide raises RequestError on use."""
+    """LLMGuidedOptions as an object. A second guide raises RequestError on use."""
 
     guided_json: Any = None
     guided_regex: str | None = None
@@ -69,7 +69,7 @@ class GuidedDecodingRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The same under vLLM's current name."""
+    """GuidedDecodingParams under vLLM's current name."""
 
     json: Any = None
     regex: str | None = None
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
 
 
 class RequestOutputKind(Enum):
-    """The content of each output of a stream: everything so far, the new part, or the whole at the end."""
+    """The content of each output of a stream: everything so far, the new part, or everything at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -95,14 +95,14 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """vLLM's and FastDeploy's parameters. The defaults are those of HTTP: the model's own, or none.
 
-    `max_tokens` counts tokens of the output, as vLLM and the API have it; FastDeploy's document counts the prompt too,
-    and so does this one with `max_tokens_includes_prompt=True`. Either way an answer ends where the context does
-    (`max_model_len`), and a larger number is not an error. The default is 16 for `generate` and all the context's room
-    for `chat`, as over HTTP; None is all the room in both.
+    `max_tokens` counts output tokens, as in vLLM and the API; with `max_tokens_includes_prompt=True` it also counts the
+    prompt, as in FastDeploy's documentation. In both cases the context (`max_model_len`) limits an answer, and a larger
+    number is not an error. The default is 16 for `generate` and as many as fit the context for `chat`, as over HTTP;
+    None: as many as fit, for both.
 
-    `output_kind` is that of AsyncLLMEngine's outputs; `LLM` returns whole ones.
+    `output_kind` applies to AsyncLLMEngine's outputs; `LLM` returns whole outputs.
 
-    A value is checked when it is used, before any work, and a wrong one raises RequestError with the parameter's name.
+    A value is checked when it is used, before any work; a wrong value raises RequestError with the parameter's name.
     """
 
     n: int | None = None
@@ -128,7 +128,7 @@ class SamplingParams:
     min_tokens: int | None = None
     reasoning_max_tokens: int | None = None
     thinking_token_budget: int | None = None
-    logprobs: int | None = None  # most likely tokens that are returned with each one
+    logprobs: int | None = None  # the number of most likely tokens to return with each token
     prompt_logprobs: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
@@ -141,12 +141,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
-    prediction: str | dict[str, Any] | None = None  # text that the answer is expected to have, or OpenAI's object
-    speculative: bool | None = None  # False: draft nothing
+    prediction: str | dict[str, Any] | None = None  # the expected text of the answer, or OpenAI's object
+    speculative: bool | None = None  # False: no drafts
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a completion request. Raises RequestError for values that no request can have."""
+        """Returns the fields of a completion request. Raises RequestError for values that a request cannot have."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del given["max_tokens_includes_prompt"], given["output_kind"]
         guided = given.pop("guided_decoding")
@@ -189,7 +189,7 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 
 def plain(name: str, value: Any) -> Any:
-    """Returns the value as JSON would decode it: lists for tuples and arrays, strings for keys. Raises RequestError."""
+    """Returns the value as decoded JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
     if name in ("logits_processors", "extra_args"):  # refused, whatever they hold
         return value
     try:
@@ -197,7 +197,7 @@ def plain(name: str, value: Any) -> Any:
     except UnicodeEncodeError:
         raise RequestError(f"{name}: {reprlib.repr(value)}: {HALF}", param=name) from None
     except (TypeError, RecursionError):
-        raise RequestError(f"{name}: {reprlib.repr(value)} is not a value that JSON could have", param=name) from None
+        raise RequestError(f"{name}: {reprlib.repr(value)} is not a value that JSON can express", param=name) from None
 
 
 def is_text(given: str) -> bool:
@@ -209,7 +209,7 @@ def is_text(given: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Also converts numpy's and torch's numbers and arrays, and pydantic models to their schemas.
+    """Converts a value, including numpy's and torch's numbers and arrays, and pydantic models to their schemas.
 
     Raises TypeError, and UnicodeEncodeError for lone surrogates.
     """

@@ -1,4 +1,4 @@
-"""One prompt's answer while it grows, from an LLMRequest to an output for each step, on the service's event loop."""
+"""Streams one prompt's answer, from an LLMRequest to an output for each step, on the service's event loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pd_cluster.service.text_service import TextService
 async def growing(
     service: TextService, ask: LLMRequest, kind: RequestOutputKind
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yields outputs as the answer grows; the last one is `finished`. Raises PdClusterError. Closing it ends the work.
+    """Yields outputs as the answer grows; the last is `finished`. Raises PdClusterError. Closing this ends the work.
 
-    CUMULATIVE outputs have everything so far, DELTA ones what is new, FINAL_ONLY is the last one alone. The best of
-    more sequences than are wanted (beams, `best_of`) are known only at the end.
+    CUMULATIVE outputs have everything so far, DELTA outputs the new part, FINAL_ONLY yields only the last output. The
+    best sequences of a beam search or `best_of` are known only at the end.
     """
     arrival, request = Instant(), ask.request
     picks = not request.beam_width and request.num_sequences > request.num_choices
@@ -49,6 +49,6 @@ async def growing(
 
 
 def aborted(last: RequestOutput) -> RequestOutput:
-    """Returns the end of an answer that was aborted: what there is, with finish_reason "abort"."""
+    """Returns the last output of an aborted answer: everything so far, with finish_reason "abort"."""
     outputs = [each if each.finish_reason else replace(each, finish_reason="abort") for each in last.outputs]
     return replace(last, outputs=CompletionOutputs(outputs or [CompletionOutput(finish_reason="abort")]), finished=True)

@@ -1,6 +1,6 @@
-"""One engine in this process, on a thread of its own, as the instance that a router sends its requests to.
+"""One engine in this process, on a separate thread, as the only instance of a router.
 
-It is a worker like any other, but its messages go from thread to thread. Knows nothing of text.
+It is a worker like any other, but exchanges messages between threads. Knows nothing of text.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "engine"
-END_TIMEOUT_S = 30.0  # for a step that has begun
+END_TIMEOUT_S = 30.0  # for the current step
 POLL_S = 0.005
-NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # the caller can end a wait by hand
-# A worker process that has died is not restarted, so a wait would only be for a lost connection.
+NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # the caller can interrupt a wait
+# A dead worker process is not restarted, so waiting for one would only help with a lost connection.
 SPLIT_TIMEOUTS = Timeouts(request_timeout_s=0.0, replay_wait_s=5.0)
 
 
@@ -61,7 +61,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loaded: Future[InstanceInfo] = Future()
         self._ended = asyncio.Event()
-        self._adapters: dict[str, str] = {}  # paths by digest
+        self._adapters: dict[str, str] = {}  # digest -> path
         self._heard: asyncio.Queue[wire.AdapterStates | None] = asyncio.Queue()  # None: the engine has ended
         self._loads_one = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -71,7 +71,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Loads the model and waits until requests can be served. Raises ModelError and the like."""
         self._thread.start()
-        self.router.timelines.heard(NAME, self.router.timelines.now_s())  # both have the same clock
+        self.router.timelines.heard(NAME, self.router.timelines.now_s())  # both use the same clock
         self._roster.arrive(await asyncio.wrap_future(self._loaded))
 
     async def close(self) -> None:
@@ -83,11 +83,11 @@ class LocalEngine:
         self._inbox.put(StopEngine())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
-                await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
-                self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
+                await self._ended.wait()  # rather than `join` on a thread, which cannot start at the interpreter's end
+                self._thread.join(END_TIMEOUT_S)  # its work has ended
 
     async def load_adapter(self, folder: AdapterFolder) -> None:
-        """Returns when requests may have the adapter. Raises ModelError, Unavailable."""
+        """Loads an adapter; returns when requests may use it. Raises ModelError, Unavailable."""
         async with self._loads_one:
             while not self._heard.empty():
                 self._heard.get_nowait()
@@ -143,12 +143,12 @@ class LocalEngine:
             self._call(self._ended.set)
 
     def _work(self) -> None:
-        self._loaded.set_running_or_notify_cancel()  # nobody cancels it from now on
-        with contextlib.ExitStack() as ending:  # the worker itself is freed by the next garbage collection
+        self._loaded.set_running_or_notify_cancel()  # it cannot be cancelled from now on
+        with contextlib.ExitStack() as ending:  # the next garbage collection frees the worker itself
             try:
                 loop, info = self._load(ending)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the model
+                traceback.clear_frames(error.__traceback__)  # the frames refer to the model
                 self._loaded.set_exception(error)
                 if isinstance(error, PdClusterError):
                     return
@@ -163,7 +163,7 @@ class LocalEngine:
         self._call(self._roster.on_closed, NAME, reason)
 
     def _load(self, ending: contextlib.ExitStack) -> tuple[Loop, InstanceInfo]:
-        """`ending` gets what must happen after the worker's end."""
+        """Makes the loop. `ending` receives the cleanup for the worker's end."""
         import torch
 
         from pd_cluster.devices.openmp_spinning import Spinning
@@ -193,7 +193,7 @@ class LocalEngine:
             engine=self._config,
             timeouts=NO_TIMEOUTS,
         )
-        if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores that a limit of this process takes away
+        if "OMP_NUM_THREADS" not in os.environ:  # torch also counts cores beyond this process's limit
             torch.set_num_threads(min(torch.get_num_threads(), host.num_cores()))
         if (spinning := Spinning.here(torch.get_num_threads())) is not None:
             ending.callback(spinning.close)
@@ -251,9 +251,9 @@ class _NoLanes:
 
 
 def _alone(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the only instance. Raises Unavailable once the engine has ended."""
+    """Chooses the only instance. Raises Unavailable if the engine has ended."""
     try:
         return single_instance(instances)
     except Unavailable:
         (instance,) = instances
-        raise Unavailable(instance.reason or "the engine is not there") from None
+        raise Unavailable(instance.reason or "the engine is not ready") from None

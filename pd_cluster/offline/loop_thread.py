@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none. Independent of the work that runs on it."""
+"""An event loop on a separate thread, for synchronous callers. Independent of the work that runs on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END_TIMEOUT_S = 10.0  # for cancelled work to end
 class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._executor = ThreadPoolExecutor(thread_name_prefix=name)  # of blocking calls
+        self._executor = ThreadPoolExecutor(thread_name_prefix=name)  # for blocking calls
         self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -34,7 +34,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the work's result. If the wait ends early, as by Ctrl-C, the work is ended first."""
+        """Returns the work's result. If the wait ends early, as with Ctrl-C, ends the work first."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called from the engine's own event loop, which would wait for itself; await instead")
@@ -61,14 +61,14 @@ class LoopThread:
             raise Closed("this engine is closed; make a new one")
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Yields the items, each computed while the caller waits for it or before."""
+        """Yields the items, which may be computed ahead."""
         try:
             while (item := self.run(_next(items))) is not None:
                 yield item[0]
         finally:
             if self._is_closed:
                 pass
-            elif threading.current_thread() is self._thread:  # a forgotten reader is collected on any thread
+            elif threading.current_thread() is self._thread:  # any thread may collect an abandoned reader
                 self.start(_close(items))
             else:
                 self.run(_close(items))

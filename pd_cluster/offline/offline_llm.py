@@ -1,7 +1,7 @@
-"""`LLM`: generate, chat and embed from Python, in the names and shapes of TACO-LLM, FastDeploy and vLLM.
+"""`LLM`: generate, chat and embed from Python, with the names and forms of TACO-LLM, FastDeploy and vLLM.
 
-It uses the same text service as the HTTP API, so parameters mean the same in both, and are checked by the same code.
-FastDeploy's own modules and shapes are in pd_cluster/fastdeploy/.
+It uses the text service of the HTTP API, so parameters have the same meaning, and the same code checks them.
+FastDeploy's own modules and forms are in pd_cluster/fastdeploy/.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ class LLM:
     """A model, its tokenizer and the memory for its KV cache, in this process or in worker processes.
 
     `prefill` and `decode` are numbers of worker processes: the first compute prompts, the second compute outputs.
-    Without them the engine runs in this process. Usable in `with`; `close` releases everything.
+    Without them the engine runs in this process. A context manager; `close` releases everything.
 
-    A forked process cannot use it and must make its own. `del` ends it as well as `close`.
+    A forked process cannot use it and must make another. `del` ends it like `close`.
 
-    Every other argument is one of TACO-LLM's, of FastDeploy's, or a flag of `pd-cluster serve` by its Python name
-    (docs/flags.md): honoured, accepted with one warning where it cannot matter here, or refused with the reason. Worth
+    Every other argument is TACO-LLM's, FastDeploy's, or a flag of `pd-cluster serve` by its Python name
+    (docs/flags.md). Each is honoured, ignored with one warning if it cannot matter, or refused with the reason. Worth
     knowing:
 
-    - `dtype` "auto" is the checkpoint's own, except on the CPU: there it is float32, as 16 bits are emulated and slow.
-      TACO-LLM's document converts a float32 checkpoint to float16; this project does not. Warnings report both.
+    - `dtype` "auto" is the checkpoint's, except on the CPU: there it is float32, because 16-bit computation is slow.
+      TACO-LLM's documentation converts a float32 checkpoint to float16; this project does not. Warnings report both.
       "float16" and "bfloat16" are honoured.
     - `gpu_memory_utilization` 0.9, the default, has no effect: the pool then has a size that suits the CPU, whose
-      memory is shared with others. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
-    - `seed` determines the seeds of requests without their own, in the order of the input, so that the same script
-      gives the same output; None draws new ones each time.
+      memory other processes use, too. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
+    - `seed` determines the seeds of requests without a seed, in the order of the input, so that the same script gives
+      the same output; None: random seeds.
     - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides still
       need the folder's tokenizer.json.
-    - `tensor_parallel_size` above 1 alone means a prefill and a decode instance with that many ranks each, and
-      `data_parallel_size` above 1 alone that many instances of each, which share the experts of a model that has some;
-      one warning says so.
+    - Without `prefill` and `decode`, `tensor_parallel_size` above 1 starts a prefill and a decode instance with that
+      many ranks each, and `data_parallel_size` above 1 that many instances of each, which share a model's experts; a
+      warning says so.
 
     Raises ConfigError or ModelError, in one line that names the argument.
     """
@@ -142,23 +142,22 @@ class LLM:
         *,
         inputs: Any = None,
     ) -> list[RequestOutput]:
-        """Continues prompts, adding nothing to them. Returns one output for each, in their order.
+        """Continues prompts without a chat template. Returns one output per prompt, in the same order.
 
         `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of
         these. A dict may have "multi_modal_data": {"image": …}, a PIL image or a list of them, if the model takes
         images; its prompt has one placeholder for each. `prompt_token_ids`: one list, or several. `sampling_params`:
         one for all, or one for each. `lora_request`: the adapter of all prompts, or one for each (None: the model
-        itself); it needs enable_lora=True, and `prompt_adapter_request` enable_prompt_adapter=True; a prompt has one of
-        the two at most. `guided_options_request`: the guide of all outputs, as a dict or an object
-        with guided_json and so on.
+        itself), which needs enable_lora=True. `prompt_adapter_request` needs enable_prompt_adapter=True; a prompt may
+        have only one of the two. `guided_options_request`: the guide of all outputs, a dict or an object with
+        guided_json and so on.
 
         Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
-        value of a parameter, an argument that is not supported. Errors that depend on the model (a prompt that is too
-        long, a guide that cannot be followed) and later failures are reported by that one output's `error_code` and
-        `error_msg`.
+        value of a parameter, an unsupported argument. The `error_code` and `error_msg` of a prompt's output report
+        errors that depend on the model (a prompt that is too long, an unusable guide) and later failures.
         """
         if inputs is not None:
-            refuse({"prompts": prompts}, "inputs are given too")
+            refuse({"prompts": prompts}, "inputs are also given")
             prompts = inputs
         read = read_prompts(prompts, prompt_token_ids)
         params, adapters = paired(sampling_params, len(read)), paired_lora(lora_request, len(read))
@@ -177,9 +176,9 @@ class LLM:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Returns one prompt's outputs as it grows, for the engine's own event loop: see AsyncLLMEngine.
+        """Returns one prompt's outputs as they grow, for the engine's event loop: see AsyncLLMEngine.
 
-        Raises RequestError for all that does not depend on the model.
+        Raises RequestError for errors that do not depend on the model.
         """
         read = read_prompts(prompt, None)
         if len(read) != 1:
@@ -209,14 +208,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several. Raises as `generate` does.
 
-        `chat_template` is a template's source; None means the model's own. `chat_template_kwargs` are its variables,
+        `chat_template`: a template's source; None: the model's template. `chat_template_kwargs`: its variables,
         such as {"enable_thinking": False}. `tools` need LLM(…, tool_call_parser=…), or a `tool_choice`.
         `allow_control_tokens` True: the text of a control token in a message, such as "<|im_end|>", is that token; None
         means LLM(…, allow_control_tokens=…), which is False by default, as over HTTP. Prompts of `generate` may always
-        have control tokens.
+        contain control tokens.
         """
         if not self._has_text:
-            raise RequestError("messages: skip_tokenizer_init leaves no way to read them; leave it out", "messages")
+            raise RequestError("messages: need a tokenizer; leave skip_tokenizer_init out", "messages")
         conversations = read_conversations(messages)
         template = {
             "chat_template": chat_template,
@@ -249,18 +248,17 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Lora = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns the vector of each prompt, in their order, as `.outputs.embedding`.
+        """Returns the vector of each prompt, in order, as `.outputs.embedding`.
 
-        It is the final hidden state (after the last norm) of the prompt's last token, or the mean of all tokens' if the
-        checkpoint's `1_Pooling/config.json` says so; then its first `dimensions` numbers, divided by their length.
+        A vector is the final hidden state (after the last norm) of the prompt's last token, or the mean over all tokens
+        if the checkpoint's `1_Pooling/config.json` says so; then its first `dimensions` values, divided by their norm.
 
-        `prompts` are those of `generate`; `pooling_params`: one for all, or one for each. Raises RequestError, before
-        any work, for errors that do not depend on the model; others are reported by that one output's `error_code` and
-        `error_msg`.
+        `prompts`: as for `generate`. `pooling_params`: one for all, or one for each. Raises RequestError, before any
+        work, for errors that do not depend on the model; the prompt's `error_code` and `error_msg` report other errors.
         """
         read = read_prompts(prompts, None)
         if any(map(pictures_of, read)):
-            raise RequestError("prompts: vectors are of texts; leave the images out", param="prompts")
+            raise RequestError("prompts: images cannot be embedded; leave them out", param="prompts")
         check_have_text(read, self._has_text)
         params = paired_pooling(pooling_params, len(read))
         variants = self._offline.adapters.variants(paired_lora(lora_request, len(read)))
@@ -275,7 +273,7 @@ class LLM:
         lora_request: Lora = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Does as `embed` does, with each vector as an array in `.outputs.data`. `pooling_task` can only be "embed"."""
+        """Works like `embed`, with each vector as an array in `.outputs.data`. `pooling_task` can only be "embed"."""
         check_task("pooling_task", pooling_task)
         outputs = self.embed(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
         return [encoded(output) for output in outputs]
@@ -287,7 +285,7 @@ class LLM:
         return [instance.info.num_blocks for instance in instances if instance.info is not None]
 
     def get_tokenizer(self) -> Any:
-        """Returns the tokenizer as transformers has it. Raises ModelError."""
+        """Returns the tokenizer as a transformers object. Raises ModelError."""
         from pd_cluster.model.loading.transformers_tokenizer import (
             transformers_tokenizer,  # imports transformers, which few callers need
         )
@@ -297,7 +295,7 @@ class LLM:
 
     @property
     def offline(self) -> OfflineService:
-        """The engine behind it, for classes of other names over it."""
+        """The offline service, for other classes that wrap this one."""
         return self._offline
 
     def close(self) -> None:
@@ -313,7 +311,7 @@ class LLM:
         self.close()
 
     def _say_what_it_became(self, dtype: str) -> None:
-        """Logs the number of blocks, and the meaning of "auto" where the documents differ."""
+        """Logs the number of blocks, and the meaning of "auto" if the documentations differ."""
         own = self._offline.checkpoint.config
         on_disk = used = own.get("dtype") or own.get("torch_dtype") or "float32"
         for instance in self._offline.service.router.membership.instances:
@@ -324,10 +322,10 @@ class LLM:
         if dtype != "auto":
             return
         if on_disk == "float32":
-            log.warning('dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that')
+            log.warning('dtype "auto": the checkpoint is float32 and stays so; give dtype="float16" for float16')
         elif used != on_disk:
             log.warning(
-                'dtype "auto": the checkpoint is %s, the CPU computes in %s; say dtype="%s" to have that',
+                'dtype "auto": the checkpoint is %s, but the CPU computes in %s; give dtype="%s" to change that',
                 on_disk,
                 used,
                 on_disk,

@@ -1,6 +1,6 @@
-"""The base of `LLM`, `pipeline` and `run-batch`: a text service, and the engine or the worker processes behind it.
+"""The base of `LLM`, `pipeline` and `run-batch`: a text service with an engine or worker processes.
 
-Independent of its callers' names and shapes.
+Independent of its callers' names and forms.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ LAUNCHED = ("model", "tensor_parallel_size", "data_parallel_size", "seed")  # se
 
 
 class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Without `prefill` and `decode` the engine runs in this process; with both they are worker processes' numbers.
+    """`prefill` and `decode`: numbers of worker processes; without them the engine runs in this process.
 
-    `arguments` are further flags of `pd-cluster serve` for the worker processes.
+    `arguments`: further flags of `pd-cluster serve` for the worker processes.
     """
 
     engine: EngineConfig
     chat: ChatConfig = ChatConfig()
-    media: MediaSettings = MediaSettings(domains=(ANY_HOST,))  # a caller's own program chooses its URLs
+    media: MediaSettings = MediaSettings(domains=(ANY_HOST,))  # the caller's program chooses the URLs
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
-    served_model_names: tuple[str, ...] = ()  # names of the model for requests; none: the end of its path
+    served_model_names: tuple[str, ...] = ()  # names of the model for requests; empty: the last part of its path
     sampling_override: dict[str, int | float | None] = {}  # as in ApiConfig
     structured_outputs: StructuredOutputs = StructuredOutputs()
     arguments: tuple[str, ...] = ()
 
 
 class OfflineService:
-    """Ready once it is made, and closed by `close`, by `with`, by garbage collection or at the interpreter's end.
+    """Ready when constructed; closed by `close`, `with`, garbage collection or the interpreter's end.
 
-    A forked process cannot use it. `service` belongs to the event loop of a thread of its own: awaitables of it go
-    through `run`, `start` or `iterate`.
+    A forked process cannot use it. `service` belongs to the event loop of a separate thread; `run`, `start` and
+    `iterate` run its awaitables.
     """
 
     def __init__(self, config: OfflineConfig) -> None:
         """Raises ConfigError, ModelError and the like."""
         if bool(config.prefill) != bool(config.decode) or min(config.prefill, config.decode) < 0:
             raise ConfigError(
-                f"prefill {config.prefill}, decode {config.decode}: give how many of each there shall be, or neither "
-                f"for an engine in this process"
+                f"prefill {config.prefill}, decode {config.decode}: give both numbers, or neither for an engine in "
+                f"this process"
             )
         self._parts = _Resources()
         self._loop = self._parts.loop
-        atexit.register(self._parts.close)  # if it is still open then
-        weakref.finalize(self, self._parts.end).atexit = False  # if it is forgotten earlier
+        atexit.register(self._parts.close)  # if it is still open at exit
+        weakref.finalize(self, self._parts.end).atexit = False  # if it is collected earlier
         try:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
@@ -85,7 +85,7 @@ class OfflineService:
             raise
 
     def _load_adapter(self, folder: AdapterFolder) -> None:
-        """Raises ModelError, ConfigError, RequestError."""
+        """Loads an adapter. Raises ModelError, ConfigError, RequestError."""
         match self._parts.backend:
             case LocalEngine() as engine:
                 self.run(engine.load_adapter(folder))
@@ -111,7 +111,7 @@ class OfflineService:
         """Returns a future of the result. Raises Closed after the end, and in a fork."""
         self._check_process(work)
         future = self._loop.start(work)
-        future.add_done_callback(lambda _: self._parts)  # keeps this object alive until it is done
+        future.add_done_callback(lambda _: self._parts)  # keeps this object alive until the work is done
         return future
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
@@ -120,12 +120,12 @@ class OfflineService:
         yield from self._loop.iterate(items)
 
     def _check_process(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
-        """Raises Closed in a fork: threads are not forked, so a wait there would never end."""
+        """Raises Closed in a fork: a fork does not have the threads, so a wait would never end."""
         if not self._parts.is_own:
             if work is not None:
                 work.close()
             raise Closed(
-                f"this engine stayed in process {self._parts.pid}, which this one was forked off; make one here"
+                f"this engine belongs to process {self._parts.pid}, the parent of this fork; make another one here"
             )
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class _Resources:
             atexit.unregister(self.close)
 
     def end(self) -> None:
-        """Ends without waiting: forgotten objects are collected on any thread, including the loop's own."""
+        """Ends without waiting, because any thread, even the loop's, may collect abandoned objects."""
         if self.is_own:
             self.loop.end(self._close())
             atexit.unregister(self.close)
@@ -202,7 +202,7 @@ class _Resources:
 
 
 def launch_of(config: OfflineConfig) -> Launch:
-    """Returns the worker processes that this configuration asks for. Raises ConfigError."""
+    """Returns the worker processes of a configuration. Raises ConfigError."""
     engine, flags = config.engine, list(config.arguments)
     for group in (engine, engine.adapters):
         for each in declared(type(group)):

@@ -1,4 +1,4 @@
-"""Progress and speed of a call: a bar on a terminal, lines elsewhere. Knows nothing of who makes the outputs."""
+"""Shows progress and speed of a call: a bar on a terminal, otherwise lines. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-NUM_LINES = 10  # per call, at most
+NUM_LINES = 10  # the most per call
 
 
 class Progress:
-    """Shows nothing unless `is_shown`."""
+    """Shows progress if `is_shown`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Progress:
             self._open_bar()
 
     def add(self, num_in: int, num_out: int) -> None:
-        """Counts an ended answer and its tokens."""
+        """Counts a complete answer and its tokens."""
         before = self._num_done * NUM_LINES // self._num_requests
         self._num_done += 1
         self._num_in += num_in
@@ -54,7 +54,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _nobody_has_to_read(self) -> Iterator[None]:
-        """Ignores errors of a closed pipe or a terminal that has gone: they are no reason to lose the answers."""
+        """Ignores errors of a closed pipe or terminal, so that no answers are lost."""
         try:
             yield
         except (OSError, ValueError):

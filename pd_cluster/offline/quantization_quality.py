@@ -1,4 +1,4 @@
-"""Texts to calibrate with, and how near a quantized model is to its original: perplexity and next tokens."""
+"""Reads texts for calibration, and compares a quantized model to its original: perplexity and next tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pd_cluster.offline.offline_llm import LLM
 
 Samples = list[list[int]]
 TEXT_FIELDS = ("text", "prompt", "content")
-LEAST_TOKENS = 2  # of a sample: one to predict
+LEAST_TOKENS = 2  # of a sample, one of which is predicted
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """`logprobs` of the samples' tokens, and the most probable token in each place."""
+    """`logprobs` of the samples' tokens, and `chosen`, the most probable token at each position."""
 
     logprobs: list[float]
     chosen: list[int]
@@ -29,13 +29,13 @@ class Quality:
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
     def agreement(self, other: Quality) -> float:
-        """Returns the share of places where both find the same token the most probable."""
+        """Returns the share of positions at which both choose the same token."""
         pairs = list(zip(self.chosen, other.chosen, strict=True))
         return sum(own == others for own, others in pairs) / len(pairs)
 
 
 def texts_of(file: Path, render: Any) -> list[str]:
-    """Reads a text file, or JSON lines of texts or conversations, which `render` makes texts of. Raises ConfigError."""
+    """Reads a text file, or JSON lines of texts or conversations; `render` makes texts of those. Raises ConfigError."""
     try:
         whole = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +50,7 @@ def texts_of(file: Path, render: Any) -> list[str]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{place}: no JSON: {error}") from None
+            raise ConfigError(f"{place}: not JSON: {error}") from None
         if isinstance(entry, str):
             found.append(entry)
         elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
@@ -77,7 +77,7 @@ def samples_of(texts: list[str], encode: Any, num_samples: int, num_tokens: int)
 
 
 def own_samples(llm: LLM, vocab_size: int, num_samples: int, num_tokens: int) -> Samples:
-    """Draws samples from the model itself, each after another first token."""
+    """Samples texts from the model itself, each after a different first token."""
     prompts = [[number * 7919 % vocab_size] for number in range(num_samples)]
     drawn = SamplingParams(temperature=1.0, max_tokens=num_tokens - 1, seed=0)
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=drawn, use_tqdm=False)
@@ -86,13 +86,13 @@ def own_samples(llm: LLM, vocab_size: int, num_samples: int, num_tokens: int) ->
 
 
 def quality_of(llm: LLM, samples: Samples) -> Quality:
-    """Reads each sample once."""
+    """Evaluates each sample once."""
     reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     outputs = llm.generate(prompt_token_ids=samples, sampling_params=reading, use_tqdm=False)
     logprobs, chosen = [], []
     for ids, output in zip(samples, outputs, strict=True):
         for token_id, entries in zip(ids[1:], (output.prompt_logprobs or [])[1:], strict=True):
-            assert entries is not None, "only the first token has none"
+            assert entries is not None, "only the first token has no logprobs"
             logprobs.append(float(entries[token_id].logprob))
             chosen.append(next(each for each, entry in entries.items() if entry.rank == 1))
     return Quality(logprobs, chosen)

@@ -1,6 +1,6 @@
-"""A prefill/decode cluster of worker processes that belongs to this process, and the router that sends requests there.
+"""A prefill/decode cluster of worker processes that belongs to this process, and its router.
 
-They are started by command line, as by `pd-cluster up`: none of the caller's program runs in them.
+The processes are started by command line, as `pd-cluster up` does, so they never run the caller's program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
-NUM_LAST_LINES = 3  # of a process that could not start, given as the reason
+NUM_LAST_LINES = 3  # lines of a process that could not start, shown as the reason
 
 
 class SplitCluster:
@@ -57,11 +57,11 @@ class SplitCluster:
 
     @property
     def context(self) -> ServingContext[Membership]:
-        assert self._context is not None  # there is one once it has started
+        assert self._context is not None  # set by `start`
         return self._context
 
     async def start(self) -> None:
-        """Waits until a request can be handed over. Raises ConfigError when a process ends before that."""
+        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends earlier."""
         self._preloader = LaunchPreloader(self._launch)
         *workers, scheduler = plan_cluster(self._launch, self._folder, self._ports)
         for member in workers:
@@ -78,7 +78,7 @@ class SplitCluster:
         await self._until_linked(time.monotonic() + START_TIMEOUT_S)
 
     async def load_adapter(self, folder: AdapterFolder) -> None:
-        """Returns when all workers have the adapter. Raises RequestError."""
+        """Loads an adapter; returns when all workers have it. Raises RequestError."""
         assert self._book is not None  # the engine takes adapters
         await self._book.load(folder.digest[-32:], str(folder.path), replaces=True)
 
@@ -137,12 +137,12 @@ class SplitCluster:
             self._watching.result()
 
     def _raise_refused(self) -> None:
-        """A link that is refused for good never comes up: all workers are as this call wants them."""
+        """Raises ConfigError for a permanently refused link, because the workers' settings do not change."""
         for prefill in self.context.roster.instances:
             for decode in self.context.roster.instances:
                 link = prefill.link_to(decode)
                 if decode.role == "decode" and link.phase == "refused":
-                    raise ConfigError(f"{prefill.name} and {decode.name} cannot be a pair: {link.reason}")
+                    raise ConfigError(f"{prefill.name} and {decode.name} cannot be linked: {link.reason}")
 
     def _log_file(self, name: str) -> Path:
         return self._folder / f"{name}.log"

@@ -1,1 +1,1 @@
-"""Text in, text out, over a router, independent of HTTP."""
+"""Answers requests in text over a router. Independent of HTTP."""

@@ -1,8 +1,8 @@
-"""Traces of requests in OpenTelemetry's form, sent to a collector over HTTP. The only module that knows opentelemetry.
+"""Sends OpenTelemetry traces of requests to a collector over HTTP. Only this module knows opentelemetry.
 
 A request's own span begins with its headers and ends with its answer. The spans below it are made when the workers have
-reported their parts, soon after the answer (cluster/records/request_spans.py). OpenTelemetry's own variables work: its
-names of the service, headers, certificates, the sampler, the sizes of batches.
+reported their parts, soon after the answer (cluster/records/request_spans.py). OpenTelemetry's own variables apply:
+service name, headers, certificates, sampler, batch sizes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as Recorded
 
 PARENT, STATE = "traceparent", "tracestate"
-LOOK_S = 0.1  # between two looks for what workers report after the end
-REPORT_TIMEOUT_S = 2.0  # longest wait for it; killed workers report nothing
-FLUSH_TIMEOUT_S = 3.0  # longest that a stopping server waits for its collector
+LOOK_S = 0.1  # between two checks for the workers' reports after the end
+REPORT_TIMEOUT_S = 2.0  # the longest wait for them; killed workers report nothing
+FLUSH_TIMEOUT_S = 3.0  # the longest that a stopping server waits for its collector
 EXPORT_TIMEOUT_S = 10.0
 PROVIDER = "pd-cluster"
 
 
 def check_packages(endpoint: str) -> None:
-    """Raises ConfigError if traces are wanted and cannot be sent."""
+    """Raises ConfigError if traces are enabled but cannot be sent."""
     modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     try:
         missing = [each for each in modules if find_spec(each) is None] if endpoint else []
@@ -57,14 +57,14 @@ def check_packages(endpoint: str) -> None:
 
 
 class RequestTrace:
-    """One HTTP request. `headers`: for its answer."""
+    """The trace of one HTTP request. `headers`: for its answer."""
 
     def __init__(
         self, tracing: Tracing, operation: str, span: Recorded, context: Context, headers: dict[str, str]
     ) -> None:
         self._tracing, self._operation, self.span, self._context = tracing, operation, span, context
         self.headers, self._model = headers, ""
-        self._offset_s = time.time() - time.monotonic()  # one for the whole request, however clocks are set meanwhile
+        self._offset_s = time.time() - time.monotonic()  # fixed for the whole request, even if the clock is changed
         self._ended: list[tuple[Timeline, Outcome]] = []
 
     @property
@@ -85,7 +85,7 @@ class RequestTrace:
         self._tracing.await_reports(self, timeline, outcome)
 
     def end(self, status: int, error: str = "") -> None:
-        """Ends the request's own span. `status`: of HTTP; 0: the client left before there was one."""
+        """Ends the request's own span. `status`: the HTTP status; 0: the client left before the answer."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._ended:
@@ -128,10 +128,10 @@ class RequestTrace:
 
 
 class Tracing:
-    """Made on the event loop of the process that serves. Export runs on a thread, with a bounded queue."""
+    """Must be made on the event loop of the serving process. A thread exports, from a bounded queue."""
 
     def __init__(self, endpoint: str) -> None:
-        """Raises ConfigError without the packages."""
+        """Raises ConfigError if packages are missing."""
         check_packages(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -154,7 +154,7 @@ class Tracing:
         self._loop = asyncio.get_running_loop()
 
     def begin(self, operation: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Begins a request's span. `headers`: those of the client that say what it is part of."""
+        """Begins a request's span. `headers`: the client's trace headers."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         parent = self._propagator.extract(headers)
@@ -175,7 +175,7 @@ class Tracing:
         return RequestTrace(self, operation, span, context, told)
 
     def await_reports(self, trace: RequestTrace, timeline: Timeline, outcome: Outcome, waited_s: float = 0.0) -> None:
-        """Writes a request's spans when its workers have reported their ends, or after a while."""
+        """Writes a request's spans when its workers have reported their ends, or after REPORT_TIMEOUT_S."""
         if waited_s >= REPORT_TIMEOUT_S or is_reported(timeline):
             trace.write(timeline, outcome)
             return
@@ -188,7 +188,7 @@ class Tracing:
         self._waiting[handle] = trace, timeline, outcome
 
     async def close(self) -> None:
-        """Writes what waits, and sends it if the collector answers in time."""
+        """Writes pending spans, and sends them if the collector answers in time."""
         for handle, (trace, timeline, outcome) in self._waiting.items():
             handle.cancel()
             trace.write(timeline, outcome)
@@ -197,10 +197,10 @@ class Tracing:
 
         def flush() -> None:
             self._provider.force_flush()
-            with contextlib.suppress(RuntimeError):  # the loop may have ended long ago
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
                 self._loop.call_soon_threadsafe(flushed.set)
 
-        # A daemon of its own: force_flush has no timeout, and the loop's executor would be waited for.
+        # A separate daemon thread, because force_flush has no timeout, and exit would wait for the loop's executor.
         threading.Thread(target=flush, name="traces-flush", daemon=True).start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):

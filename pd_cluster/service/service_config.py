@@ -1,4 +1,4 @@
-"""The settings of a text service, and what it knows of the instances behind it. Knows nothing of requests."""
+"""The settings of a text service, and its view of the instances. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pd_cluster.settings.process_configs import ApiConfig
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """`settings`: of the process. `max_model_len`: its own limit of a request's tokens.
+    """`settings`: the process's. `max_model_len`: the process's own limit of a request's tokens.
 
-    `seed`: of the seeds of requests without one; None: any. `sampling_defaults`: the result of sampling_defaults.py.
-    `adapters`: the digest of each, by its name, as they are at any time. `handle_secret`: the same in all processes
+    `seed`: for drawing the seeds of requests without one; None: random. `sampling_defaults`: the result of
+    sampling_defaults.py. `adapters`: current names of adapters -> digests. `handle_secret`: the same in all processes
     that serve the cluster.
     """
 
@@ -28,13 +28,13 @@ class ServiceConfig:
 
 
 class ServingInstances:
-    """`most`: the process's own limit of a request's tokens."""
+    """The instances that serve requests. `most`: the process's own limit of a request's tokens."""
 
     def __init__(self, router: Router, most: int) -> None:
         self._membership, self._most = router.membership, most
 
     def max_model_len(self) -> int:
-        """Returns the smallest limit of this process and the ready workers; encoders have none."""
+        """Returns the smallest limit of this process and the ready workers; encoders have no limit."""
         ready = [i for i in self._membership.instances if i.is_ready and i.role != "encode"]
         infos = [i.info for i in ready if i.info is not None]
         return min([self._most, *(info.max_model_len for info in infos)])

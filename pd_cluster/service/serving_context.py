@@ -1,6 +1,6 @@
-"""The parts of every process that serves requests: a mailbox, a router, and the conversion of text.
+"""The parts that every process serving requests has: a mailbox, a router, and the conversion of text.
 
-The list of instances comes from outside: from the workers themselves or from the scheduler.
+The caller provides the list of instances: from the workers themselves or from the scheduler.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class LoopHandler:
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.Outputs):
-            heard_s = self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
+            heard_s = self.router.timelines.heard(
+                conn, body.now_s
+            )  # measured on this thread, before waiting for the loop
             self._call(self.router.on_outputs, conn, body, heard_s)
         elif isinstance(body, wire.Heartbeat) and body.load is not None:
             self._call(self.roster.on_heartbeat, conn, body.load)
@@ -81,9 +83,9 @@ class LoopHandler:
 class ServingContext(Generic[RosterT]):
     """Must be made on its event loop. Raises ConfigError for a model that cannot be served.
 
-    `roster_of` makes the list of instances that requests go to: membership in the scheduler, its mirror in an API
-    process. `index` distinguishes the processes of one scheduler: workers know them by name, and their random seeds
-    must differ.
+    `roster_of` makes the list of instances for requests: membership in the scheduler, its mirror in an API process.
+    `index` distinguishes the processes of one scheduler, which have different names for workers and different random
+    seeds.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class ServingContext(Generic[RosterT]):
         adapters: dict[str, str] | None = None,
         is_scheduler: bool = False,
     ) -> None:
-        """`adapters`: digests by name, as another process has read them; None: this one reads --lora-modules.
+        """`adapters`: name -> digest, as another process has read them; None: this process reads --lora-modules.
 
         `is_scheduler`: `index` is that of one of several schedulers.
         """
@@ -110,11 +112,13 @@ class ServingContext(Generic[RosterT]):
         self._served = served = service_config(config, self.checkpoint, adapters, seed, credentials.key)
         if served.sampling_defaults and index is None:
             told = ", ".join(f"{name} {value:g}" for name, value in served.sampling_defaults.items())
-            log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
+            log.info("default sampling parameters: %s (--generation-config vllm ignores the file's)", told)
         self.adapters = adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(Life(name, secrets.randbits(62)), "scheduler", credentials, config.timeouts)
-        self._trace_secret = hashlib.sha256(b"served requests" + credentials.secret).digest()  # all its processes' own
+        self._trace_secret = hashlib.sha256(
+            b"served requests" + credentials.secret
+        ).digest()  # the same in all its processes
         try:
             self.roster, self.router = self._routed(roster_of, is_scheduler)
             if is_scheduler:
@@ -148,7 +152,7 @@ class ServingContext(Generic[RosterT]):
 def service_config(
     config: ApiConfig, checkpoint: Checkpoint, adapters: Mapping[str, str], seed: int | None, handle_secret: bytes
 ) -> ServiceConfig:
-    """Describes the service of a process. `handle_secret` b"": a new one. Raises ConfigError."""
+    """Returns the configuration of a process's service. `handle_secret` b"": makes a new one. Raises ConfigError."""
     engine = config.engine
     defaults = sampling_defaults(checkpoint, engine.generation_config, config.sampling_override)
     made = ServiceConfig(config, checkpoint.max_model_len(engine.max_model_len), seed, defaults, adapters)
@@ -156,7 +160,7 @@ def service_config(
 
 
 def routing_rules(routing: RoutingConfig, timeouts: Timeouts, shares_workers: bool = False) -> RoutingRules:
-    """Returns the rules that settings stand for. `shares_workers`: with other schedulers."""
+    """Returns the routing rules of settings. `shares_workers`: other schedulers use the same workers."""
     return RoutingRules(
         POLICIES[routing.policy],
         timeouts.request_timeout_s,
@@ -171,5 +175,5 @@ def routing_rules(routing: RoutingConfig, timeouts: Timeouts, shares_workers: bo
 
 
 def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:
-    together_s = timeouts.dead_after_s + timeouts.heartbeat_interval_s  # the longest that a death goes unnoticed
+    together_s = timeouts.dead_after_s + timeouts.heartbeat_interval_s  # the longest time until a death is noticed
     return ReplayLimits(max_attempts, timeouts.replay_wait_s, together_s)

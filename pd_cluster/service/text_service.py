@@ -1,4 +1,4 @@
-"""Text in, text out, over the router: tokenizing, limits, detokenizing, stop strings. Knows nothing of HTTP."""
+"""Serves text over the router: tokenizing, limits, detokenizing, stop strings. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
-NUM_PROMPTS_A_TURN = 16  # of a long list, between which other tasks have their turn
+NUM_PROMPTS_A_TURN = 16  # to prepare before other tasks get a turn
 
 
 class TextService:
-    """`tracing`: where traces are exported."""
+    """`tracing`: the exporter of traces, if enabled."""
 
     def __init__(
         self, router: Router, checkpoint: Checkpoint, config: ServiceConfig, tracing: Tracing | None = None
@@ -93,12 +93,12 @@ class TextService:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """Whether the chat template uses tools."""
         return "tools" in self.template_variables
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """The names that the chat template reads; none without a template."""
+        """The names of variables that the chat template reads; empty without a template."""
         return self.tokenizer.template.variables if self.tokenizer.template is not None else frozenset()
 
     async def close(self) -> None:
@@ -119,8 +119,7 @@ class TextService:
     ) -> Generation:
         """Prepares a chat. `received_s`: the arrival time, for its timeline. Raises RequestError.
 
-        `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
-        process.
+        `allows_control_tokens` None: the service's setting. In-process callers pass `pictures` and `variant`.
         """
         answer = self._guide_of(request)
         generation = await self._chats.generation(request, answer, caller, allows_control_tokens, pictures, variant)
@@ -136,15 +135,15 @@ class TextService:
     ) -> list[int]:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
-        `may_be_cut`: the prompt will be truncated, and so may be longer. `allows_control_tokens`: None for the
-        service's own setting.
+        `may_be_cut`: the prompt will be truncated, so it may exceed the context. `allows_control_tokens` None: the
+        service's setting.
         """
         return (await self._chats.prompt(request, may_be_cut, caller, allows_control_tokens)).prompt.token_ids
 
     async def chat_num_tokens(self, request: ChatCompletionRequest, caller: Caller = NOBODY) -> int:
-        """Returns the size of the prompt that `chat` would have computed, even if it exceeds the context.
+        """Returns the number of tokens of the prompt that `chat` would compute, even if it exceeds the context.
 
-        Raises RequestError for all else that `chat` refuses.
+        Raises RequestError for everything else that `chat` refuses.
         """
         return await self._chats.num_tokens(request, self._guide_of(request), caller)
 
@@ -181,7 +180,7 @@ class TextService:
     ) -> Generation:
         """Prepares a single completion. Raises RequestError.
 
-        `pictures` (see `illustrated`) and `variant`: those of callers in this process.
+        In-process callers pass `pictures` (see `illustrated`) and `variant`.
         """
         shared = await self.intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
         if isinstance(prompt, PromptWithMedia):
@@ -196,11 +195,11 @@ class TextService:
         return generation
 
     def spelled(self, prompt: PromptText, pictures: Sequence[Any]) -> PromptText:
-        """Returns a prompt with pictures as its model's tokenizer expects it."""
+        """Returns a prompt with images in the form that the model's tokenizer expects."""
         return self._pictures.spelled(prompt, pictures)
 
     async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> PromptWithMedia:
-        """Returns a prompt with its pictures and videos: objects of a caller in this process, or URLs.
+        """Returns a prompt with its images and videos: an in-process caller's objects, or URLs.
 
         Raises RequestError.
         """

@@ -1,1 +1,1 @@
-"""From text to tokens and back: tokenizers, templates, grammars."""
+"""Converts text to tokens and back: tokenizers, templates, grammars."""

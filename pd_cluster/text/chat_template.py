@@ -32,13 +32,16 @@ REASONING = ("reasoning", "reasoning_content")  # names of the same field of a m
 
 
 class ChatTemplate:
-    """One compiled source. `variables` are the names that it reads, `constants` the values passed at each rendering.
+    """One compiled template. `variables` are the names that it reads, `constants` the values passed at each rendering.
 
-    `roles`: those that it names, and further ones of the model.
+    `roles`: the roles that the template names, and further roles of the model.
     """
 
     def __init__(self, source: str, constants: Mapping[str, Any] = NOTHING, further_roles: Iterable[str] = ()) -> None:
-        """`further_roles`: those that the source need not name. Raises ModelError if it does not compile."""
+        """`further_roles`: roles that are valid even if the source does not name them.
+
+        Raises ModelError if the source does not compile.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
         )
@@ -77,7 +80,7 @@ class ChatTemplate:
             text = str(self._template.render({**defaults, **self._constants, **variables, **own}))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:MAX_ERROR_NUM_CHARS]
-            raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from None
+            raise RequestError(f"the chat template rejects these messages: {why}", param="messages") from None
         return _cut_at(text, mark) if mark else text
 
 
@@ -103,7 +106,7 @@ def _cut_at(text: str, mark: str) -> str:
 
 
 def checks_none(source: str) -> bool:
-    """Returns whether a template tells messages without content by its being None."""
+    """Returns whether a template tests if a message's content is None."""
     return _CONTENT_IS_NONE.search(source) is not None
 
 
@@ -116,7 +119,7 @@ def with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class GenerationBlock(Extension):
-    """The `{% generation %}` block, which marks the model's text for training; here its body is rendered as it is."""
+    """The `{% generation %}` block, which marks the model's text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 

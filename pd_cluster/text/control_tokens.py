@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-# Non-special added tokens such as <table> or <h1>: ordinary text, unless a template writes it, too.
+# Non-special added tokens such as <table> or <h1>: ordinary text, unless a template also writes them.
 _HTML = re.compile(r"</?[a-z]+\d*>")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # tokens for characters that the vocabulary lacks
 _BRACKETS = {"<": ">", "[": "]", "{": "}"}
@@ -44,10 +44,10 @@ class MarkedChars(NamedTuple):
 
 
 def control_texts(added: Iterable[tuple[str, bool]], known: Collection[str], template: str) -> frozenset[str]:
-    """Returns (text, is special) of those added tokens that are control tokens.
+    """Returns the texts of the `added` tokens, pairs (text, is special), that are control tokens.
 
-    All special tokens are; others are if they are in brackets, which runs of spaces and added words are not. HTML tags
-    are text unless they are `known` or the template's source contains them. Byte tokens are text, too.
+    All special tokens are. Others are if they are in brackets, unlike runs of spaces or added words. HTML tags are text
+    unless they are `known` or the template's source contains them. Byte tokens are text.
     """
     return frozenset(
         text
@@ -67,14 +67,14 @@ class ControlTokens:
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = frozenset(texts)
-        # Characters of which every control token has one; control tokens that are words have none.
+        # The characters of each control token that tell it from words; a control token that is a word has none.
         self._signs = {
             text: frozenset(c for c in text if not (c.isalnum() or c.isspace() or c in "_-")) for text in texts
         }
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the longest control token at each place, as tokenizers do."""
+        """Matches the longest control token at each position, as tokenizers do."""
         return pattern_of(self.texts)
 
     @cached_property
@@ -86,14 +86,14 @@ class ControlTokens:
         return sorted(self.signs | {text[0] for text, signs in self._signs.items() if not signs})
 
     def has_signs(self, texts: Iterable[str]) -> bool:
-        """Returns whether a control token can arise from these texts and their surroundings."""
+        """Returns whether these texts, together with the template's text, could form a control token."""
         return any(sign in text for text in texts for sign in self.signs)
 
     def names_in(self, text: str) -> list[str]:
         return self.pattern.findall(text) if self.texts else []
 
     def draw_marks(self, texts: Collection[str]) -> MarkedChars | None:
-        """Draws marks that occur in none of the texts; None if there are none."""
+        """Draws marks that occur in none of the texts; None if all drawn marks occur."""
         for _ in range(MAX_DRAWS):
             plane = secrets.choice(_PRIVATE)
             first = plane.start + secrets.randbelow(len(plane) - len(self._hideable))
@@ -111,10 +111,10 @@ class ControlTokens:
             new = self.pattern.sub(lambda found: self._marked(found[0], marks, kept), text)
             if new == text:
                 return text
-            text = new  # two may have overlapped
+            text = new  # repeated, because two control tokens may have overlapped
 
     def blurred(self, text: str, marks: MarkedChars, kept: re.Pattern[str] | None = None) -> str:
-        """Returns the text without any character that a control token needs, except in tokens that `kept` matches."""
+        """Returns the text with marks for every character of control tokens, except in tokens that `kept` matches."""
         text = self.hidden(text, marks, kept)
         if kept is None:
             return self._without_signs(text, marks)

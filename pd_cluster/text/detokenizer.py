@@ -1,4 +1,4 @@
-"""Token ids to text as they come: each call returns the text that is certain."""
+"""Converts token ids to text incrementally: each call returns the text that is final."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from pd_cluster.text.left_context import NO_CONTEXT, LeftContext
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+REPLACEMENT = "\ufffd"  # decoders show it for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
-FEW_TOKENS = 1024  # decoded without starting a thread
-MAX_PENDING_TOKENS = 64  # without one complete character; after that the bytes are shown as they are
+FEW_TOKENS = 1024  # up to this many are decoded without a thread
+MAX_PENDING_TOKENS = 64  # without a complete character; then the bytes are shown as U+FFFD
 
 
 class Detokenizer:
-    """Takes token ids and returns text as soon as it is certain; the sum equals decoding all at once.
+    """Takes token ids and returns text as soon as it is final; the sum equals decoding all at once.
 
-    A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
-    token is decoded after those before it, and the first after the prompt's last ones: the prompt's text and the sum
-    equal decoding all of their tokens at once. Byte-fallback tokenizers may take back a character that was already
-    shown when invalid bytes follow; it stays as shown.
+    A token's text depends on its neighbours (a character may take several tokens, a leading space may be dropped), so
+    every token is decoded after the tokens before it, and the first after the prompt's last tokens: the prompt's text
+    and the sum equal decoding all of their tokens at once. Byte-fallback tokenizers may take back a character that was
+    already shown when invalid bytes follow; it stays as shown.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Detokenizer:
         joined: Mapping[int, str] = NO_TOKENS,
         context: LeftContext = NO_CONTEXT,
     ) -> None:
-        """`dropped` ids are not shown; those in `joined` are shown as that text where they are adjacent."""
+        """`dropped` ids are not shown; adjacent ids in `joined` are shown as the text that `joined` gives."""
         self._rust = rust
         self._skip = skip_special_tokens
         self._dropped = dropped
@@ -52,9 +52,9 @@ class Detokenizer:
         return made
 
     def follow(self, prompt_token_ids: list[int]) -> None:
-        """Begins again, with the text behind a prompt.
+        """Starts again, with the text after a prompt.
 
-        A character that the prompt's last token leaves unfinished is part of that text.
+        A character that the prompt's last token leaves incomplete is part of that text.
         """
         self._last_id = prompt_token_ids[-1] if prompt_token_ids else -1
         self._shown, self._shown_text, self._pending = [], "", []
@@ -66,7 +66,7 @@ class Detokenizer:
         self._shown, self._pending = tail.certain, self._visible(tail.begun)
 
     def prompt_text(self, prompt_token_ids: list[int]) -> str:
-        """Returns the text in front of that which `follow` begins."""
+        """Returns the prompt's text, without a last incomplete character, which `follow` counts as output."""
         return self._context.prompt(prompt_token_ids, self._hidden).text(self._text_of)
 
     def offsets(self, prompt_token_ids: list[int]) -> list[int]:
@@ -96,7 +96,7 @@ class Detokenizer:
         return ""
 
     def add_all(self, token_ids: list[int]) -> str:
-        """Returns the concatenated results of `add`, with a single decode where that gives the same text."""
+        """Returns the concatenated results of `add`, with a single decode if that gives the same text."""
         if self._takes_many and not self._pending and 0 < len(token_ids) <= MAX_PENDING_TOKENS:
             text = self._decode([*self._shown, *token_ids])
             if len(text) > len(self._shown_text) and not text.endswith(REPLACEMENT):
@@ -129,7 +129,7 @@ class Detokenizer:
         return [each for each in token_ids if each not in self._dropped] if self._dropped else token_ids
 
     def _text_of(self, token_ids: list[int]) -> str:
-        """Decodes any number of tokens, many of them without the interpreter's lock."""
+        """Decodes any number of tokens; many are decoded without the interpreter's lock."""
         shown = self._visible(token_ids)
         if len(shown) <= FEW_TOKENS:
             return self._decode(shown)

@@ -1,7 +1,7 @@
-"""Guides compiled for one tokenizer, and the tokens that may follow: the only module that uses llguidance.
+"""Compiles guides for one tokenizer and computes the tokens that may follow. Only this module uses llguidance.
 
-The engine uses it, and so does the child process that checks guides sent by clients. All limits count work, not time:
-a guide that compiles in one process compiles in the other. Knows nothing of requests or logits; imports no torch.
+The engine uses it, and so does the child process that checks clients' guides. All limits count work, not time, so a
+guide that compiles in one process compiles in the other. Knows nothing of requests or logits; imports no torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 # The whitespace that formatters write between a JSON value's parts: none, a space, or a newline with its indentation.
 # If any whitespace could follow any other, a model could continue with it forever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
-# Lets models escape any character by its number; by default only control characters could be written so.
+# Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
 MAX_NESTING = 8  # of expressions in one rule; the library allows a few more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
-_NOISE = re.compile(  # positions in a source that the client did not write, the whole pattern, the whole vocabulary
+_NOISE = re.compile(  # parts of messages: positions in a generated source, the whole pattern, the whole vocabulary
     r"^Failed to convert the grammar from GBNF to Lark: |^(?:at )?\d+\(\d+\): "
     r'|^invalid regex ".*" \(in regex\): |; following special tokens .*| in regex /.*',
     re.DOTALL,
@@ -46,7 +46,7 @@ _PLAINER = {
     "oneOf constraints": "oneOf is supported where no value fits two of its schemas; use anyOf",
 }
 _DIRECTIVE = re.compile(r"%[A-Za-z_]+")
-_TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)  # Lark's: shapes the tree, not matching
+_TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)  # Lark's; affects the syntax tree, not matching
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|/(?:\\.|[^/\\\n])+/|#[^\n]*|//[^\n]*')
 
 
@@ -54,8 +54,8 @@ class Compiler:
     """One model's tokenizer in the library's form, shared by all guides and threads."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`tokenizer_file`: a folder's tokenizer.json, which may be made from another one. `vocab_size` is the model's:
-        among ids that the tokenizer lacks, only ends may follow. Raises GuideError.
+        """`tokenizer_file`: a folder's tokenizer.json, or one made from another format. `vocab_size` is the model's; of
+        the ids that the tokenizer lacks, only end tokens may follow. Raises GuideError.
         """
         ends = sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         if not ends:
@@ -75,7 +75,7 @@ class Compiler:
         self._executor = llguidance.LLExecutor(1)
         self._special = _special_tokens(file, tokenizer)
         self._own_texts = {token_id: text.encode() for text, token_id in self._special.items()}
-        self._inside: list[tuple[int, bytes]] | None = None  # made when a budget first ends within a character
+        self._inside: list[tuple[int, bytes]] | None = None  # computed when a budget first ends within a character
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=2000,
             initial_lexer_fuel=1_000_000,
@@ -87,7 +87,7 @@ class Compiler:
         )
 
     def compile(self, guide: Guide) -> Matcher:
-        """Returns a matcher that has seen no token yet. Raises GuideError."""
+        """Returns a matcher before the first token. Raises GuideError."""
         if guide.kind == "budget":
             return self._budgeted(guide)
         try:
@@ -102,7 +102,7 @@ class Compiler:
         return Matcher(matcher, ends=self._ends)
 
     def _budgeted(self, guide: Guide) -> Matcher:
-        """Returns a matcher that follows the guide inside, if there is one, and a budget. Raises GuideError."""
+        """Returns a matcher for a budget and, if there is one, the guide inside. Raises GuideError."""
         try:
             tree = msgspec.json.decode(guide.text, type=BudgetTree)
         except msgspec.DecodeError as error:
@@ -132,9 +132,10 @@ class Compiler:
         return self._inside
 
     def write_masks(self, matchers: Sequence[Matcher], table: Words) -> list[str]:
-        """Calls `Matcher.write_mask` for each, into rows of [num_matchers, num_words]. Returns each one's error, or "".
+        """Calls `Matcher.write_mask` of each matcher, into `table` [num_matchers, num_words]. Returns an error or ""
+        for each.
 
-        A single call runs without the interpreter's lock; taking the lock for each row would slow down its other users.
+        A single call runs without the interpreter's lock; taking the lock for each row would slow other threads.
         """
         rows = [(each._matcher, at) for at, each in enumerate(matchers) if each._matcher is not None]
         if rows:
@@ -145,7 +146,7 @@ class Compiler:
 
 
 class Matcher:
-    """The progress of one output. An error is permanent. Without the library's matcher, anything may follow."""
+    """The progress of one output. An error is permanent. Without the library's matcher, any token may follow."""
 
     def __init__(
         self,
@@ -153,7 +154,9 @@ class Matcher:
         budget: ThinkingBudget | None = None,
         ends: tuple[Words, Words] | None = None,
     ) -> None:
-        """`ends`: what a mask gets, and what it loses, where the output may end, if the library does not know all."""
+        """`ends`: the mask bits to set and to clear where the output may end, if the library does not know all end
+        tokens.
+        """
         self._matcher = matcher
         self.budget = budget
         self._ends = ends
@@ -163,16 +166,17 @@ class Matcher:
         return Matcher(matcher, self.budget.copy() if self.budget is not None else None, self._ends)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Advances by these tokens. Raises GuideError for tokens that may not follow."""
+        """Advances by these tokens. Raises GuideError for a token that may not follow."""
         if self._matcher is not None and token_ids and not self._matcher.consume_tokens(list(token_ids)):
             raise GuideError(one_line(self._matcher.get_error()))
         if self.budget is not None:
             self.budget.take(token_ids)
 
     def forced(self) -> list[int]:
-        """Returns the tokens of the text that must follow, as the tokenizer would write it; others may be allowed, too.
+        """Returns the tokens of the text that must follow, as the tokenizer would write it. Other tokenizations of that
+        text may be allowed, too.
 
-        None within reasoning, which a budget may end anywhere.
+        Returns none within reasoning, because a budget may end it anywhere.
         """
         return [] if self._matcher is None or self.budget is not None else self._matcher.compute_ff_tokens()
 
@@ -185,7 +189,7 @@ class Matcher:
             raise GuideError(self.problem)
 
     def limit(self, words: Words) -> None:
-        """Mends a mask that the library has written: its ends, and a budget's; fills one that it has not."""
+        """Corrects end tokens and applies the budget in a mask that the library wrote; fills a mask that it did not."""
         if self._matcher is None:
             words[:] = ANYTHING
         elif self._ends is not None and self.accepts:
@@ -196,7 +200,7 @@ class Matcher:
 
     @property
     def accepts(self) -> bool:
-        """Whether the output so far fits the guide, so that an end token ends it; elsewhere such a token is text."""
+        """Whether the output so far fits the guide, so that an end token ends it; otherwise such a token is text."""
         return self._matcher is None or self._matcher.is_accepting()
 
     @property
@@ -210,9 +214,10 @@ class Matcher:
 
 
 def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
-    """Returns the ends that the library may know. It takes an end for one even within text, so these are no text.
+    """Returns the end tokens to name to the library, which treats them as an end even within text. So all of them must
+    be tokens that are not text.
 
-    If all of the model's are text, or not in the tokenizer, this is another token that is not text.
+    If all end tokens of the model are text, or not in the tokenizer, returns another token that is not text.
     """
     added = file.get("added_tokens", [])
     ids = {token["id"] for token in added if token.get("special") or re.fullmatch("<.*>", token["content"])}
@@ -220,7 +225,7 @@ def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
 
 
 def _tokenizer_of(text: str, vocab_size: int, ends: list[int]) -> llguidance.LLTokenizer:
-    """Returns the tokenizer with at least the model's ids. Raises ValueError."""
+    """Returns the tokenizer with at least `vocab_size` ids. Raises ValueError."""
     try:
         return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
     except ValueError:  # the file has more ids than the model, or it cannot be read
@@ -235,7 +240,7 @@ def words_of(token_ids: Iterable[int], num_words: int) -> Words:
 
 
 def one_line(message: str) -> str:
-    """Returns the library's message without its internals and the marked excerpts below it."""
+    """Returns the library's message without internals and without the marked excerpts below it."""
     for beginning, words in _PLAINER.items():
         if message.startswith(beginning):
             return words
@@ -288,7 +293,7 @@ def without_anchors(pattern: str) -> str:
 def _grammar_source(text: str) -> str:
     for directive in _DIRECTIVE.findall(_LITERAL_OR_COMMENT.sub(" ", text)):
         if directive not in DIRECTIVES:
-            raise GuideError(f"{directive} is not supported; of directives only {' and '.join(DIRECTIVES)} are")
+            raise GuideError(f"{directive} is not supported; supported directives: {' and '.join(DIRECTIVES)}")
     if text.lstrip().startswith("{"):
         raise GuideError("it must be EBNF, not JSON")
     if "::=" not in _LITERAL_OR_COMMENT.sub(" ", text):
@@ -326,17 +331,17 @@ def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
 def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> dict[str, int]:
     """Returns the tokens that the library does not treat as text; grammars refer to them by id.
 
-    These include added tokens that look `<like_this>`, even if the tokenizer does not mark them as special.
+    These include added tokens of the form `<like_this>`, even if the tokenizer does not mark them as special.
     """
     added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
     return {text: token_id for text, token_id in added.items() if tokenizer.is_special_token(token_id)}
 
 
 class _ReplySource:
-    """Turns a reply's tree (defined in parsers/guide_nodes.py) into one grammar, with rules for the guides inside it.
+    """Converts a reply's tree (defined in parsers/guide_nodes.py) to one grammar, with rules for the guides inside it.
 
-    A rule that ends at a marker is lazy: the marker's last character ends it, whatever else could have continued it.
-    A marker may be one of the tokens that are not text, or have several of them.
+    A rule that ends at a marker is lazy: the marker's last character ends it, whatever could have continued it.
+    A marker may be a token that is not text, or contain several such tokens.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -406,7 +411,7 @@ class _ReplySource:
         return made
 
     def _of_tokens(self, text: str) -> str:
-        """Returns a text with tokens that are not text; "" if it has none."""
+        """Returns the expression for a text that contains tokens that are not text; "" if it contains none."""
         pieces = [piece for piece in self._tokens.split(text) if piece] if self._tokens is not None else []
         if not any(piece in self._special for piece in pieces):
             return ""

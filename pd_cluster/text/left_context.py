@@ -1,5 +1,5 @@
-"""The tokens of a prompt that the text behind it depends on: decoders drop the first space of a text, put one between
-words, and need all bytes of a character. Knows nothing of requests.
+"""Finds the tokens of a prompt that the text after it depends on: decoders drop the first space of a text, put a space
+between words, and need all bytes of a character. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 MIN_NUM_TOKENS = 8  # enough for the bytes of a character, each of which may be a token
-ENOUGH_BLANK_TOKENS = 1024  # no decoder drops so many spaces
-MOST_TOKENS_OF_CHARACTER = 64  # with hidden tokens between its bytes
+ENOUGH_BLANK_TOKENS = 1024  # no decoder drops this many spaces
+MOST_TOKENS_OF_CHARACTER = 64  # including hidden tokens between its bytes
 MOST_UNFINISHED_NBYTES = 3  # of a character in UTF-8
 
 
 class PromptTail(NamedTuple):
-    """A prompt's tokens: those whose text is certain, and those that begin its last character.
+    """A prompt's tokens: those whose text is final, and those that begin its last character.
 
-    `has_more`: the last certain token ends with bytes that begin that character; its text ends with U+FFFD for them.
+    `has_more`: the last final token ends with bytes that begin that character; its text ends with U+FFFD for them.
     """
 
     certain: list[int]
@@ -31,7 +31,7 @@ class PromptTail(NamedTuple):
 
 
 class LeftContext:
-    """One tokenizer's decoder, as far as texts depend on the tokens before them."""
+    """How one tokenizer's decoder lets a text depend on the tokens before it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class LeftContext:
         token_bytes: Callable[[int], bytes] | None = None,
         special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`token_bytes` returns the bytes of one token by itself; None: a token never has a part of a character."""
+        """`token_bytes` returns the bytes of a single token; None: no token is part of a character."""
         self.is_additive = set(decoder_types) == {"ByteLevel"}  # a token's bytes do not depend on its neighbours
         self.special_ids = special_ids
         self._has_byte_tokens = "ByteFallback" in decoder_types  # each byte of a character is a token
@@ -50,11 +50,11 @@ class LeftContext:
         firsts = self._begun(token_ids, hidden)
         if not firsts or not self._has_byte_tokens:
             return PromptTail(token_ids, [], bool(firsts))
-        # If a byte of a run of byte tokens is missing, all of them decode to U+FFFD.
+        # If a run of byte tokens lacks a byte, all of them decode to U+FFFD.
         return PromptTail(token_ids[: firsts[0]], token_ids[firsts[0] :], False)
 
     def _begun(self, token_ids: list[int], hidden: Collection[int]) -> list[int]:
-        """Returns the index of the token of each byte that begins a character at the end of a prompt."""
+        """Returns the token index of each byte of an incomplete character at the end of a prompt."""
         if self._token_bytes is None:
             return []
         raw, places = b"", list[int]()
@@ -69,7 +69,7 @@ class LeftContext:
         return places[len(raw) - len(decoder.getstate()[0]) :]
 
     def tail(self, token_ids: list[int], hidden: Collection[int], decode: Callable[[list[int]], str]) -> list[int]:
-        """Returns the last tokens with text, behind which any token has the text that it has behind all of them."""
+        """Returns the last tokens with text, after which any token decodes as it does after all of them."""
         size = MIN_NUM_TOKENS
         while size < len(token_ids):
             start = len(token_ids) - size
@@ -78,12 +78,12 @@ class LeftContext:
             tail = [token_id for token_id in token_ids[start:] if token_id not in hidden]
             text = decode(tail)
             if text.strip() or (text and size >= ENOUGH_BLANK_TOKENS):
-                return tail  # what is dropped at the beginning of a text is dropped in front of this
+                return tail  # decoders drop spaces before this tail, not after it
             size *= 2
         return [token_id for token_id in token_ids if token_id not in hidden]
 
     def _continues(self, token_id: int) -> bool:
-        """Returns whether this is a later byte of a character, without whose first byte it has another text."""
+        """Returns whether this is a later byte of a character: its text depends on the character's first byte."""
         if not self._has_byte_tokens or self._token_bytes is None:
             return False
         raw = self._token_bytes(token_id)

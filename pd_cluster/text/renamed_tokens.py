@@ -1,7 +1,7 @@
-"""A second form of a tokenizer, in which control tokens have names that nobody can type.
+"""A copy of a tokenizer in which control tokens have names that clients cannot guess.
 
-Their usual text is then plain text, and a prompt uses the new names where it means a token. Everything else, and all
-ids, are unchanged. Knows nothing of conversations.
+Their usual text is then plain text, and a prompt uses the new names for control tokens. All ids are unchanged. Knows
+nothing of conversations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from pd_cluster.text.control_tokens import PromptText
 
-NONCE_NUM_CHARS = 32  # letters only: normalizers leave them as they are
+NONCE_NUM_CHARS = 32  # letters only, which normalizers do not change
 INDEX_NUM_CHARS = 4
 
 
@@ -32,7 +32,7 @@ class RenamedTokens:
             token["content"] = self._names.get(token["content"], token["content"])
         _rename(state["model"], self._names)
         self._rust = RustTokenizer.from_str(json.dumps(state))
-        self._id_of: dict[int, int] = {}  # where the library assigned another id
+        self._id_of: dict[int, int] = {}  # id that the library assigned -> original id, where they differ
         for text in added:
             own, token_id = self._rust.token_to_id(self._names.get(text, text)), rust.token_to_id(text)
             if own is not None and token_id is not None and own != token_id:

@@ -1,7 +1,7 @@
-"""The roles that a chat template names: constants that its source compares with a message's role.
+"""Finds the roles that a chat template names: constants that its source compares with a message's role.
 
-Read from the syntax tree, without running anything. A role that the template only writes is none of its own. Names of
-variables are not told apart by their scope, so a constant may count that is compared with another variable of a name.
+Reads the syntax tree, without running anything. A role that the template only writes does not count. Scopes of
+variables are ignored, so a constant counts even if it is compared with another variable of the same name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _RoleReader:
                 if self._is_role(one):
                     yield from self._constants(other)
         elif op in ("in", "notin"):
-            if self._is_role(left) and _constant(right) is None:  # parts of a text are no names
+            if self._is_role(left) and _constant(right) is None:  # a part of a text is not a role's name
                 yield from self._constants(right)
             elif _lists_roles(right):
                 yield from self._constants(left)
@@ -97,7 +97,7 @@ class _RoleReader:
         return None
 
     def _constants(self, node: nodes.Node | None, depth: int = 4) -> Iterator[str]:
-        """Yields the texts that an expression may be, or has as its elements or keys."""
+        """Yields the possible texts of an expression, or of its elements or keys."""
         match node:
             case nodes.Const(value=str() as text):
                 yield text
@@ -130,7 +130,7 @@ def _name(node: nodes.Node) -> str | None:
 
 
 def _lists_roles(node: nodes.Node | None) -> bool:
-    """Whether it is the roles of all messages: `messages | map(attribute='role') | list`."""
+    """Whether the node lists the roles of all messages: `messages | map(attribute='role') | list`."""
     while isinstance(node, nodes.Filter):
         if node.name == "map" and any(
             each.key == "attribute" and _constant(each.value) == ROLE for each in node.kwargs

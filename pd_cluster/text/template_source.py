@@ -1,4 +1,4 @@
-"""The chat template that an operator or a caller gives: a file's name, or the template itself."""
+"""Reads the chat template that an operator or a caller gives: a file name, or the template itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = called("chat_template")
 
 
 def with_source(chat: ChatConfig) -> ChatConfig:
-    """With the template's source in place of what was given for it.
+    """Returns the config with the template's source in place of a file name.
 
     Raises ConfigError, also for a template that does not compile.
     """
@@ -29,7 +29,10 @@ def with_source(chat: ChatConfig) -> ChatConfig:
 
 
 def _source_of(given: str) -> str:
-    r"""A file's content, or the template itself; one on a single line may say \n for a new one. Raises ConfigError."""
+    r"""Returns a file's content, or the template itself; a template on one line may contain \n escapes.
+
+    Raises ConfigError.
+    """
     if not set(given) & set("{}\n"):
         try:
             return Path(given).read_text("utf-8")
@@ -40,4 +43,4 @@ def _source_of(given: str) -> str:
     try:
         return given.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{NAME}: the template on one line has a wrong escape: {error}") from None
+        raise ConfigError(f"{NAME}: the one-line template has an invalid escape: {error}") from None

@@ -1,8 +1,7 @@
-"""How many tokens a reply's reasoning may have: after that many, only the mark that closes it may follow.
+"""Limits the tokens of a reply's reasoning: after that many, only the mark that closes it may follow.
 
-A character that those tokens have begun is completed before the mark: the reasoning stays text, and a grammar that
-follows the reply accepts the mark. Follows a sequence's tokens, and knows what each is as text. Knows nothing of other
-constraints.
+An incomplete character is completed before the mark, so that the reasoning stays valid text and a grammar for the
+reply accepts the mark. Knows nothing of other constraints.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from pd_cluster.types import Guide
 
 BLANKS = b" \t\r\n"
-MOST_TAIL_NBYTES = 256  # of text that is kept to find a mark in
+MOST_TAIL_NBYTES = 256  # of text kept to search for a mark
 
 
 class BudgetTree(msgspec.Struct, frozen=True):
@@ -69,7 +68,7 @@ class ThinkingBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the reasoning goes on beyond the budget: only the closing mark may follow, or a character's rest."""
+        """Whether the budget is spent within reasoning: only the closing mark or a character's rest may follow."""
         return self._is_inside and not self._is_over and self._num_inside >= self._marks.num_tokens
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -95,17 +94,17 @@ class ThinkingBudget:
 
     @property
     def _unfinished(self) -> bytes:
-        """The first bytes of a character that ends the reasoning so far; b"" once the closing mark has begun."""
+        """The bytes of an incomplete character at the end of the reasoning; b"" once the closing mark has begun."""
         return b"" if self._num_closing else _unfinished(self._tail)
 
     def limit(self, words: NDArray[np.uint32]) -> None:
-        """If the budget is used up, leaves only the closing mark's next token in a mask, or a character's rest."""
+        """If the budget is used up, the mask allows only the closing mark's next token, or a character's rest."""
         if not self.is_used_up:
             return
         if begun := self._unfinished:
             rest = np.zeros_like(words)
             for token_id, text in self._marks.continuing():
-                if _goes_on(begun, text):
+                if _extends(begun, text):
                     rest[token_id // 32] |= np.uint32(1 << token_id % 32)
             if (rest & words).any():
                 words &= rest
@@ -116,14 +115,14 @@ class ThinkingBudget:
 
 
 def _unfinished(text: bytes) -> bytes:
-    """Returns the bytes at the text's end that a character may begin with."""
+    """Returns the bytes of an incomplete character at the text's end."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text)
     return decoder.getstate()[0]
 
 
-def _goes_on(begun: bytes, text: bytes) -> bool:
-    """Whether the text completes the character, and begins no other at its end; or is some more of it."""
+def _extends(begun: bytes, text: bytes) -> bool:
+    """Whether the text continues or completes the character, without an incomplete character after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         decoder.decode(begun + text)

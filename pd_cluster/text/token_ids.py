@@ -1,4 +1,4 @@
-"""The token ids of a text, for processes that need nothing else of a tokenizer."""
+"""Returns the token ids of a text, for processes that need nothing else from a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pd_cluster.errors import ModelError
 
 
 def token_ids_of(folder: Path, text: str) -> list[int]:
-    """Encodes `text` with the folder's tokenizer and the special tokens that it adds. Raises ModelError."""
+    """Encodes `text` with the folder's tokenizer, which adds its special tokens. Raises ModelError."""
     try:
         tokenizer = RustTokenizer.from_str(tokenizer_text(folder / "tokenizer.json"))
-        tokenizer.no_truncation()  # which folders have from their authors' training
+        tokenizer.no_truncation()  # folders may have a truncation from training
         tokenizer.no_padding()
         ids: list[int] = tokenizer.encode(text).ids
     except ModelError:

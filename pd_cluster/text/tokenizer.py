@@ -1,4 +1,4 @@
-"""Text to token ids and back.
+"""Converts text to token ids and back.
 
 Uses the `tokenizers` library, never torch: the scheduler's process imports this.
 """
@@ -31,10 +31,10 @@ class Tokenizer:
     """A folder's tokenizer, and a chat template."""
 
     def __init__(self, path: Path | None, template: str = "", model_path: Path | None = None) -> None:
-        """`path` None: there is no text, only token ids. Raises ModelError.
+        """`path` None: requests and answers are token ids. Raises ModelError.
 
         `template`: a source that replaces the folder's. `model_path`: the folder to search for a template if the
-        tokenizer's has none.
+        tokenizer's folder has none.
         """
         self.has_text = path is not None
         try:
@@ -78,9 +78,7 @@ class Tokenizer:
         return ControlTokens(control_texts(added, known, source))
 
     def normalizer(self, control: ControlTokens) -> Callable[[str], str] | None:
-        """Returns the normalization applied before control tokens are matched; None if they are matched in the raw
-        text.
-        """
+        """Returns the normalization before control tokens are matched; None if they are matched in the raw text."""
         added = self._rust.get_added_tokens_decoder().values()
         if self._rust.normalizer is None or not any(t.normalized and t.content in control.texts for t in added):
             return None
@@ -88,7 +86,7 @@ class Tokenizer:
         return normalize
 
     def encode_prompt(self, prompt: PromptText, control: ControlTokens, add_special_tokens: bool = True) -> list[int]:
-        """Encodes a prompt. If it marks its own control tokens, all others are encoded as plain text."""
+        """Encodes a prompt. If it lists its own control tokens, all others are encoded as plain text."""
         if prompt.own is None:
             return self.encode(prompt.text, add_special_tokens)
         with self._renaming:
@@ -105,7 +103,7 @@ class Tokenizer:
         return [own[token_id] for token_id in encoding.ids]
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns how many characters of the text are before each of its tokens."""
+        """Returns the number of characters before each token of the text."""
         (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
         found, end = [], 0
         for first, stop in encoding.offsets:  # added tokens have (0, 0); a first space may be left out
@@ -132,7 +130,7 @@ class Tokenizer:
         return str(text)
 
     def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns each word's tokens, and, like vLLM, those of the word after a space if they differ."""
+        """Returns each word's tokens and, like vLLM, the tokens of the word after a space if they differ."""
         if not words:
             return ()
         bare = [word.lstrip() or word for word in words]
@@ -146,7 +144,7 @@ class Tokenizer:
         return tuple(ids for ids in found if ids)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token has no text, unless special tokens are shown."""
+        """Whether the token is special: its text is shown only if special tokens are."""
         return token_id in self._special_ids
 
     def token_name(self, token_id: int) -> str:
@@ -154,11 +152,11 @@ class Tokenizer:
         return self._rust.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token by itself, possibly part of a character; b"" for ids without any."""
+        """Returns the bytes of a single token, possibly part of a character; b"" for ids without any."""
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
         token = self._rust.id_to_token(token_id)
-        if token is None:  # checkpoints have rows for more ids than their tokenizer
+        if token is None:  # a checkpoint may have rows for more ids than its tokenizer has
             return b""
         if "ByteLevel" in self._decoder_types:
             return b"".join(_BYTE_OF[char] if char in _BYTE_OF else char.encode() for char in token)
@@ -171,7 +169,7 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, kept: Collection[str] = (), spaces_between: bool = True
     ) -> Detokenizer:
-        """`kept` are special tokens that are shown anyway; `spaces_between` applies to consecutive special tokens."""
+        """`kept`: special tokens that are shown anyway. `spaces_between` applies to consecutive special tokens."""
         if not skip_special_tokens:
             joined = NO_TOKENS if spaces_between else self._added
             return Detokenizer(self._rust, False, joined=joined, context=self._context)
@@ -208,7 +206,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     source = read_plain(file).decode("utf-8") if file.exists() else config.get("chat_template")
-    if source is None and (file := path / "chat_template.json").exists():  # of models that take pictures
+    if source is None and (file := path / "chat_template.json").exists():  # vision models have one
         source = read_json(file).get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
@@ -216,8 +214,9 @@ def _find_template(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_added_tokens(path: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> None:
-    """Rejects tokens that only these files add: transformers would use them, so prompts would get other ids. Raises
-    ModelError.
+    """Rejects tokens that only these files add: transformers would use them, so prompts would get other ids.
+
+    Raises ModelError.
     """
     added: dict[str, tuple[int, Path]] = {}
     decoder = config.get("added_tokens_decoder")
@@ -231,8 +230,8 @@ def _check_added_tokens(path: Path, config: Mapping[str, Any], vocabulary: Mappi
     for content, (token_id, where) in added.items():
         if vocabulary.get(content) != token_id:
             raise ModelError(
-                f"{where}: the token {content!r} with id {token_id} is not in tokenizer.json; make that file anew with "
-                f"transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+                f"{where}: the token {content!r} with id {token_id} is not in tokenizer.json; write that file again "
+                f"with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
 
 

@@ -103,6 +103,6 @@ def test_the_log_stays_short(poor: LiveCluster) -> None:
                 with contextlib.suppress(ConnectionError):
                     assert client.recv(12) in (b"HTTP/1.1 400", b"")
     lines = poor.log_file("scheduler").read_text(errors="replace").splitlines()
-    turned_away = [line for line in lines if "turned away: " in line]
+    turned_away = [line for line in lines if "rejected: " in line]
     assert 1 <= len(turned_away) < 60
     assert not [line for line in lines if "Invalid HTTP request" in line or "Traceback" in line]

@@ -111,8 +111,8 @@ def test_rerank_puts_the_nearest_first(cluster: LiveCluster, model: Path, tokeni
         ("/v1/embeddings", {"input": ["x"] * 2049}, "input: 2049 are more than the 2048"),
         ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions 65: this model's vectors have 64"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format: 'hex'"),
-        ("/v1/embeddings", {"input": "x", "priority": 3}, "priority: 3; this server takes requests as they come"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: 2 texts, and text_2 has 3"),
+        ("/v1/embeddings", {"input": "x", "priority": 3}, "priority: 3; this server serves requests in order"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: 2 texts, but text_2 has 3"),
         ("/rerank", {"query": "a", "documents": ["b", 5]}, "documents.1"),
     ],
 )
@@ -123,6 +123,6 @@ def test_what_is_wrong_is_named(cluster: LiveCluster, path: str, body: Any, mess
 
 
 def test_an_unknown_model(client: openai.OpenAI, cluster: LiveCluster) -> None:
-    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist here"):
+    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist"):
         client.embeddings.create(model="other", input="x")
     assert post(cluster, "/rerank", {"model": "other", "query": "a", "documents": ["b"]}).status_code == 404

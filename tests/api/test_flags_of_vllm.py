@@ -165,5 +165,5 @@ def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: 
         assert other.await_exit("scheduler") == 1
     finally:
         other.stop()
-    assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
+    assert f"--uds {taken}: another process listens there" in other.log_file("scheduler").read_text()
     assert taken.exists()

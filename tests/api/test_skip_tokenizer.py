@@ -48,7 +48,7 @@ def test_logprobs_name_tokens_by_their_ids(cluster: LiveCluster) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "named"),
     [
-        ("/v1/completions", {"prompt": "hi"}, "prompt: a text, and there is no tokenizer (--skip-tokenizer-init)"),
+        ("/v1/completions", {"prompt": "hi"}, "prompt: a text, but this server has no tokenizer (--skip-tok"),
         ("/v1/completions", {"prompt": PROMPT, "stop": ["a"]}, "stop: there is no tokenizer"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
         ("/tokenize", {"prompt": "hi"}, "there is no tokenizer"),

@@ -136,7 +136,7 @@ def test_the_shipped_model_that_sees_is_asked_about_an_image(tmp_path: Path) -> 
         (["--image=a.png", "--adapter"], "--image: the adapter's model takes no images; leave out one of the two"),
         (
             ["--adapter", "--model=x"],
-            "--adapter: the adapter is for the model that the project ships; leave out --model",
+            "--adapter: the adapter is for the shipped model; leave out --model",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
     async def ask() -> list[Any]:
         return [out async for out in pipe.generate("hi", 7, config)]
 
-    with pytest.raises(RequestError, match=r"^n: 4; a session goes on from one answer"):
+    with pytest.raises(RequestError, match=r"^n: 4; a session continues from one answer"):
         asyncio.run(ask())
 
 

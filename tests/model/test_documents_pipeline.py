@@ -99,7 +99,7 @@ def test_do_preprocess_is_whether_the_template_is_applied(tiny: AsyncEngine, pat
         response = tiny("hi", gen_config=GREEDY, **options)
         assert isinstance(response, Response)
         assert response.token_ids == answer_of(path, prompt)
-    with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
+    with pytest.warns(FutureWarning, match="request_output_len: deprecated, and have no effect with gen_config"):
         response = tiny("hi", gen_config=GREEDY, request_output_len=3)
     assert isinstance(response, Response)
     assert response.generate_token_len == NUM_TOKENS

@@ -71,7 +71,7 @@ def _by_config(engines: Engines, text: str, num: int, options: dict[str, Any]) -
 
 def _by_keywords(engines: Engines, text: str, num: int, options: dict[str, Any]) -> list[list[int]]:
     named = {KEYWORD_NAMES.get(name, name): value for name, value in options.items()}
-    with pytest.warns(FutureWarning, match=rf"^{', '.join(sorted(named, key=ORDER.index))}: will go away; use gen_co"):
+    with pytest.warns(FutureWarning, match=rf"^{', '.join(sorted(named, key=ORDER.index))}: deprecated; use gen_co"):
         found = engines.pipe([text] * num, do_preprocess=False, **named)
     return [response.token_ids for response in found]
 

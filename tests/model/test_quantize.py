@@ -251,7 +251,7 @@ def test_the_command_on_the_shipped_model(tmp_path: Path) -> None:
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "28 linear layers" in done.stdout
-    share = float(done.stdout.partition("the same next token in ")[2].partition("%")[0])
+    share = float(done.stdout.partition("the same next token at ")[2].partition("%")[0])
     assert share > 95
 
 

@@ -144,7 +144,7 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: OfflineService) -> None:
     assert found["stream"]["error"]["param"] == "stream"
     for name in streams:
         assert found[name]["response"]["status_code"] == 400
-        assert "stream: true has no place" in found[name]["error"]["message"]
+        assert "stream: a batch cannot be streamed" in found[name]["error"]["message"]
     for url in nowhere:
         each = found[f"nowhere {url[:99]}"]
         assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")

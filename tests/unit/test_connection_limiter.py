@@ -173,8 +173,8 @@ def test_refusals_are_told_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -
     refusals = RefusalLog(clock)
     for _ in range(1000):
         refusals.note("10.0.0.1", "no Host")
-    assert caplog.messages == ["turned away: 10.0.0.1: no Host"]
+    assert caplog.messages == ["rejected: 10.0.0.1: no Host"]
     clock.now_s += PERIOD_S
     refusals.tell()
     refusals.tell()
-    assert caplog.messages[1:] == ["turned away: 10.0.0.1: no Host (999 since the last such line)"]
+    assert caplog.messages[1:] == ["rejected: 10.0.0.1: no Host (999 since the last such line)"]

@@ -110,7 +110,7 @@ def test_tools_that_may_not_be_called_are_shown_unless_the_server_excludes_them(
     hidden = ChatConfig(excludes_barred_tools=True)
     assert conversation_of(request, known, hidden).render(TEMPLATE) == "^[user]hello[assistant]"
     assert conversation_of(request, frozenset(), shown).render(TEMPLATE) == "^[user]hello[assistant]"
-    with pytest.raises(RequestError, match="tools: this model's chat template has no place for them"):
+    with pytest.raises(RequestError, match="tools: this model's chat template does not use them"):
         conversation_of(request_of(tools=[WEATHER]), frozenset(), shown)
 
 

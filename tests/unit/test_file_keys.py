@@ -39,7 +39,7 @@ async def test_a_key_sees_its_own_models_alone(make: Make) -> None:
             answer = await port.ask("k", method, path, **fields)
             assert answer.status == 404, (model, path)
             bodies.append(answer.json()["error"])
-        said = f"the model '{model}' does not exist here; this server has org/tiny"
+        said = f"the model '{model}' does not exist; this server has org/tiny"
         assert {(body["message"], body["code"]) for body in bodies} == {(said, "model_not_found")}
     assert (await port.ask("k", "POST", "/tokenize", prompt="a")).status == 200, "its own is what it gets"
     assert (await port.ask("k", "GET", "/v1/models/org/tiny")).status == 200

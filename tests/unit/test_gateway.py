@@ -401,7 +401,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--schedulers", "[fe80::1%eth9]:9000"], "a scope means nothing to a gateway"),
+        (["--schedulers", "[fe80::1%eth9]:9000"], "gateways cannot use a scoped address"),
         (["--schedulers", "https://a:9000"], "--schedulers 'https://a:9000': expected HOST:PORT"),
         (["--schedulers", "a:9000,"], "--schedulers '': expected HOST:PORT"),
         (["--schedulers", "a:1", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile"),

@@ -263,5 +263,5 @@ def test_serve_hands_it_to_workers_on_npus(
     }
     fast = handed_by_serve(device="npu", fast_collectives=True)
     assert got.keys() - fast.keys() == {"HCCL_DETERMINISTIC"}
-    assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
+    assert "RANK_TABLE_FILE=/etc/hccl.json is not passed to the ranks" in caplog.text
     assert handed_by_serve(device="cpu") == {}

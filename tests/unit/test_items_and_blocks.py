@@ -102,9 +102,9 @@ def test_items_without_a_type_are_listed_with_it() -> None:
 @pytest.mark.parametrize(
     ("role", "block", "said"),
     [
-        ("user", {"type": "redacted_thinking", "data": "x"}, ": a block of type 'redacted_thinking' .*another place"),
+        ("user", {"type": "redacted_thinking", "data": "x"}, ": a block of type 'redacted_thinking' .*not allowed"),
         ("user", {"type": "made_up"}, ": a block of type 'made_up' is not supported here; send its text"),
-        ("assistant", IMAGE, ": a block of type 'image' .*another place"),
+        ("assistant", IMAGE, ": a block of type 'image' .*not allowed here"),
         ("user", {**IMAGE, "source": {"type": "file", "file_id": "f"}}, ".source: a source of type 'file' .*not kept"),
         (
             "user",

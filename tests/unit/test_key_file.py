@@ -200,10 +200,10 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(file: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--id=first"], "--id 'first': {file} has it already; give another, or remove that one first"),
+        (["--id=first"], "--id 'first': {file} already has this id; give another, or remove that key first"),
         (["--id=a b"], "--id 'a b': expected 1 to 64 letters"),
         (["--tokens-per-minute=0"], "--tokens-per-minute 0: expected a whole number"),
-        (["--expires=2020-01-01"], "--expires '2020-01-01': is over already"),
+        (["--expires=2020-01-01"], "--expires '2020-01-01': is in the past"),
         (["--model=a", "--model=a"], "--model ['a', 'a']: expected a list of served names, each once"),
     ],
 )

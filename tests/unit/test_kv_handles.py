@@ -68,8 +68,8 @@ def test_a_handle_is_over_after_a_while() -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ({"do_remote_decode": True, "remote_host": "10.0.0.1"}, "remote_host: places are not taken from clients"),
-        ({"remote_block_ids": [1]}, "remote_block_ids: places"),
+        ({"do_remote_decode": True, "remote_host": "10.0.0.1"}, "remote_host: clients cannot give locations"),
+        ({"remote_block_ids": [1]}, "remote_block_ids: clients"),
         ({"handle": 5}, "handle: is not one"),
         ({"handle": "AAAA"}, "handle: is not one"),
         ({"handle": "\udfff" * 9}, "handle: is not one"),

@@ -160,7 +160,7 @@ def test_a_key_is_rotated_and_retired(world: World) -> None:
     world.run("rotate", "a", "--folder", world.folder, "--expires", "2099-01-31")
     new, kept = read_node_keys(Path(world.key("a"))).public
     assert kept == old != new
-    assert "it has two keys; first end that" in world.fails("rotate", "a", "--folder", world.folder)
+    assert "it has two keys; first complete that" in world.fails("rotate", "a", "--folder", world.folder)
     world.run("trust", world.folder / "a.pub", "--file", world.file)
     assert keys_of(world) == [(new, "2099-01-31"), (old, "")]
     world.run("retire", "a", "--folder", world.folder, "--file", world.file)
@@ -189,13 +189,13 @@ def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("new", "a", "--folder", "{folder}"), "a.key: is there already; `pd-cluster keys node rotate a` makes"),
+        (("new", "a", "--folder", "{folder}"), "a.key: already exists; `pd-cluster keys node rotate a` makes"),
         (("new", "../x", "--folder", "{folder}"), "node '../x': expected 1 to 64 letters, digits"),
         (
             ("new", "c", "--folder", "{folder}", "--host", "c.example"),
             "host 'c.example': expected an address",
         ),
-        (("new", "c", "--folder", "{folder}", "--expires", "2001-01-01"), "--expires '2001-01-01': is over already"),
+        (("new", "c", "--folder", "{folder}", "--expires", "2001-01-01"), "--expires '2001-01-01': is in the past"),
         (("retire", "a"), "--folder, --file: give the folder of a.key, the list of trusted nodes, or both"),
         (("revoke", "a", "--file", "{file}", "--key", "zz"), "node a has no key 'zz'; it has "),
     ],

@@ -284,7 +284,7 @@ def test_a_rotation_that_was_interrupted_between_the_two_files_goes_on(
     assert (kept, [each.key for each in read_public_part(public).keys]) == (old, [old])
     code, said = command(capsys, "retire", "a", "--folder", folder)
     assert code == 1
-    assert f"{public}: lacks the newest key of {key}: its rotation was interrupted; end that with `pd-clus" in said
+    assert f"{public}: lacks the newest key of {key}: a rotation was interrupted; complete it with `pd-clus" in said
     assert read_node_keys(key).public == (new, old), "the key that lists have is still there"
     assert command(capsys, "rotate", "a", "--folder", folder, "--expires", "2099-01-31")[0] == 0
     assert read_node_keys(key).public == (new, old)

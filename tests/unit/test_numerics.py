@@ -44,7 +44,9 @@ def test_without_a_factor_the_base_follows_the_length_alone() -> None:
 @pytest.mark.parametrize("overrides", [{"rope_theta": 9}, {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR}])
 def test_what_would_change_nothing_is_refused(overrides: dict[str, Any]) -> None:
     """Each kind of layers has positions of its own here."""
-    with pytest.raises(ModelError, match=r"by their kind; give .* for some of full_attention, sliding_attention"):
+    with pytest.raises(
+        ModelError, match=r"for each kind of layer; give .* with KIND one of full_attention, sliding_attention"
+    ):
         overridden(KINDS, overrides)
     one = {"rope_parameters": {"full_attention": {"rope_theta": 9}}}
     assert overridden(KINDS, one)["rope_parameters"]["full_attention"] == {"rope_theta": 9}
@@ -59,7 +61,7 @@ def test_values_of_another_kind_are_refused(value: Any) -> None:
 
 def test_longrope_of_one_kind_of_layers_is_refused() -> None:
     """A step's longest request would decide for all."""
-    with pytest.raises(ModelError, match=r"rope_parameters\.full_attention: longrope of one kind"):
+    with pytest.raises(ModelError, match=r"rope_parameters\.full_attention: longrope for only one kind"):
         RopeScaling.of({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}})
 
 

@@ -65,7 +65,7 @@ def test_wrong_input_is_an_error_before_any_work(make: MakeLLM) -> None:
     llm, offline = make("xyz")
     for arguments, error in (
         ({}, "prompts: "),
-        ({"prompts": "a", "inputs": "b"}, "prompts: 'a': inputs are given too"),
+        ({"prompts": "a", "inputs": "b"}, "prompts: 'a': inputs are also given"),
         ({"prompts": ["a", 1]}, "prompts: ints in the list"),
         ({"prompts": [1, True]}, "prompts[1]: True "),
         ({"prompts": 5}, "prompts: int; "),

@@ -63,7 +63,7 @@ def test_an_old_keyword_still_works_and_says_that_it_will_go(make: Make, name: s
         ("ignore_eos", "ignore_eos", True),
     ):
         given: dict[str, Any] = {option: value}
-        with pytest.warns(FutureWarning, match=f"{option}: will go away; use gen_config") as caught:
+        with pytest.warns(FutureWarning, match=f"{option}: deprecated; use gen_config") as caught:
             turn(engine, "hi", 1, **given) if name == "generate" else getattr(engine, name)("hi", **given)
         assert getattr(offline.router.requests[-1], field) == value
         assert caught[0].filename.endswith(("test_offline_pipeline.py", "lmdeploy_engine.py", "asyncio/events.py"))
@@ -255,7 +255,7 @@ def test_templates_of_a_folder_and_of_a_model_name(make: Make) -> None:
         engine, offline = make(has_template=False)
     engine("hi")
     assert offline.prompts == ["hi"]
-    with pytest.raises(RequestError, match="a conversation needs a chat template, and there is none"):
+    with pytest.raises(RequestError, match="a conversation needs a chat template, but there is none"):
         engine([{"role": "user", "content": "hi"}])
     engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
     engine("hi")

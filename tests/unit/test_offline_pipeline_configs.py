@@ -211,7 +211,7 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None
     assert request.stop_token_ids == [*tokenizer.encode(end, False), *tokenizer.encode(start, False)]
     # ignore_eos goes beyond the ends of answers that a template knows
     assert request_of(dataclasses.replace(asked, ignore_eos=True), tokenizer, (start, "there")).stop == ["stop"]
-    with pytest.warns(UserWarning, match="do_sample=True changes nothing with top_k 1"):
+    with pytest.warns(UserWarning, match="do_sample=True has no effect with top_k 1"):
         assert request_of(GenerationConfig(do_sample=True), tokenizer).temperature == 0.0
 
 
@@ -276,13 +276,13 @@ def test_marks_by_themselves_make_a_template() -> None:
     for separator in ("separator", "stop_word_suffix"):
         config = ChatTemplateConfig(user="Q:", eoh=";", assistant="A:", eoa=".", **{separator: "\n"})  # type: ignore[arg-type]
         assert rendered(config, TALK) == "Q:a;A:b.\nQ:c;A:"
-        with pytest.raises(RequestError, match="the role tool has no place in it"):
+        with pytest.raises(RequestError, match="the role tool is not supported"):
             rendered(config, [{"role": "tool", "content": "x"}])
 
 
 def test_a_wrong_template_is_refused_by_name() -> None:
     for fields, message in (
-        ({"model_name": "lama2"}, "model_name 'lama2': no chat template is known by that name"),
+        ({"model_name": "lama2"}, "model_name 'lama2': no built-in chat template has that name"),
         ({"user": 5}, "ChatTemplateConfig.user 5: "),
         ({"model_name": "base", "stop_words": [5]}, r"stop_words \[5\]: "),
     ):

@@ -154,7 +154,7 @@ def test_refusals_are_passed_on(answers: Answers) -> None:
         assert isinstance(done.exception, kind)
         assert said in str(done.exception)
     for more in ("--force", "--timeout=1"):
-        assert str(invoke("drain", "decode-0", "--undo", more).exception).startswith("--undo: goes with neither")
+        assert str(invoke("drain", "decode-0", "--undo", more).exception).startswith("--undo: not with --force")
 
 
 def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:

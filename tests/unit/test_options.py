@@ -219,5 +219,5 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.jinja", tmp_path, wrong):
         with refused(f"--chat-template {path}: cannot be read: "):
             chat_of(f"--chat-template={path}")
-    with refused("--chat-template: the template on one line has a wrong escape"):
+    with refused("--chat-template: the one-line template has an invalid escape"):
         chat_of("--chat-template={{ 1 }}\\x")

@@ -272,7 +272,7 @@ def test_wrong_parameters_are_named() -> None:
         ([PoolingParams(), None], r"pooling_params\[1\]: NoneType"),
         (PoolingParams(dimensions=0), "dimensions: 0; "),
         (PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens: 0; "),
-        (PoolingParams(normalize=True, use_activation=False), "use_activation: False, and normalize is True"),
+        (PoolingParams(normalize=True, use_activation=False), "use_activation: False, but normalize is True"),
         (PoolingParams(task="classify"), "task: 'classify' is not supported"),
     ]
     for params, problem in wrong:

@@ -157,7 +157,7 @@ def test_a_refusal_has_field_and_value_and_all_wrong_keys() -> None:
     with pytest.raises(RequestError) as caught:
         parse(body.encode(), CompletionRequest, vocab_size=400)
     assert caught.value.param == "logit_bias"
-    assert str(caught.value).startswith("logit_bias: 'x', '-3' are no token ids; ")
+    assert str(caught.value).startswith("logit_bias: 'x', '-3' are not token ids; ")
     assert str(caught.value).endswith("; 400, 9999999999 are not in the vocabulary; ids are 0 to 399")
 
 

@@ -216,7 +216,7 @@ def test_sglangs_names_are_refused_with_those_there_are(kind: type[GenerationReq
     for name, (neutral, way_out) in completion_protocol.SGLANGS.items():
         for value in (None, *neutral):
             parse(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
-        with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
+        with pytest.raises(RequestError, match=rf"^{name}: .*not a parameter here; {re.escape(way_out)}$") as caught:
             parse(json.dumps({**MINIMAL[kind], name: True if neutral == (False,) else "x"}).encode(), kind)
         assert caught.value.param == name
 

@@ -126,7 +126,7 @@ async def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
                 headers = {**cookie, "Host": host, "Origin": f"http://{host}"}
                 answer = await client.request(method, f"/dashboard{path}", json={"api_key": KEY}, headers=headers)
                 assert answer.status_code == (200 if is_known else 403), (host, path)
-                assert is_known or "is no name of this port" in answer.text
+                assert is_known or "is not a name of this port" in answer.text
 
 
 def test_which_names_are_a_port_s_own() -> None:

@@ -149,7 +149,7 @@ def test_an_unknown_path(asked: Ask) -> None:
         assert path in answer.json()["error"]["message"]
     for path, way_out in (  # routes that others have
         *(("/v1/batches", "run-batch"), ("/v1/files", "run-batch"), ("/v1/messages/batches", "run-batch")),
-        ("/v1/audio/transcriptions", "no sound"),
+        ("/v1/audio/transcriptions", "audio is not supported"),
     ):
         answer = asked("POST", path, [], {})
         assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")

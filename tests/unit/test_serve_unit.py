@@ -76,10 +76,10 @@ def test_without_experts_instances_are_independent(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("decode-1", {"data_parallel_size": 3}, "3: .*whole.json has 4 decode instances, which is no multiple"),
+        ("decode-1", {"data_parallel_size": 3}, "3: .*whole.json has 4 decode instances, which is not a multiple"),
         ("decode-1", {"data_parallel_size": 2, "data_parallel_rank": 0}, "-rank 0: .* 2 give decode-1 rank 1"),
         ("decode-1", {"data_parallel_rank": 1}, "--data-parallel-rank 1: --data-parallel-size is 1"),
-        ("scheduler", {"data_parallel_rank": 0}, "-rank 0: only prefill and decode workers have one"),
+        ("scheduler", {"data_parallel_rank": 0}, "-rank 0: only for prefill and decode workers"),
     ],
 )
 def test_contradictions(tmp_path: Path, name: str, given: dict[str, Any], told: str) -> None:
@@ -91,9 +91,9 @@ def test_contradictions(tmp_path: Path, name: str, given: dict[str, Any], told: 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "--data-parallel-size 2: with --join no table says which place .*; give --data-parallel-rank 0 to 1"),
+        ({}, "--data-parallel-size 2: with --join no rank table gives this worker's rank; give --data"),
         ({"data_parallel_rank": 2}, "--data-parallel-rank 2: --data-parallel-size is 2; give less"),
-        ({"role": "encode"}, "--data-parallel-size 2: an encoder has one device, and no mates"),
+        ({"role": "encode"}, "--data-parallel-size 2: an encoder has one device and no unit"),
     ],
 )
 def test_contradictions_outside_of_tables(given: dict[str, Any], told: str) -> None:

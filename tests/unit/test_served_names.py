@@ -59,7 +59,7 @@ def test_the_path_as_given_is_the_same_model() -> None:
     assert (names.own, names.check(None)) == (["tiny"], "tiny")
     assert [names.check(name) for name in ("tiny", "/models/tiny")] == ["tiny", "/models/tiny"]
     assert [names.variant_of(name) for name in ("/models/tiny", "french")] == ["", "d" * 64]
-    with pytest.raises(ModelNotFound, match=r"'/models/' does not exist here; this server has tiny, french"):
+    with pytest.raises(ModelNotFound, match=r"'/models/' does not exist; this server has tiny, french"):
         names.check("/models/")
 
 

@@ -209,7 +209,7 @@ def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Fol
         Tokenizer(path)
     (path / "added_tokens.json").unlink()
     folder({"added_tokens_decoder": {str(token_id + 1): {"content": "<tool>", "special": True}}})
-    with pytest.raises(ModelError, match=r"tokenizer_config.json: the token '<tool>'.*make that file anew"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: the token '<tool>'.*write that file again"):
         Tokenizer(path)
 
 
@@ -240,7 +240,7 @@ def test_templates_see_special_tokens_variables_and_helpers(folder: Folders) -> 
     ],
 )
 def test_what_a_template_refuses_is_the_clients_error(folder: Folders, source: str) -> None:
-    with pytest.raises(RequestError, match="the chat template refuses these messages") as caught:
+    with pytest.raises(RequestError, match="the chat template rejects these messages") as caught:
         rendered(Tokenizer(folder(jinja=source)), HELLO)
     assert caught.value.param == "messages"
 

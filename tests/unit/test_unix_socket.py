@@ -20,7 +20,7 @@ def test_several_processes_share_one_queue(tmp_path: Path) -> None:
             client.connect(path)
             accepted, _ = each.accept()
             accepted.close()
-    with pytest.raises(ConfigError, match=f"--uds {path}: a process listens there"):
+    with pytest.raises(ConfigError, match=f"--uds {path}: another process listens there"):
         bind_path(path, 1)
     for each in listeners:
         each.close()
@@ -31,6 +31,6 @@ def test_several_processes_share_one_queue(tmp_path: Path) -> None:
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="no socket"):
+    with pytest.raises(ConfigError, match="not a socket"):
         bind_path(str(path), 1)
     assert path.read_text() == "mine"

@@ -53,7 +53,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdapterLoad(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM. `load_inplace`: a name that is taken stands for this adapter from now on."""
+    """vLLM's body. `load_inplace`: the adapter replaces an earlier one of the same name."""
 
     lora_name: str
     lora_path: str
@@ -61,7 +61,7 @@ class AdapterLoad(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM, whose `lora_int_id` has no effect there either."""
+    """vLLM's body. `lora_int_id` has no effect, as in vLLM."""
 
     lora_name: str
     lora_int_id: int | None = None
@@ -82,9 +82,9 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The things that people look at. `logs`: the folder with the processes' lines; `model`: its name.
+    """The data for people to see. `logs`: the folder of the processes' logs. `model`: the model's name.
 
-    `links`: makes codes for the public port's dashboard, if it has one. `scheduler`: this one's name.
+    `links`: makes links to the public port's dashboard, if it has one. `scheduler`: this scheduler's name.
     """
 
     overview: Overview
@@ -103,9 +103,9 @@ def admin_app(
     control: APIRouter | None = None,
     shown: ShownCluster | None = None,
 ) -> FastAPI:
-    """`adapters` None: they cannot be changed at run time, and there are no routes for it.
+    """`adapters` None: adapters cannot be changed at run time; there are no routes for them.
 
-    `control`: the routes of control_routes.py. `shown` None: there is neither /overview nor a dashboard.
+    `control`: the routes of control_routes.py. `shown` None: no /overview and no dashboard.
     """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
@@ -135,7 +135,7 @@ def instance_routes(elastic: ElasticMembership) -> APIRouter:
     routes = APIRouter()
 
     async def done(instance: Instance) -> dict[str, Any]:
-        """Returns the answer to a command: the instance's entry, and the names of all that the command is for."""
+        """Returns the answer to a command: the instance's entry, and the names of all affected instances."""
         names = [each.name for each in elastic.unit_of(instance)]
         return {**describe(await elastic.done(instance)), "instance_ids": names}
 
@@ -175,7 +175,7 @@ def instance_routes(elastic: ElasticMembership) -> APIRouter:
 
 
 def adapter_routes(book: AdapterBook) -> APIRouter:
-    """Makes vLLM's routes to load and unload adapters; they answer with a line of text once it is done."""
+    """Makes vLLM's routes to load and unload adapters; they answer with a line of text when it is done."""
     routes = APIRouter()
 
     @routes.post("/v1/load_lora_adapter")

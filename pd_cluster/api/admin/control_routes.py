@@ -1,4 +1,4 @@
-"""Admin routes that act on the whole cluster, by the names and parameters of vLLM's.
+"""Admin routes that act on the whole cluster, with vLLM's names and parameters.
 
 cluster/members/cluster_control.py executes a command; this module parses it and answers.
 """
@@ -17,7 +17,7 @@ from pd_cluster.cluster.members.cluster_control import ClusterControl, PauseMode
 from pd_cluster.errors import RequestError
 
 MODES = get_args(PauseMode)
-TAGS = {"weights", "kv_cache"}  # of what wakes up
+TAGS = {"weights", "kv_cache"}  # parts of an instance to wake up
 MAX_IDS = 4096
 
 
@@ -37,7 +37,7 @@ def control_routes(control: ClusterControl, shown: Mapping[str, Any]) -> APIRout
     async def reset_prefix_cache(http: Request) -> dict[str, Any]:
         asked = _asked(http, "reset_running_requests", "reset_external")
         if _switch(asked, name := "reset_running_requests", default=False):
-            raise RequestError(f"{name}: requests under way keep their blocks; POST /pause ends them first", name)
+            raise RequestError(f"{name}: running requests keep their blocks; end them first with POST /pause", name)
         await control.reset_caches(_switch(asked, "reset_external", default=False))
         return {"success": True}
 
@@ -90,8 +90,8 @@ def _add_sleep(routes: APIRouter, control: ClusterControl) -> None:
     async def sleep(http: Request) -> dict[str, Any]:
         asked = _asked(http, "level", "mode")
         level, mode = asked.get("level", "1"), _mode(asked, "abort")
-        if level == "0":  # vLLM's word for a pause
-            raise RequestError("level: 0 returns no memory; POST /pause instead", param="level")
+        if level == "0":  # a pause in vLLM
+            raise RequestError("level: 0 frees no memory; use POST /pause", param="level")
         if level not in ("1", "2"):
             raise RequestError(
                 f"level: {reprlib.repr(level)}; give 1 (without KV cache) or 2 (without weights, too)", param="level"
@@ -121,8 +121,8 @@ def _mode(asked: Mapping[str, str], default: PauseMode) -> PauseMode:
     mode = asked.get("mode", default)
     if mode not in MODES:
         raise RequestError(
-            f"mode: {reprlib.repr(mode)}; give abort (running requests end now), wait (they end by themselves) or keep "
-            f"(they stop, and go on afterwards)",
+            f"mode: {reprlib.repr(mode)}; give abort (running requests end now), wait (they finish) or keep "
+            f"(they stop, and continue afterwards)",
             param="mode",
         )
     found: PauseMode = mode  # type: ignore[assignment]  # one of them
@@ -130,7 +130,7 @@ def _mode(asked: Mapping[str, str], default: PauseMode) -> PauseMode:
 
 
 def _asked(http: Request, *known: str) -> dict[str, str]:
-    """Returns the parameters of the query. Raises RequestError for others."""
+    """Returns the parameters of the query. Raises RequestError for unknown ones."""
     for name in http.query_params:
         if name not in known:
             raise RequestError(f"{reprlib.repr(name)}: not known; known are {', '.join(known) or 'none'}")

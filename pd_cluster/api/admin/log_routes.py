@@ -1,6 +1,6 @@
-"""Admin route for the lines that a process wrote, where `pd-cluster up` keeps them (cluster/processes/log_files.py).
+"""Admin route for the log lines of processes, if `pd-cluster up` keeps them (cluster/processes/log_files.py).
 
-Without these files nobody but the one who started a process has its lines: the route says where to look instead.
+Without these files the route says where else to look, because only the starter of a process has its lines.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DEFAULT_NUM_LINES, MAX_NUM_LINES = 200, 5000
 
 
 def log_routes(folder: Path, names: Callable[[], Collection[str]], own: str = SCHEDULER) -> APIRouter:
-    """`folder`: has a file for each process. `names`: of the instances; others are not looked for.
+    """`folder`: has a file for each process. `names`: the instances' names; other names are unknown.
 
-    `own`: the name of this scheduler's file, where there are several schedulers.
+    `own`: the name of this scheduler's file, if there are several schedulers.
     """
     routes = APIRouter()
 
     @routes.get("/instances/{name}/logs")
     def logs(name: str, request: Request) -> dict[str, Any]:
-        """Runs on a thread, since it reads a file."""
+        """Answers on a thread, because it reads a file."""
         if name != SCHEDULER and name not in names():
             known = ", ".join([*names(), SCHEDULER])
             raise RequestNotFound(f"name: {reprlib.repr(name)}; this cluster has {known}", param="name")
@@ -42,7 +42,7 @@ def log_routes(folder: Path, names: Callable[[], Collection[str]], own: str = SC
 
 
 def read_lines(file: Path, name: str, limit: int, after: int) -> dict[str, Any]:
-    """Returns the last `limit` whole lines, or those from byte `after` on; `next`: the byte to continue at.
+    """Returns the last `limit` whole lines, or the lines from byte `after` on. `next`: the byte at which to continue.
 
     Raises RequestNotFound if there is no such file.
     """
@@ -54,8 +54,8 @@ def read_lines(file: Path, name: str, limit: int, after: int) -> dict[str, Any]:
             data = opened.read(MAX_FILE_NBYTES)
     except OSError:
         raise RequestNotFound(
-            f"{name}: its lines are kept by what started it (docker logs, kubectl logs, journalctl); "
-            f"only `pd-cluster up` keeps them for this command",
+            f"{name}: this command shows only logs that `pd-cluster up` keeps; see those of the process's starter "
+            f"(docker logs, kubectl logs, journalctl)",
             param="name",
             code="no_logs",
         ) from None

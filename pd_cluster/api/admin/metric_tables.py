@@ -1,4 +1,4 @@
-"""Every metric's name, kind and meaning, and the source of its number. docs/metrics.md is written from this.
+"""Every metric's name, kind and meaning, and the source of its value. docs/metrics.md is generated from it.
 
 Independent of rendering.
 """
@@ -21,7 +21,7 @@ Read = Callable[[Load], float]
 
 @dataclass(frozen=True, slots=True)
 class OfInstance:
-    """A number of each instance, from its heartbeat. A counter's name lacks its `_total`."""
+    """A value of each instance, from its heartbeat. A counter's name lacks its `_total`."""
 
     name: str
     text: str
@@ -30,7 +30,7 @@ class OfInstance:
 
 @dataclass(frozen=True, slots=True)
 class OfInstanceParts:
-    """A gauge of each instance, in parts: the value of `label` -> its number."""
+    """A gauge of each instance, in parts: the value of `label` -> its value."""
 
     name: str
     text: str
@@ -40,7 +40,7 @@ class OfInstanceParts:
 
 @dataclass(frozen=True, slots=True)
 class OfInstancePositions:
-    """Counters of each instance by position, from 0, as far as any was counted. The name lacks its `_total`."""
+    """Counters of each instance by position, from 0 to the last counted one. The name lacks its `_total`."""
 
     name: str
     text: str
@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value -> name there; "" for none."""
+    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value or "" -> name there."""
 
     name: str
     text: str
@@ -75,7 +75,7 @@ class OfCluster:
 
 
 def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
-    """Returns how many blocks of a group of layers are in each use."""
+    """Returns the number of blocks in each use, for a group of layers."""
 
     def number(name: str, load: Load) -> float:
         return float(sum(getattr(each, name) for each in load.groups if each.rule == rule))
@@ -136,7 +136,7 @@ INSTANCE_GAUGES = (
 INSTANCE_PARTS = (
     OfInstanceParts(
         "vllm:num_requests_waiting_by_reason",
-        "The same by reason: capacity, or computation elsewhere (deferred).",
+        "Waiting requests by reason: capacity, or computation elsewhere (deferred).",
         {"capacity": lambda load: load.num_waiting - load.num_expected, "deferred": lambda load: load.num_expected},
         "reason",
     ),
@@ -162,7 +162,7 @@ INSTANCE_HISTOGRAMS = (
     ),
     OfInstanceSteps(
         "vllm:request_num_preemptions",
-        "Preemptions of a sequence here; a handover counts on both sides.",
+        "Preemptions of a sequence; a sequence that is handed over counts on both sides.",
         PREEMPTIONS_BOUNDS,
         lambda load: load.preemptions,
     ),
@@ -188,12 +188,12 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "vllm:external_prefix_cache_queries",
-        "Prompt tokens that a decode instance asked of a prefill instance.",
+        "Prompt tokens whose KV cache a decode instance requested from a prefill instance.",
         lambda load: load.num_wanted_tokens,
     ),
     OfInstance(
         "vllm:external_prefix_cache_hits",
-        "Those that have arrived.",
+        "Requested prompt tokens whose KV cache has arrived.",
         lambda load: load.num_landed_tokens,
     ),
     OfInstance(
@@ -243,12 +243,12 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:unit_idle_rounds",
-        "Those in which it had no rows.",
+        "Steps of its unit in which an instance had no rows.",
         lambda load: load.num_idle_rounds,
     ),
     OfInstance(
         "pd_cluster:unit_exchange_seconds",
-        "Seconds of these steps that it waited for its unit.",
+        "Seconds that an instance waited for its unit in these steps.",
         lambda load: load.exchange_s,
     ),
     OfInstance("vllm:num_preemptions", "Preemptions.", lambda load: load.num_preemptions),
@@ -259,7 +259,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:image_encode_seconds",
-        "Seconds that this took; on accelerators, that the host took to submit it.",
+        "Seconds of the vision tower's computation; on accelerators, of its submission by the host.",
         lambda load: load.image_encode_s,
     ),
     OfInstance(
@@ -295,7 +295,7 @@ INSTANCE_COUNTERS = (
     OfInstance("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", lambda load: load.drafts.num_tokens),
     OfInstance(
         "vllm:spec_decode_num_accepted_tokens",
-        "Draft tokens that were right.",
+        "Draft tokens that were accepted.",
         lambda load: load.drafts.num_accepted,
     ),
     OfInstance(
@@ -345,10 +345,10 @@ REQUEST_COUNTERS = (
         OfRequests(f"pd_cluster:arrived_{name}", text, {"": f"arrived_{name}"})
         for name, text in (
             ("requests", "Requests that arrived, including those refused later."),
-            ("prompt_tokens", "Tokens of their prompts."),
-            ("prompt_pairs", "Pairs of tokens in their prompts: the work of attention."),
-            ("answers", "Sequences that they request."),
-            ("max_tokens", "Most output tokens of these."),
+            ("prompt_tokens", "Prompt tokens of these requests."),
+            ("prompt_pairs", "Pairs of tokens in these prompts: the work of attention."),
+            ("answers", "Sequences that these requests ask for."),
+            ("max_tokens", "Most output tokens of these sequences."),
         )
     ),
     OfRequests(
@@ -399,8 +399,8 @@ REQUEST_COUNTERS = (
     OfRequests("vllm:mm_cache_hits", "Those found.", {"": "kept_media_hits"}),
     OfRequests(
         "pd_cluster:replays",
-        "Further attempts: an instance was lost (death), an attempt failed (fault), an instance was "
-        "emptied (moved), or others had filled it (full).",
+        "Further attempts by reason: an instance was lost (death), an attempt failed (fault), an instance was "
+        "drained (moved), or other requests had filled it (full).",
         {cause: f"replays_{cause}" for cause in ("death", "fault", "moved", "full")},
         "cause",
     ),
@@ -436,7 +436,7 @@ HISTOGRAMS = (
     ),
     OfRequests(
         "vllm:inter_token_latency_seconds",
-        "Between two output tokens of a sequence; not of a beam search.",
+        "Between two output tokens of a sequence, except in beam searches.",
         {"": "inter_token_s"},
     ),
     OfRequests(
@@ -450,7 +450,11 @@ HISTOGRAMS = (
         "From arrival until a prefill instance had capacity.",
         {"": "queue_s"},
     ),
-    OfRequests("vllm:request_prefill_time_seconds", "From there to the first output token.", {"": "prefill_s"}),
+    OfRequests(
+        "vllm:request_prefill_time_seconds",
+        "From a prefill instance's capacity to the first output token.",
+        {"": "prefill_s"},
+    ),
     OfRequests("vllm:request_decode_time_seconds", "From the first output token to the last.", {"": "decode_s"}),
     OfRequests("vllm:request_inference_time_seconds", "Prefill and decode time together.", {"": "inference_s"}),
     OfRequests("vllm:request_prompt_tokens", "Prompt tokens of a request.", {"": "num_prompt_tokens"}),
@@ -490,7 +494,7 @@ TENANT_COUNTERS = (
     OfRequests("pd_cluster:tenant_generation_tokens", "Output tokens.", {"": GENERATION_TOKENS}),
     OfRequests(
         "pd_cluster:tenant_limited",
-        "429s by the limit that was exceeded.",
+        "Answers with status 429, by the exceeded limit.",
         {limit: f"tenant_limited_by_{limit}" for limit in LIMITS},
         "limit",
     ),
@@ -508,10 +512,10 @@ UNIT = OfCluster(
 INSTANCES = OfCluster("pd_cluster:instances", "Instances by role and state.")
 OPEN_STREAMS = OfCluster("pd_cluster:open_streams", "Requests that are routed and have not ended.")
 QUEUED_REQUESTS = OfCluster("pd_cluster:queued_requests", "Requests that wait before they are routed.")
-QUEUED_TOKENS = OfCluster("pd_cluster:queued_tokens", "Their tokens: prompts and expected answers.")
+QUEUED_TOKENS = OfCluster("pd_cluster:queued_tokens", "Tokens of queued requests: prompts and expected answers.")
 BACKLOG_TOKENS = OfCluster(
     "pd_cluster:backlog_tokens",
-    "Tokens that the instances of a role have still to compute: for autoscalers.",
+    "Tokens that the instances of a role still have to compute, for autoscalers.",
 )
 API_PROCESSES = OfCluster("pd_cluster:api_processes_alive", "Processes that serve the public port.")
 OWNS_MEMBERSHIP = OfCluster(

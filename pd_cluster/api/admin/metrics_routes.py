@@ -1,6 +1,6 @@
 """`/metrics` for Prometheus and `/load`: instances' figures from heartbeats, requests' counts from all API processes.
 
-The names are in metric_tables.py. Knows nothing of how anything is counted or of how processes exchange counts.
+metric_tables.py has the names. Knows nothing of counting or of the exchange of counts between processes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def metrics_routes(
     adapters: AdapterNaming | None = None,
     owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> APIRouter:
-    """`totals`: of all API processes, which all return the same; None: there is only this process."""
+    """`totals`: the counts of all API processes; None: there is only this process."""
     routes = APIRouter(route_class=PlainRoute)
 
     def told() -> AllStats:
         found = AllStats(router.stats.snapshot(), Busy(), 1) if totals is None else totals()
-        if found is None:  # smaller counts than another process reported would look like a restart
-            raise Unavailable("this process has just begun and does not know the others' counts yet")
+        if found is None:  # a smaller count than another process's would look like a restart
+            raise Unavailable("this process has just started and does not know the other processes' counts yet")
         return found
 
     @routes.api_route(
@@ -92,13 +92,13 @@ def metrics_routes(
 
 @dataclass(frozen=True, slots=True)
 class AdapterNaming:
-    """`digests`: of adapters, by their names at any time; `most`: --max-loras."""
+    """`digests`: current names of adapters -> digests. `most`: --max-loras."""
 
     digests: Mapping[str, str]
     most: int
 
     def metric(self, *uses: AdapterUse) -> bytes:
-        """Returns the exposition of what is used now: one series, as gateways that route by it expect."""
+        """Returns the metric of adapters in use: one series, as gateways that route by it expect."""
         running = self._names(digest for use in uses for digest in use.running)
         waiting = self._names(digest for use in uses for digest in use.waiting)
         of = tables.ADAPTERS
@@ -130,7 +130,7 @@ def busy_of(router: Router, drain: Drain) -> Busy:
 def metrics_of(
     instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy, owner: Owner = ONLY_ONE
 ) -> bytes:
-    """Returns the exposition text. An instance's counters restart from 0 with it; `own` is this process's activity."""
+    """Returns the exposition text. An instance's counters restart with it. `own`: this process's current work."""
     registry = CollectorRegistry()
     registry.register(_Cluster(instances, model_name, told, own, owner))
     return generate_latest(registry)
@@ -223,7 +223,7 @@ class _Cluster(Collector):
         return family
 
     def _tenants(self, of: OfRequests, stats: Stats) -> CounterMetricFamily:
-        """Returns counts by tenant; there are none without API keys."""
+        """Returns counts by tenant; empty without API keys."""
         labels = ["model_name", "tenant", *([of.label] if of.label else [])]
         family = CounterMetricFamily(of.name, of.text, labels=labels)
         for value, name in of.numbers.items():
@@ -261,7 +261,7 @@ class _Cluster(Collector):
         return family
 
     def _units(self) -> GaugeMetricFamily:
-        """Says where each instance of a unit is in it, also while it is not ready."""
+        """Returns each instance's place in its unit, even while it is not ready."""
         of = tables.UNIT
         family = GaugeMetricFamily(
             of.name, of.text, labels=["model_name", "instance_id", "unit", "unit_rank", "unit_size"]
@@ -274,7 +274,7 @@ class _Cluster(Collector):
 
     @property
     def _roles(self) -> list[Role]:
-        """Those of every cluster, and that of encoders where there are any: an alert about none would be wrong."""
+        """Returns the roles to count: encode only if there are encoders, so that an alert on 0 makes sense."""
         return [role for role in ROLES if role != "encode" or any(each.role == role for each in self._instances)]
 
     def _states(self) -> GaugeMetricFamily:

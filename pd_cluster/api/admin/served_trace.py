@@ -1,4 +1,4 @@
-"""The requests that were served lately, as a trace in Mooncake's format. Ids of blocks are counted anew for each trace.
+"""Exports recently served requests as a trace in Mooncake's format. Each trace numbers its blocks from 0.
 
 The format is that of pd_cluster/bench/trace_files.py.
 """
@@ -31,9 +31,9 @@ def described(requests: Sequence[ServedRequest]) -> list[dict[str, Any]]:
 
 
 def trace_lines(requests: Sequence[dict[str, Any]], block_tokens: int) -> Iterator[str]:
-    """Yields a line for each request in order of arrival; the first is at 0.
+    """Yields a line for each request in order of arrival; the first arrives at 0.
 
-    A key stands for all tokens up to its end, so the last of several blocks stands for one that is as long as they are.
+    A key covers all tokens up to its end, so the last key of several blocks identifies them as one long block.
     """
     ordered = sorted(requests, key=lambda each: each["received_s"])
     ids: dict[int, int] = {}

@@ -13,7 +13,7 @@ from pd_cluster.settings.setting import declared
 
 
 def info_of(config: ApiConfig) -> dict[str, Any]:
-    """Returns settings by their names, as they are written, for all that serves requests."""
+    """Returns the settings of everything that serves requests, by name, as written in a command line."""
     return {"version": __version__, "is_openai": config.is_openai, "settings": dict(sorted(_shown(config)))}
 
 

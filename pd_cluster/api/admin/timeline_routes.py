@@ -35,7 +35,7 @@ class TimelineSource(Protocol):
         """Returns the body of /requests/{id}/timeline."""
 
     async def served(self) -> list[dict[str, Any]] | None:
-        """Returns what is kept of the requests that were served; None: nothing is to be kept."""
+        """Returns the records of served requests; None: records are disabled."""
 
 
 class LocalTimelines:
@@ -56,7 +56,7 @@ class LocalTimelines:
 
 
 class RemoteTimelines:
-    """Timelines of several processes, each behind a Unix socket; a process that does not answer is left out."""
+    """Timelines of several processes, over a Unix socket each; a process that does not answer is left out."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.max_requests = MAX_REQUESTS * len(paths)
@@ -114,8 +114,8 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
         if found is None:
             kept = await timelines.last(1)
             raise RequestNotFound(
-                f"id: no request {reprlib.repr(request_id)} is kept; of the last {kept['max_kept']} at most, "
-                f"{kept['num_kept']} are: GET /requests, or `pd-cluster trace` without an id, lists them",
+                f"id: no request {reprlib.repr(request_id)} is kept; the last {kept['num_kept']} (at most "
+                f"{kept['max_kept']}) are: GET /requests, or `pd-cluster trace` without an id, lists them",
                 param="id",
                 code="request_not_found",
             )
@@ -125,7 +125,7 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
 
 
 def timeline_app(timelines: Timelines, served: ServedRequests) -> FastAPI:
-    """Makes an app for the scheduler's queries to one process; keys of blocks leave a process only here."""
+    """Makes an app for the scheduler's queries to one process. Only here do keys of blocks leave a process."""
     source = LocalTimelines(timelines, served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)

@@ -1,8 +1,8 @@
-"""Admits connections: counts them in total and by address, and tracks which of them wait and for how long.
+"""Admits connections: counts them in total and by address, and tracks which are idle and for how long.
 
-A connection is busy while one of its requests is answered; before, between and after requests it is idle. The limits
-apply to busy connections. A few more are admitted, so that a probe is answered when a limit is reached; once those are
-used up, too, the connection that has been idle longest makes room. Knows nothing of sockets or HTTP.
+A connection is busy while one of its requests is answered; otherwise it is idle. The limits apply to busy connections.
+Some further connections are admitted, so that probes are answered when a limit is reached; beyond these, the connection
+that has been idle longest is closed. Knows nothing of sockets or HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.settings.routing_settings import ConnectionLimits
 
 HEAD_TIMEOUT_S = 10.0  # from connect, or from a later request's first byte, to the end of its headers
-BODY_TIMEOUT_S = 65.0  # from there to the end of the body; a route that reads one gives up at 60 s with an error
+BODY_TIMEOUT_S = 65.0  # from the headers' end to the body's end; routes already answer with an error after 60 s
 PARTING_TIMEOUT_S = 2.0  # for a rejected client to read the reason
 NUM_SPARE_PER_HOST = 16
 
@@ -29,7 +29,7 @@ class LimitedConnection(Protocol):
         """Closes the connection at once; it has no request."""
 
     def expire(self) -> bool:
-        """Times out a slow client. Returns False if the client is not to blame and gets as much time again."""
+        """Times out a slow client. Returns False if the client is not at fault and gets as much time again."""
 
 
 class _Nobody:
@@ -73,7 +73,7 @@ class AdmittedConnection:
 
 
 class Deadlines:
-    """Connections with the same timeout, so the first to start is the first to be late."""
+    """Connections with the same timeout, so that they expire in the order in which they started."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -111,19 +111,19 @@ class ConnectionLimiter:
         self.heads = Deadlines(HEAD_TIMEOUT_S, clock)
         self.bodies = Deadlines(BODY_TIMEOUT_S, clock)
         self.partings = Deadlines(PARTING_TIMEOUT_S, clock)
-        # A process gets the lowest free descriptor, so a high number means that few are left.
+        # The system assigns the lowest free descriptor, so a high number means that few are left.
         self._end_of_admitted = num_descriptors - limits.num_kept_descriptors
         self._end_of_requests = self._end_of_admitted - min(limits.spare, max(4, self._end_of_admitted // 8))
-        self._num_beyond = 0  # connections with such a number; later ones may have low numbers again
+        self._num_beyond = 0  # connections with a high descriptor
         self._idle: dict[AdmittedConnection, None] = {}  # idle longest first
         self._hosts: dict[str, _Host] = {}
         self.num_open = 0
         self.num_busy = 0
 
     def admit(self, connection: LimitedConnection, address: str, descriptor: int) -> AdmittedConnection | None:
-        """Admits a connection; None if there is no room, even by ending an idle one. Its first headers are due in time.
+        """Admits a connection, and starts the timeout of its first headers; None if it cannot even replace an idle one.
 
-        `address` is "" for connections without one, such as those of a Unix socket.
+        `address` is "" for connections without an address, such as those of a Unix socket.
         """
         host = self._hosts.get(address) or _Host()
         limits = self.limits
@@ -145,7 +145,7 @@ class ConnectionLimiter:
         return admitted
 
     def evict_idle(self) -> bool:
-        """Ends the connection that has been idle longest. Returns False if none is idle."""
+        """Closes the connection that has been idle longest. Returns False if none is idle."""
         return self._evict(self._idle)
 
     def _evict(self, idle: dict[AdmittedConnection, None]) -> bool:
@@ -158,16 +158,16 @@ class ConnectionLimiter:
         return True
 
     def _breaks_up_a_crowd(self, admitted: AdmittedConnection) -> bool:
-        """Ends the connection that has been idle longest, if most are idle: they have the low descriptors, then.
+        """Closes the connection that has been idle longest, if most are idle, because then they hold low descriptors.
 
-        Where most have requests, the few idle ones are about to say theirs, or are probes. Returns False.
+        If most have requests, returns False: the few idle ones are new or are probes.
         """
         is_crowd = len(self._idle) > 2 * self.num_busy and next(iter(self._idle)) is not admitted
         return is_crowd and self._evict(self._idle)
 
     def begin_request(self, admitted: AdmittedConnection, is_probe: bool) -> None:
-        """Makes a connection busy. Raises Unavailable or Overloaded. Probes never wait, and never take a place."""
-        if admitted.state is not ConnectionState.IDLE:  # a pipelined request shares the place of the one being answered
+        """Makes a connection busy. Raises Unavailable or Overloaded. Probes are never refused or counted as busy."""
+        if admitted.state is not ConnectionState.IDLE:  # a pipelined request counts with the request being answered
             return
         if is_probe:
             self._move(admitted, ConnectionState.PROBED)
@@ -175,13 +175,13 @@ class ConnectionLimiter:
         limits, host = self.limits, admitted.host
         if limits.per_host and admitted.address and host.num_busy >= limits.per_host:
             raise Overloaded(
-                f"this address has {host.num_busy} connections with requests, as many as one may have "
+                f"this address has {host.num_busy} connections with requests, the most that one address may have "
                 f"(--max-connections-per-host); wait for some of them"
             )
         is_short = admitted.descriptor >= self._end_of_requests and not self._breaks_up_a_crowd(admitted)
         if self.num_busy >= limits.total or is_short:
             raise Unavailable(
-                f"{self.num_busy} connections have requests, and this server takes no more (--max-connections); "
+                f"{self.num_busy} connections have requests, the most that this server takes (--max-connections); "
                 f"try again"
             )
         self._move(admitted, ConnectionState.BUSY)
@@ -191,7 +191,7 @@ class ConnectionLimiter:
             self._move(admitted, ConnectionState.IDLE)
 
     def left(self, admitted: AdmittedConnection) -> None:
-        """Records that the connection has ended, whatever its state. Calling it again does nothing."""
+        """Records the end of a connection in any state. Further calls do nothing."""
         if admitted.state is ConnectionState.GONE:
             return
         for deadlines in (self.heads, self.bodies, self.partings):
@@ -205,7 +205,7 @@ class ConnectionLimiter:
             del self._hosts[admitted.address]
 
     def sweep(self) -> None:
-        """Ends what is late; must be called about once a second."""
+        """Expires late connections; must be called about once a second."""
         for deadlines in (self.heads, self.bodies, self.partings):
             deadlines.sweep()
 

@@ -1,9 +1,8 @@
 """uvicorn's HTTP protocol with limits on a request's head, its trailers and times, and on connections.
 
-The parser that uvicorn uses keeps all its input, however large, and copies it again with every read. Bytes are
-therefore counted here first, and input is split at the end of a head, so that each head is counted from its start.
-Requests that two servers could read differently are refused before any route sees them. Knows nothing of routes except
-the paths of probes.
+uvicorn's parser keeps all its input, however large, and copies it again with every read. So bytes are counted here
+first, and input is split at the end of a head, so that each head is counted from its start. Requests that two servers
+could read differently are refused before any route sees them. Knows nothing of routes except the paths of probes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PROBES = (b"/health", b"/ping", b"/live")
 
 
 def probes_under(root_path: str) -> frozenset[bytes]:
-    """Returns the paths, as clients write them, that are answered however many connections there are."""
+    """Returns the paths of probes, which are answered whatever the number of connections, as clients write them."""
     return frozenset(root + path for path in PROBES for root in (b"", root_path.encode()))
 
 
@@ -53,13 +52,13 @@ class Reading(Enum):
     HEAD = "head"
     BODY = "body"
     UNPARSED_BODY = "unparsed body"  # the body of an upgrade request, which the parser skips
-    NOTHING = "nothing"  # the client was turned away
+    NOTHING = "nothing"  # the request was refused
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection's protocol. `admitted` is set before the connection is made."""
 
-    __slots__ = (  # thousands of connections are open, and uvicorn's own attributes already fill a dict
+    __slots__ = (  # saves memory: thousands of connections may be open
         *("_body_left", "_limiter", "_framing_nbytes", "_has_begun", "_head_nbytes", "_held", "_ignored_nbytes"),
         *("_last_bytes", "_limits", "_most_ignored_nbytes", "_num_trailers", "_reading", "_refusals"),
         *("_trailers_nbytes", "_uploaded_nbytes"),
@@ -74,10 +73,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits = limits
         self.opening: asyncio.Task[None] | None = None  # ends when the connection is made
         self._reading = Reading.HEAD
-        self._held = b""  # input after a request that waits for another's answer
+        self._held = b""  # input after a request that waits for an earlier answer
         self._has_begun = False  # whether at least one byte of a head has arrived
         self._head_nbytes = 0
-        self._last_bytes = b""  # the last bytes of an unfinished head, which may begin its end
+        self._last_bytes = b""  # the last bytes of an incomplete head, which may be part of its end mark
         self._body_left = 0  # -1: chunked
         self._framing_nbytes = 0
         self._trailers_nbytes = 0
@@ -116,7 +115,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.admitted.state is ConnectionState.GONE:  # another connection took its place meanwhile
+        if self.admitted.state is ConnectionState.GONE:  # the limiter has evicted it meanwhile
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._ignored_nbytes > self._most_ignored_nbytes:
                 self.transport.abort()
         elif self._held:
-            self._held += data  # it was on its way when reading was paused
+            self._held += data  # it arrived before reading was paused
         else:
             self._take(data)
 
@@ -152,7 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._turn_away(refusal)
 
     def _watch(self) -> None:
-        """Starts the timeout of an unfinished head or body; most requests arrive whole."""
+        """Starts the timeout of an incomplete head or body; most requests arrive whole."""
         if self.transport.is_closing():
             return
         if self._reading is not Reading.HEAD:
@@ -161,7 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._limiter.heads.begin(self.admitted)
 
     def _feed(self, data: bytes, at: int) -> int:
-        """Returns how many bytes of `data` were taken, at least one. Raises Refusal and HttpParserError."""
+        """Parses at least one byte of `data`; returns the number of parsed bytes. Raises Refusal, HttpParserError."""
         if self._reading is Reading.HEAD:
             return self._feed_head(data, at)
         if self._reading is Reading.BODY and self._body_left < 0:
@@ -169,7 +168,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._framing_nbytes += len(piece)
             self.parser.feed_data(piece)
             if self._framing_nbytes > MAX_FRAMING_NBYTES:
-                raise Refusal(400, "the chunks of the body have too much around them", "malformed_request")
+                raise Refusal(400, "the body's chunks have too much framing", "malformed_request")
             if self._has_begun:  # the next head begins somewhere in this piece
                 self._head_nbytes, self._last_bytes = len(piece), piece[-3:]
             return len(piece)
@@ -193,14 +192,14 @@ class GuardedProtocol(HttpToolsProtocol):
         last_bytes = self._last_bytes
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:  # answered as if no upgrade was requested
+        except httptools.HttpParserUpgrade:  # the request is answered without an upgrade
             return len(piece)
         if self._has_begun:
             self._last_bytes = (last_bytes + piece[-3:])[-3:]
         return len(piece)
 
     def _end_of_head(self, data: bytes, at: int) -> int:
-        """Returns where the head that continues at `at` ends, or the end of `data`."""
+        """Returns the end of the head that continues at `at`, or the end of `data`."""
         if self._last_bytes:
             across = self._last_bytes + data[at : at + 3]
             found = across.find(END_OF_HEAD)
@@ -210,7 +209,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return len(data) if found < 0 else found + len(END_OF_HEAD)
 
     def _turn_away(self, refusal: Refusal) -> None:
-        """Answers, and closes once the client has read the answer; a response already being streamed continues."""
+        """Answers, and closes when the client has read the answer; a running response continues."""
         if self._reading is Reading.NOTHING or self.transport.is_closing():
             return
         self._refusals.note(self.admitted.address, str(refusal))
@@ -223,10 +222,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_answering:
             self.cycle.keep_alive = False
-            if not self.cycle.more_body:  # the fault came after the request's end
+            if not self.cycle.more_body:  # the fault is after the request's end
                 return
             was_answered = self.cycle.response_started
-            self.cycle.disconnected = True  # so the route sees that the client left
+            self.cycle.disconnected = True  # tells the route that the client left
             self.cycle.message_event.set()
         self._limiter.end_request(self.admitted)
         if not was_answered:
@@ -234,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._part()
 
     def _part(self) -> None:
-        """Closes its side first: closing on unread input resets the connection, and the client may miss the answer."""
+        """Closes the sending side first: closing on unread input would reset the connection before the client reads."""
         if self.transport.can_write_eof():
             self._limiter.partings.begin(self.admitted)
             self.flow.resume_reading()
@@ -258,7 +257,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _ignore_trailer(self, name: bytes, value: bytes) -> None:
-        """Ignores a trailer: no route uses trailers, and they must not pass for headers."""
+        """Ignores a trailer: no route uses trailers, and they must not count as headers."""
         self._num_trailers += 1
         self._trailers_nbytes += len(name) + len(value)
         if self._num_trailers > MAX_TRAILERS or self._trailers_nbytes > MAX_TRAILERS_NBYTES:
@@ -295,19 +294,19 @@ class GuardedProtocol(HttpToolsProtocol):
         """
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise Refusal(505, "HTTP/1.1 and HTTP/1.0 are spoken here")
+            raise Refusal(505, "only HTTP/1.1 and HTTP/1.0 are supported")
         num_hosts, length, encoding = 0, 0, b""
         for name, value in self.headers:
             if name == b"host":
                 num_hosts += 1
                 if not HOST.fullmatch(value.strip()):
-                    raise Refusal(400, "the Host is none", "malformed_request")
+                    raise Refusal(400, "the Host header is invalid", "malformed_request")
             elif name == b"content-length":
                 length = int(value)  # the parser has rejected anything but 64-bit numbers
             elif name == b"transfer-encoding":
                 encoding = value.strip().lower()
         if num_hosts > 1 or (not num_hosts and version == "1.1"):
-            raise Refusal(400, f"{num_hosts} Host fields; a request has one", "malformed_request")
+            raise Refusal(400, f"{num_hosts} Host headers; a request must have one", "malformed_request")
         if not encoding:
             return length
         if version == "1.0" or encoding != b"chunked":

@@ -1,6 +1,6 @@
-"""Runs uvicorn servers on sockets that are bound first, so that a taken port gives one clear line and exit code 1.
+"""Runs uvicorn servers on sockets that are bound first, so that a port in use gives one clear line and exit code 1.
 
-Connections are accepted here, not by the event loop, which would accept all waiting ones before any can be examined.
+Accepts connections itself, because the event loop would accept all waiting connections before examining any.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from pd_cluster.settings.http_settings import Tls
 from pd_cluster.settings.routing_settings import ConnectionLimits
 
 BACKLOG = 2048
-NUM_FAIR_THREADS = 8  # for blocking calls; most wait for something
+NUM_FAIR_THREADS = 8  # for blocking calls, most of which only wait
 DEFAULT_LIMITS = ConnectionLimits()
-CLOSE_TIMEOUT_S = 3  # for connections to close after the listener did
+CLOSE_TIMEOUT_S = 3  # for connections to close after the listener
 TICKS_A_SECOND = 10  # uvicorn's rate
-NUM_OWN_DESCRIPTORS = 192  # for the process itself; those for connections are extra
+NUM_OWN_DESCRIPTORS = 192  # for the process itself, in addition to those for connections
 UNREAD_TIMEOUT_S = 120  # a client that reads nothing for this long loses its connection
 
 log = logging.getLogger(__name__)
 
 
 def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
-    """Binds several sockets to one port, one per process: the kernel spreads connections. Raises ConfigError."""
+    """Binds several sockets to one port, one per process; the kernel spreads connections. Raises ConfigError."""
     if count == 1:
         return [bind(host, port)]
-    bind(host, port).close()  # fails on a port in use, which sharing would otherwise hide
+    bind(host, port).close()  # fails if the port is in use, which sharing would hide
     return [bind(host, port, is_shared=True) for _ in range(count)]
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Returns a listening Unix socket, open to anyone who may enter its folder. Raises ConfigError."""
+    """Returns a listening Unix socket for all users who may enter its folder. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
@@ -61,9 +61,9 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def bind_path(path: str, count: int) -> list[socket.socket]:
-    """Returns Unix sockets at this path, one per process, all with one queue of connections. Raises ConfigError.
+    """Returns Unix sockets at this path, one per process, which share a queue of connections. Raises ConfigError.
 
-    A socket that nobody listens at any more is replaced.
+    Replaces a stale socket at this path.
     """
     where = f"{called('uds')} {path}"
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -72,14 +72,14 @@ def bind_path(path: str, count: int) -> list[socket.socket]:
             probe.connect(path)
         except ConnectionRefusedError:
             if not stat.S_ISSOCK(Path(path).stat().st_mode):
-                raise ConfigError(f"{where}: a file is there that is no socket; choose another path") from None
+                raise ConfigError(f"{where}: an existing file is not a socket; choose another path") from None
             Path(path).unlink()
         except FileNotFoundError:
             pass
         except OSError as error:
             raise ConfigError(f"{where}: cannot listen there: {error}") from None
         else:
-            raise ConfigError(f"{where}: a process listens there; stop it or choose another path")
+            raise ConfigError(f"{where}: another process listens there; stop it or choose another path")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -108,7 +108,7 @@ def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) ->
 
 
 class Finishing(Protocol):
-    """The work that continues after the first signal."""
+    """Work that continues after the first signal."""
 
     async def finish(self, hurry: asyncio.Event) -> None:
         """Waits until all work is done, or until shortly after `hurry` is set."""
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
             Listener(listener, self._protocol, self.limiter, self._refusals, self._tls, loop)
             for listener in sockets or ()
         ]
-        self.servers = accepting  # type: ignore[assignment]  # uvicorn closes them and waits for that, nothing more
+        self.servers = accepting  # type: ignore[assignment]  # uvicorn only closes these
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -180,10 +180,10 @@ def make_server(
         ws="none",
         log_level="warning",
         access_log=False,
-        log_config=None,  # its warnings are lines of this process's log
+        log_config=None,  # its warnings go to this process's log
         lifespan="off",
         server_header=False,
-        proxy_headers=False,  # no code uses the client's forwarded address
+        proxy_headers=False,  # no code uses forwarded addresses
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         timeout_keep_alive=75,
     )
@@ -194,11 +194,11 @@ def make_server(
 
 
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:
-    """Raises the limit as far as connections need and the system allows. Child processes inherit it."""
+    """Raises the limit of open files as far as needed and allowed. Child processes inherit it."""
     needed = limits.total + limits.spare + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
     if (allowed := host.raise_open_files(needed)) < needed:
         log.warning(
-            "--max-connections %d: this process may have only %d descriptors, so it takes fewer; raise the hard limit "
+            "--max-connections %d: this process may open only %d files, so it takes fewer; raise the hard limit "
             "(ulimit -Hn %d)",
             limits.total,
             allowed,
@@ -220,8 +220,8 @@ async def serve_until_signal(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then keeps listening until `drain` has finished; a second signal ends at once.
 
-    With `listen` the caller handles signals: it is passed the function to call instead. `signalled` is called at the
-    first signal. `until` ends everything at once, and may raise.
+    With `listen` the caller handles signals: `listen` receives the function to call for each. `signalled` is called at
+    the first signal. The end of `until` ends everything at once, and may raise.
     """
     stopping, hurry = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Accepts one socket's connections, as the connection limiter allows, and hands them to the event loop."""
+"""Accepts one socket's connections, if the connection limiter admits them, and passes them to the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_cluster.api.connections.subscriber import subscriber_of
 from pd_cluster.net.tls_files import TlsFiles
 
 MAX_AT_ONCE = 16  # connections accepted before the event loop runs and closes the evicted ones
-REST_S = 0.2  # after a failure to accept
+REST_S = 0.2  # pause after a failure to accept
 OVER_BEFORE_IT_BEGAN = (errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.EINTR)
 
 
@@ -60,7 +60,7 @@ class Listener:
 
     def _accept_waiting(self) -> None:
         most = self._at_once
-        self._at_once = 1  # an accept call with nobody waiting costs as much as a connection
+        self._at_once = 1  # adaptive: an accept call without a waiting connection costs as much as one with
         for _ in range(most):
             try:
                 connection, address = self._listener.accept()
@@ -75,7 +75,7 @@ class Listener:
         self._at_once = min(2 * most, MAX_AT_ONCE)
 
     def _rest(self, error: OSError) -> None:
-        """Pauses accepting for lack of descriptors or memory, and evicts an idle connection; the loop does not spin."""
+        """Pauses accepting for lack of descriptors or memory, instead of spinning, and evicts an idle connection."""
         self._refusals.note("", f"a connection could not be accepted: {error.strerror}")
         self._limiter.evict_idle()
         self._loop.remove_reader(self._descriptor)
@@ -97,7 +97,7 @@ class Listener:
         opening.add_done_callback(self._opening.discard)
 
     async def _hand_over(self, protocol: GuardedProtocol, connection: socket.socket) -> None:
-        """Hands a connection to the loop; with TLS, after the handshake, which the limiter may cancel."""
+        """Passes a connection to the loop; with TLS, after the handshake, which the limiter may cancel."""
         context = self._tls.context if self._tls is not None else None
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
@@ -109,7 +109,7 @@ class Listener:
 
 
 def address_of(family: int, address: object) -> str:
-    """Returns the key by which connections are counted: an IPv4 address, an IPv6 prefix; "" for others."""
+    """Returns the key for counting connections: an IPv4 address, an IPv6 prefix; "" for others."""
     if family in (socket.AF_INET, socket.AF_INET6) and isinstance(address, tuple):
         return subscriber_of(str(address[0]))
     return ""

@@ -1,4 +1,4 @@
-"""Answers to clients that are rejected before any route, and their rate-limited log lines."""
+"""Answers to requests that are rejected before any route, and their rate-limited log lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Refusal(Exception):
         self.retry_after_s = retry_after_s
 
     def answer(self) -> bytes:
-        """Returns the whole response, in the shape of the API's errors."""
+        """Returns the whole response, in the format of the API's errors."""
         kind = {429: "rate_limit_error", 503: "service_unavailable"}.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         body = msgspec.json.encode({"error": error})
@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 class RefusalLog:
-    """Logs the first rejection, then every `PERIOD_S` one line with the number of others and the last one's reason."""
+    """Logs the first rejection, then one line every `PERIOD_S` with the number and the last reason."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,5 +57,5 @@ class RefusalLog:
             return
         self._next_s = self._clock() + PERIOD_S
         others = f" ({self._num_untold} since the last such line)" if self._num_untold > 1 else ""
-        log.warning("turned away: %s%s", self._last, others)
+        log.warning("rejected: %s%s", self._last, others)
         self._num_untold = 0

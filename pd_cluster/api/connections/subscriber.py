@@ -1,4 +1,4 @@
-"""Maps addresses to subscribers, by which connections and unnamed clients are counted."""
+"""Maps addresses to subscribers, the unit for counting connections and clients without a key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ IPV6_PREFIX_LENGTH = 64  # a subscriber owns all addresses under one such prefix
 
 
 def subscriber_of(host: str) -> str:
-    """Returns an IPv4 address as it is (even if IPv6 carries it), an IPv6 address's prefix, other names as they are."""
+    """Returns an IPv4 address (even if mapped to IPv6), an IPv6 address's prefix, or any other name unchanged."""
     if ":" not in host:
         return host
     try:

@@ -1,8 +1,8 @@
-"""The dashboard's routes: its files, its sessions, and the guard of what it may ask.
+"""The dashboard's routes: its files, its sessions, and the guard of its data.
 
-Everything lies under /dashboard, and so does the cookie's path: it is never sent to /v1. Its files contain nothing of
-the cluster, so anybody who reaches the port may load them. `SessionGuard` guards the data that the pages ask for. All
-of it answers under the port's own names only.
+All routes are under /dashboard, and so is the cookie's path: browsers never send it to /v1. The files contain no data,
+so anybody who reaches the port may load them. `SessionGuard` guards the data that the pages request. All routes answer
+only under the port's own host names.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Code(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PageView(msgspec.Struct, frozen=True):
-    """The parts that a page may show. `is_whole`: all, with commands; otherwise figures.
+    """The parts that a page may show. `is_whole`: everything, with commands; otherwise only figures.
 
-    `takes_keys`: API keys let one in.
+    `takes_keys`: users may log in with API keys.
     """
 
     is_whole: bool = True
@@ -56,12 +56,12 @@ class PageView(msgspec.Struct, frozen=True):
 
 
 def cookie_of(view: PageView) -> str:
-    """Returns the cookie's name, another one at each port: cookies do not tell ports of a host apart."""
+    """Returns the cookie's name, which differs for each port, because all ports of a host share cookies."""
     return COOKIE if view.is_whole else f"{COOKIE}_public"
 
 
 class SessionGuard:
-    """Lets a session read; a command also needs this page's origin and the session's command token."""
+    """Lets a session read data; a command also needs this page's origin and the session's command token."""
 
     def __init__(self, sessions: Sessions, view: PageView, hosts: HostNames) -> None:
         self.sessions, self.cookie, self.hosts = sessions, cookie_of(view), hosts
@@ -78,22 +78,22 @@ class SessionGuard:
             return
         check_origin(request)
         if not hmac.compare_digest(request.headers.get(COMMAND_HEADER, "").encode(), session.command_token.encode()):
-            raise Forbidden(f"{COMMAND_HEADER}: not the token of this session; reload the page")
+            raise Forbidden(f"{COMMAND_HEADER}: not this session's token; reload the page")
 
     def check_pace(self, request: Request) -> None:
-        """Counts a look. Raises Overloaded."""
+        """Counts a query. Raises Overloaded."""
         if not self.sessions.may_look(request.cookies.get(self.cookie, "")):
-            raise Overloaded(f"this session may look {LOOKS_PER_S:g} times a second")
+            raise Overloaded(f"this session may query {LOOKS_PER_S:g} times a second")
 
     def session_of(self, request: Request) -> Session | None:
         return self.sessions.find(request.cookies.get(self.cookie, ""))
 
 
 def check_origin(request: Request) -> None:
-    """Raises Forbidden unless the browser says that a page of this very host and port asks."""
+    """Raises Forbidden unless the browser says that the request is from a page of this host and port."""
     host = request.headers.get("host", "")
     if not host or _origin(request).netloc != host:
-        raise Forbidden("Origin: commands are taken only from the dashboard's own pages")
+        raise Forbidden("Origin: only the dashboard's own pages may send commands")
 
 
 def _origin(request: Request) -> SplitResult:
@@ -105,7 +105,7 @@ def _origin(request: Request) -> SplitResult:
 
 @dataclass(frozen=True, slots=True)
 class PublicLinks:
-    """Makes links to the dashboard at the public port. `url`: where this host reaches it, with the root path."""
+    """Makes links to the dashboard at the public port. `url`: its address from this host, with the root path."""
 
     sessions: Sessions
     url: str
@@ -115,7 +115,7 @@ class PublicLinks:
 
 
 def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLinks | None = None) -> APIRouter:
-    """Makes the admin port's routes of files and sessions; those of data are added behind `guard.check`."""
+    """Makes the admin port's routes of files and sessions; `guard.check` protects the routes of data."""
     routes = APIRouter()
 
     @routes.post("/dashboard/codes", dependencies=[guarded_by(access.check_token)])
@@ -154,7 +154,7 @@ def exchanged(sessions: Sessions, code: str) -> tuple[str, Session]:
 
 
 def begun(request: Request, cookie: str, session: Session, view: PageView, root_path: str = "") -> Response:
-    """Answers with the session's cookie, which goes to the dashboard alone."""
+    """Answers with the session's cookie, which browsers send only to the dashboard."""
     answer = JSONResponse(_told(session, view), headers=HEADERS)
     answer.set_cookie(
         cookie_of(view),
@@ -163,18 +163,18 @@ def begun(request: Request, cookie: str, session: Session, view: PageView, root_
         path=f"{root_path}/dashboard",
         httponly=True,
         samesite="strict",
-        secure=_origin(request).scheme == "https",  # as the browser sees it, in front of a proxy
+        secure=_origin(request).scheme == "https",  # the scheme that the browser sees, before any proxy
     )
     return answer
 
 
 def _told(session: Session | None, view: PageView) -> dict[str, str | bool | None]:
-    """Returns what a page needs to know at its start."""
+    """Returns the data that a page needs at its start."""
     return {"command_token": session.command_token if session is not None else None, **msgspec.structs.asdict(view)}
 
 
 def session_routes(guard: SessionGuard, view: PageView, root_path: str = "") -> APIRouter:
-    """Makes the routes that are the same at both ports: a session's state and end, and the files."""
+    """Makes the routes that both ports have: a session's state and end, and the files."""
     routes = APIRouter(dependencies=[guarded_by(guard.hosts.check)])
 
     @routes.get(f"{DATA}/session")

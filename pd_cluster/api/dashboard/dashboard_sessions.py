@@ -1,9 +1,9 @@
-"""Access to the dashboard: one-time codes become sessions. Pure: an injected clock, no HTTP.
+"""Access to the dashboard: one-time codes become sessions. Takes its clock as a parameter; knows nothing of HTTP.
 
-A code is made for somebody who has the admin token, travels in the fragment of a link (which browsers send to nobody),
-and works once, within CODE_LIFE_S. It gives a session: a secret for a cookie, and another for the header of commands,
-which a foreign page cannot know. Only digests of cookies are kept. A session may also depend on something else, such
-as an API key: it ends when that is withdrawn.
+A code is made for a holder of the admin token, travels in the fragment of a link (which browsers never send), and works
+once, within CODE_LIFE_S. It begins a session: a secret for a cookie, and another for the header of commands, which a
+foreign page cannot know. Only digests of cookies are kept. A session may depend on an API key, and then ends with the
+key.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MAX_CODES = 16
 MAX_SESSIONS = 64
 MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
-LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # of a session at the public port: two pages, and as many at once as four
+LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # queries of a session at the public port: enough for two pages, in bursts four
 
 
 class ViewRate:
-    """A token bucket for the looks of one session."""
+    """A token bucket for the queries of one session."""
 
     def __init__(self, now_s: float) -> None:
         self._left, self._at_s = MOST_LOOKS, now_s
 
     def take(self, now_s: float) -> bool:
-        """Takes one; False: there is none yet."""
+        """Takes a token; False: there is none yet."""
         self._left = min(MOST_LOOKS, self._left + (now_s - self._at_s) * LOOKS_PER_S)
         self._at_s = now_s
         if self._left < 1:
@@ -41,9 +41,9 @@ class ViewRate:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`command_token`: what the header of a command must have. `is_valid`: whether what let it in still would.
+    """`command_token`: required in the header of a command. `is_valid`: whether its credentials are still valid.
 
-    `owner`: the digest of the key that let it in; b"" for a link's.
+    `owner`: the digest of the API key that began it; b"": a link began it.
     """
 
     command_token: str
@@ -56,11 +56,11 @@ class Session:
 class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._codes: dict[str, float] = {}  # -> when it ends, oldest first
-        self._sessions: dict[str, Session] = {}  # by the cookie's digest, oldest first
+        self._codes: dict[str, float] = {}  # code -> its end, oldest first
+        self._sessions: dict[str, Session] = {}  # the cookie's digest -> session, oldest first
 
     def new_code(self) -> str:
-        """Returns a code; beyond MAX_CODES the oldest one stops working."""
+        """Returns a code; beyond MAX_CODES the oldest code stops working."""
         self._forget()
         while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]
@@ -69,14 +69,14 @@ class Sessions:
         return code
 
     def exchange(self, code: str) -> tuple[str, Session] | None:
-        """Uses a code up; returns a cookie's value and its session. None for a code that does not work."""
+        """Uses a code up; returns a cookie's value and its session; None for an invalid code."""
         self._forget()
         return self.begin() if self._codes.pop(_digest(code), None) is not None else None
 
     def begin(self, is_valid: Callable[[], bool] = lambda: True, owner: bytes = b"") -> tuple[str, Session]:
-        """Begins a session that ends once `is_valid` says no; returns a cookie's value and the session.
+        """Begins a session that ends when `is_valid` returns False; returns a cookie's value and the session.
 
-        An owner's oldest session ends beyond MAX_OF_OWNER, so that no key ends the sessions of others.
+        Beyond MAX_OF_OWNER, an owner's oldest session ends, so that no key can end the sessions of others.
         """
         self._forget()
         own = [digest for digest, each in self._sessions.items() if owner and each.owner == owner]
@@ -96,7 +96,7 @@ class Sessions:
         return self._sessions.get(_digest(cookie))
 
     def may_look(self, cookie: str) -> bool:
-        """Counts a look of this session; False: it has looked too often just now."""
+        """Counts a query of this session; False: there were too many just now."""
         session = self.find(cookie)
         return session is None or session.view_rate.take(self._clock())
 

@@ -1,7 +1,7 @@
-"""The page's files, as browsers load them: one script, one style sheet, each under a name that has its content's hash.
+"""Builds the page's files for browsers: one script and one style sheet, each named by its content's hash.
 
-`static/` has them in readable parts; `index.html` names the two by `{script}` and `{style}`. A hashed name never
-changes its content, so browsers keep it for good. Knows nothing of sessions or routes.
+`static/` has their readable parts; `index.html` refers to the two as `{script}` and `{style}`. The content of a hashed
+name never changes, so browsers cache it forever. Knows nothing of sessions or routes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_HASH_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """`is_forever`: its name has its hash. `packed`: the content as gzip."""
+    """`is_forever`: its name contains its hash. `packed`: the content, gzipped."""
 
     content: bytes
     packed: bytes
@@ -43,7 +43,7 @@ class PageFile:
 
 @functools.cache
 def page_files() -> Mapping[str, PageFile]:
-    """Returns name -> file. Made when a browser first asks."""
+    """Returns name -> file. Built on the first request."""
     texts = {
         "script": (".js", joined_scripts(STATIC)),
         "style": (".css", "\n".join((STATIC / name).read_text("utf-8") for name in STYLES)),
@@ -63,15 +63,15 @@ def page_files() -> Mapping[str, PageFile]:
 def joined_scripts(folder: Path) -> str:
     """Returns the plain scripts and, in the order of their imports, the modules, as one module.
 
-    Each module stays in a function of its own, so that names of one do not meet names of another. Raises ValueError for
-    an import or export of another form than this reads.
+    Each module becomes a separate function, so that names of different modules do not collide. Raises ValueError for an
+    import or export in an unsupported form.
     """
     plain = [(folder / name).read_text("utf-8") for name in SCRIPTS]
     return "\n".join([*plain, *_modules(folder, ENTRY, {}).values()])
 
 
 def _modules(folder: Path, name: str, found: dict[str, str]) -> dict[str, str]:
-    """Adds a module to `found`, after those that it imports."""
+    """Adds a module to `found`, after the modules that it imports."""
     text = (folder / name).read_text("utf-8")
     for _, needed in IMPORT.findall(text):
         if needed not in found:

@@ -1,6 +1,6 @@
-"""Passes the playground's chats on to the public port: a page at the admin port may not ask another port itself.
+"""Forwards the playground's chats to the public port, because a page at the admin port may not query another port.
 
-Sends what the page sends, with the page's API key; the public port decides what it may do. Reads nothing of it.
+Sends the page's body unchanged, with the page's API key; the public port checks the key. Does not read the body.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # a bound 
 
 @dataclass(frozen=True, slots=True)
 class PublicPort:
-    """Where this host reaches it. `uds`: the path of a Unix socket in the port's place."""
+    """The public port's address from this host. `uds`: the path of its Unix socket, if it has one instead."""
 
     host: str
     port: int
@@ -42,9 +42,9 @@ class PublicPort:
         )
 
     def client(self) -> httpx.AsyncClient:
-        """Makes a client without a read timeout: the request's own deadline is the public port's.
+        """Makes a client without a read timeout, because the public port has a deadline for requests.
 
-        The certificate is not checked: it names the host that clients use, and this is the same process's host.
+        Does not check the certificate: it names the host that clients use, but this connection stays on this host.
         """
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=self.uds or None, verify=False),

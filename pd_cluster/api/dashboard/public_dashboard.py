@@ -1,7 +1,7 @@
-"""The dashboard at the public port, with --public-dashboard: figures for holders of API keys or of a link.
+"""The dashboard at the public port, with --public-dashboard: figures for holders of an API key or a link.
 
-It has no commands, logs, requests or playground, and no addresses. It is an app of its own in front of the API: CORS,
-the API's keys and its queue do not apply to it, and its cookie means nothing to the API.
+It shows no commands, logs, requests, playground or addresses. It is a separate app in front of the API: CORS, the API's
+keys and its queue do not apply to it, and the API ignores its cookie.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_LOGIN_NBYTES = 4096
 
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):
-    """One of the two."""
+    """The body of a login: a code or an API key."""
 
     code: str = ""
     api_key: str = ""
@@ -47,7 +47,7 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PublicView:
-    """The parts of the cluster that are shown, under the names of `hosts`.
+    """The shown parts of the cluster. `hosts`: the host names under which it answers.
 
     `sessions` are shared with the admin port, which makes the codes.
     """
@@ -61,7 +61,7 @@ class PublicView:
 
 
 class PublicDashboard:
-    """Passes the dashboard's paths to its own app, all others on. Paths have `root_path` in front."""
+    """Passes the dashboard's paths to its own app, other paths to the API. Paths begin with `root_path`."""
 
     def __init__(self, app: ASGIApp, pages: ASGIApp, root_path: str) -> None:
         self._app, self._pages = app, pages
@@ -88,14 +88,14 @@ def public_pages(view: PublicView, api_keys: Sequence[str], file_keys: FileKeys 
 
 
 class KeyCheck:
-    """Recognizes the keys of the public port. Keeps digests."""
+    """Recognizes the keys of the public port. Stores only digests."""
 
     def __init__(self, api_keys: Sequence[str], file_keys: FileKeys | None) -> None:
         self._digests = [digest_of_key(key.encode()) for key in api_keys]
         self._file_keys = file_keys
 
     def validity(self, key: str) -> Callable[[], bool]:
-        """Returns what says whether the key is still in effect. Raises Unauthorized for a wrong or expired one."""
+        """Returns a function that says whether the key is still valid. Raises Unauthorized for an invalid key."""
         if place_of(key.encode(), self._digests) is not None:
             return lambda: True
         found = self._file_keys.validity(key.encode()) if self._file_keys is not None else None

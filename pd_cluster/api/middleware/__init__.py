@@ -1,1 +1,1 @@
-"""The layers around all routes: API keys, reservations, errors, draining."""
+"""The layers around all routes: API keys, reservations, errors, draining, traces."""

@@ -1,6 +1,6 @@
-"""One line in the log for each request at the public port, if an operator wants it.
+"""Logs one line for each request at the public port, if enabled.
 
-Lines have the form of uvicorn's: address, method, path, version, status. A query is not part of them.
+Lines have uvicorn's form: address, method, path, version, status. They do not show queries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noted)
-        except Exception:  # what stands around all answers with a 500
+        except Exception:  # an outer layer answers with status 500
             if not has_begun:
                 has_begun = True
                 _tell(scope, 500)

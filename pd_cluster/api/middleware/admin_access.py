@@ -1,4 +1,4 @@
-"""Access to the admin port: for holders of its token; to read, also for users of this host. Names of ports."""
+"""Checks access to the admin port: its token, or for reading a local user; and the host names of ports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ranktable_tools.host_addresses import is_ip, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class HostNames:
-    """The names under which a port answers browsers: those of this host, and `allowed` ones.
+    """The host names under which a port answers browsers: those of this host, and `allowed` ones.
 
-    A web page can have its own name resolve to a port's address and then read the answers there (DNS rebinding), but
-    cannot change the Host header that its browser sends. Over TLS, the browser has compared the name with the
-    certificate; a Unix socket is reached by a proxy alone. `is_local`: the port is bound to loopback; others answer
-    under addresses and the machine's name, too, which no foreign page can have.
+    A web page can make its own name resolve to a port's address and then read the answers (DNS rebinding), but cannot
+    change the Host header that its browser sends. With TLS, the browser has compared the name with the certificate;
+    only a proxy reaches a Unix socket. `is_local`: the port is bound to loopback; other ports also answer under
+    addresses and the machine's name, which no foreign page can have.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -35,20 +35,20 @@ class HostNames:
         return not self.is_local and (is_ip(host.strip("[]")) or host == socket.gethostname().lower())
 
     def check(self, request: Request, way_out: str = "") -> None:
-        """Raises Forbidden. `way_out`: another one, beside the names."""
+        """Raises Forbidden. `way_out`: another way out to add to the message."""
         if not self.has(request):
             host = _host_name(request.headers.get("host", ""))
             raise Forbidden(
-                f"Host {reprlib.repr(host)} is no name of this port: ask for localhost, or allow the name with "
+                f"Host {reprlib.repr(host)} is not a name of this port: use localhost, or allow the name with "
                 f"--admin-allowed-hosts{way_out}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class AdminAccess:
-    """Commands need the token; if users of other hosts can reach the port, so does reading.
+    """Commands need the token; if users of other hosts can reach the port, reading needs it, too.
 
-    Open reading requires a name of this host or of `allowed_hosts`: see HostNames.
+    Reading without the token requires a name of this host or of `allowed_hosts`: see HostNames.
     """
 
     token: str
@@ -69,13 +69,13 @@ class AdminAccess:
         return HostNames(self.allowed_hosts, self.is_open_to_read)
 
     def check_token(self, request: Request) -> None:
-        """Raises Unauthorized unless the request has the token, whatever it asks."""
+        """Raises Unauthorized unless the request has the token, even to read."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if scheme.lower() != "bearer" or not is_right:
             raise Unauthorized(
                 f"{request.method} {request.url.path} needs the admin token: send `Authorization: Bearer TOKEN`; "
-                f"pd-cluster takes it from --admin-token-file, or from admin.token beside the global rank table "
+                f"pd-cluster takes it from --admin-token-file, or from admin.token next to the global rank table "
                 f"(GLOBAL_RANK_TABLE_FILE_PATH)",
                 code="invalid_admin_token",
             )

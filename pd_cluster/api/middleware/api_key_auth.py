@@ -1,7 +1,7 @@
-"""API keys at the public port: a request without one goes no further.
+"""Checks API keys at the public port.
 
-Knows nothing of routes except the few paths that need no key, or one of their own; every other path, even an unknown
-one, needs an API key if there are any.
+Knows nothing of routes except the few paths that need no key, or a separate key; if there are API keys, every other
+path needs one, even an unknown path.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def owners_of(http: HttpConfig) -> list[str]:
 class ApiKeys:
     """Requires `Authorization: Bearer KEY` with one of the keys; otherwise 401 before the request's body is read.
 
-    Anthropic's routes take `X-API-Key: KEY` in its place, which Anthropic's clients send; no other path does.
+    Only Anthropic's routes also take `X-API-Key: KEY`, which Anthropic's clients send.
 
-    A preflight has no key: CORS answers it before it gets here. Paths are compared in the router's form, decoded and
-    whole, under `root_path`; a path that only resembles an open one is closed. Routes find the key's tenant as the
-    request's caller, and the request's meter with it.
+    Preflights have no key: CORS answers them first. Paths are compared in the router's form, decoded and whole, under
+    `root_path`; a path that only resembles an open one needs a key. Routes get the key's tenant as the request's
+    caller, with the request's meter.
     """
 
     def __init__(self, app: ASGIApp, http: HttpConfig, counts: TenantCounts, file_keys: FileKeys | None = None) -> None:
-        """Without names of tenants each key is a tenant of its own. `file_keys`: further keys."""
+        """Without tenant names, each key is a separate tenant. `file_keys`: further keys."""
         self._app, self._counts, self._file_keys = app, counts, file_keys
         self._shares_prefix_cache, root_path = http.shares_prefix_cache, http.root_path
         self._digests = [digest_of_key(key.encode()) for key in http.api_keys]
@@ -64,7 +64,7 @@ class ApiKeys:
         if scope["type"] == "lifespan" or self._is_open(scope):
             await self._app(scope, receive, send)
             return
-        is_metrics = scope["path"].rstrip("\n") == self._metrics_path  # routes match before a final newline, too
+        is_metrics = scope["path"].rstrip("\n") == self._metrics_path  # routes also match before a final newline
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         key = _key_of(given[0]) if len(given) == 1 else None
         if not given and scope["path"] in self._messages_paths:
@@ -104,7 +104,7 @@ class ApiKeys:
 
     def _refusal(self, path: str, is_metrics: bool, has_key: bool) -> Response:
         if is_metrics and not self._metrics_digests:
-            why = "the metrics are closed, because there are API keys and no --metrics-key; start the server with one"
+            why = "/metrics is closed, because there are API keys but no --metrics-key; start the server with one"
         else:
             of = "metrics" if is_metrics else "API"
             why = f"the {of} key is wrong" if has_key else f"{'a' if is_metrics else 'an'} {of} key is needed"
@@ -127,9 +127,9 @@ def _key_of(header: bytes) -> bytes | None:
 
 
 def place_of(key: bytes | None, digests: Sequence[bytes]) -> int | None:
-    """Returns the key's index. A wrong key takes as long as a right one."""
+    """Returns the key's index. Takes the same time for wrong keys."""
     digest = digest_of_key(key or b"")
-    matches = [hmac.compare_digest(digest, known) for known in digests]  # all are compared, whichever matches
+    matches = [hmac.compare_digest(digest, known) for known in digests]  # compares all, even after a match
     return matches.index(True) if key is not None and any(matches) else None
 
 

@@ -11,7 +11,7 @@ EXPOSED_HEADERS = ("Retry-After", "x-pd-served-by", "x-request-id", "x-pd-resume
 
 
 class Cors(CORSMiddleware):
-    """Applies Starlette's CORS to requests that name an Origin. Others pass through unchanged, streams included."""
+    """Applies Starlette's CORS to requests with an Origin header. Other requests pass through unchanged."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if any(name == b"origin" for name, _ in scope.get("headers", ())):

@@ -1,7 +1,7 @@
-"""Routes that must be fast: the one place where requests go past FastAPI's stacks of contexts and its list of routes.
+"""Bypasses FastAPI's stacks of contexts and its list of routes for routes that must be fast.
 
-Those cost as much as all else between the socket and an endpoint. They serve what is left: paths with parameters,
-methods that a path does not have, unknown paths, and every route that is not a PlainRoute.
+These cost as much as everything else between the socket and an endpoint. They still serve all else: paths with
+parameters, methods that a path does not have, unknown paths, and every route that is not a PlainRoute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class PlainRoute(APIRoute):
     """A route whose endpoint reads the request and builds the response itself: FastAPI does neither.
 
-    Dependencies are ignored, so FastAPI's stacks of contexts for them are left out, too.
+    Dependencies are ignored, so FastAPI's stacks of contexts for them are not needed.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -47,13 +47,13 @@ class PlainRoute(APIRoute):
 
 
 def add_routes(app: FastAPI, routes: APIRouter) -> None:
-    """Adds plain routes as the app's own: FastAPI looks through an included router twice for each request."""
+    """Adds plain routes to the app itself, because FastAPI searches an included router twice for each request."""
     assert all(isinstance(route, PlainRoute) for route in routes.routes)
     app.router.routes.extend(routes.routes)
 
 
 class GeneratingRoute(PlainRoute):
-    """A route whose requests queue. One that would wait too long is refused before its body is read."""
+    """A route whose requests queue. A request that would wait too long is refused before its body is read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -67,9 +67,9 @@ class GeneratingRoute(PlainRoute):
 
 
 class Direct:
-    """Takes requests for plain routes of fixed paths straight to their endpoints.
+    """Passes requests for plain routes of fixed paths directly to their endpoints.
 
-    `routes`: as the app has them, filled before its first request.
+    `routes`: the app's list, filled before its first request.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[object], root_path: str) -> None:
@@ -100,7 +100,7 @@ class Direct:
 
 
 def _endpoints(routes: Iterable[object], root_path: str) -> dict[tuple[str, str], Endpoint]:
-    """The first route of a path counts, as in the framework's list."""
+    """Returns (path, method) -> endpoint; the first route of a path counts, as in FastAPI."""
     found: dict[tuple[str, str], Endpoint] = {}
     for route in routes:
         if isinstance(route, PlainRoute) and "{" not in route.path:

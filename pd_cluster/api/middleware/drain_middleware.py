@@ -1,4 +1,4 @@
-"""How a server drains: running requests end, new ones get 503, and the port stays open meanwhile.
+"""Drains a server: running requests finish, new requests get 503, and the port stays open meanwhile.
 
 Knows nothing of signals or sockets: `begin` is called at the first signal, `finish` returns when the listener may
 close.
@@ -15,15 +15,15 @@ from pd_cluster.api.middleware.error_responses import error_response
 from pd_cluster.errors import Unavailable
 from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES
 
-LAST_WORDS_S = 2.0  # for in-band errors to leave after running requests were ended
+LAST_WORDS_S = 2.0  # for in-band errors to be sent after running requests were ended
 REFUSED_BODY_S = 1.0
 ALWAYS_ANSWERED = ("/health", "/ping", "/live", "/metrics", "/load")
 
 
 class Drain:
-    """`end_running` must end all running requests, in-band where possible.
+    """`end_running` must end all running requests, with an in-band error if possible.
 
-    A drain that `stays` keeps refusing until `hurry`: other servers of its kind may still have requests.
+    A drain that `stays` keeps refusing until `hurry`, because sibling servers may still have requests.
     """
 
     def __init__(self, timeout_s: float, end_running: Callable[[], None], stays: bool = False) -> None:
@@ -39,7 +39,7 @@ class Drain:
         self.is_draining = True
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Waits until nothing runs. After the timeout or on `hurry`, running requests are ended."""
+        """Waits until no request runs. After the timeout or on `hurry`, ends running requests."""
         idle, hurried = asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())
         enough = {hurried} if self._stays else {idle, hurried}
         try:
@@ -92,7 +92,7 @@ class DrainMiddleware:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuses and closes the connection, so that a client's next request goes to another server."""
+    """Refuses the request and closes the connection, so that the client's next request goes to another server."""
     await _skip_body(receive)
     response = error_response(Unavailable("this server is stopping and takes no new requests"), scope["path"])
     response.headers["Connection"] = "close"
@@ -100,7 +100,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _skip_body(receive: Receive) -> None:
-    """Reads the body: closing with unread input resets the connection, and the client may never see the answer."""
+    """Reads the body: closing with unread input would reset the connection before the client reads the answer."""
     nbytes = 0
     try:
         async with asyncio.timeout(REFUSED_BODY_S):

@@ -1,6 +1,6 @@
-"""Errors in the shape of their route, OpenAI's or Anthropic's, for every HTTP server of the project.
+"""Answers errors in the format of their route, OpenAI's or Anthropic's, for every HTTP server of the project.
 
-Does without FastAPI, whose import would be most of a worker's start-up time.
+Does not import FastAPI, which would take most of a worker's start-up time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pd_cluster.service.schema.error_bodies import Error, MessageError, error_bo
 
 log = logging.getLogger(__name__)
 
-BATCHES = "files and batches are kept with --files-dir only; `pd-cluster run-batch` answers a file of requests"
+BATCHES = "files and batches need --files-dir; `pd-cluster run-batch` answers a file of requests"
 NOT_HERE = {  # part of a path that other servers have -> what to do instead
     "/v1/batches": BATCHES,
     "/v1/files": BATCHES,
     "/v1/uploads": "files are uploaded whole, to /v1/files",
     "/v1/messages/batches": "batches have OpenAI's form here: /v1/batches, or `pd-cluster run-batch`",
-    "/v1/conversations": "conversations are not kept here; send all items to /v1/responses, or a previous_response_id",
-    "/v1/moderations": "nothing is moderated here",
-    "/v1/audio/": "this server makes and hears no sound",
-    "/v1/images/": "this server makes no images; /v1/chat/completions takes some, if the model does",
+    "/v1/conversations": "conversations are not stored; send all items to /v1/responses, or a previous_response_id",
+    "/v1/moderations": "moderation is not supported",
+    "/v1/audio/": "audio is not supported",
+    "/v1/images/": "this server generates no images; /v1/chat/completions takes images, if the model does",
     "/cohere/v2/": "Cohere's chats are not supported; send the conversation to /v1/chat/completions",
     "/adapters": "adapters are loaded and unloaded at the scheduler's admin port",
     "/v1/load_lora_adapter": "adapters are loaded at the scheduler's admin port",

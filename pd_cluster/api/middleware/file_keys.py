@@ -23,7 +23,7 @@ class KnownKey(NamedTuple):
 
 
 class FileKeys:
-    """The keys in effect. `counts` learns which tenants have names. `clock` returns Unix time."""
+    """The current keys. `counts` receives the tenants that have names. `clock` returns Unix time."""
 
     def __init__(
         self, keys: Keys, memory: SharedRateLimits, counts: TenantCounts, clock: Callable[[], float] = time.time
@@ -34,7 +34,7 @@ class FileKeys:
         self.replace(keys)
 
     def replace(self, keys: Keys) -> None:
-        """Replaces all keys; requests that were already admitted continue."""
+        """Replaces all keys; admitted requests continue."""
         known = {}
         for key, slot in zip(keys.keys, keys.slots, strict=True):
             account = Account(self._memory, slot, tag_of(key.digest), key.id) if key.is_limited else None
@@ -54,9 +54,9 @@ class FileKeys:
         return any(known.key.tenant == name and not self._has_expired(known) for known in self._known.values())
 
     def validity(self, key: bytes) -> Callable[[], bool] | None:
-        """Returns what says whether the key is still in effect, without keeping it; None for an unknown key.
+        """Returns a function that says whether the key is still valid, without storing it; None for an unknown key.
 
-        Raises Unauthorized for an expired one.
+        Raises Unauthorized for an expired key.
         """
         if self.find(key) is None:
             return None

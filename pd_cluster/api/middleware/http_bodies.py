@@ -1,4 +1,4 @@
-"""Shared by the public and the admin port: bodies with a limit, streams that close."""
+"""Reads limited bodies and sends streams, for the public and the admin port."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
 from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
 
-MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too large in any case
+MAX_LENGTH_NUM_DIGITS = 18  # of a declared body length; longer numbers are always too large
 BODY_TIMEOUT_S = 60.0
-LARGE_BODY_NBYTES = 256 << 10  # smaller ones are parsed on the event loop, within some milliseconds
-BODY = "pd_cluster.body"  # the key of a body that was read, for a route that another one passes it to
+LARGE_BODY_NBYTES = 256 << 10  # smaller bodies are parsed on the event loop, within a few milliseconds
+BODY = "pd_cluster.body"  # the key of a body that one route has read for another
 MAX_FAULT_NUM_CHARS = 200
 LOOKING = ["GET", "HEAD"]
 CHARSET = "; charset=utf-8"  # of text
 
 T = TypeVar("T")
 
-# One thread: several would each hold the interpreter's lock between two turns of the event loop.
+# Only one thread: several would take the interpreter's lock one after another, while the event loop waits.
 _large_bodies = FairThreadPool(num_threads=1)
 
 
 async def read_request(http: Request, read: Callable[[bytes], T]) -> T:
-    """Returns what `read` makes of the body. Raises what `read_body` and `read` raise."""
+    """Returns the result of `read` for the body. Raises what `read_body` and `read` raise."""
     body = await read_body(http)
     return await parsed(http, len(body), lambda: read(body))
 
 
 async def parsed(http: Request, nbytes: int, work: Callable[[], T]) -> T:
-    """Runs work on a body of this size, beside the event loop if that is large; clients take turns."""
+    """Runs work on a body of this size, on a thread if it is large; clients take turns."""
     if nbytes <= LARGE_BODY_NBYTES:
         return work()
     return await _large_bodies.run(caller_of(http).client, work, nbytes)
@@ -56,7 +56,7 @@ async def read_body(request: Request) -> bytes:
     if isinstance(known := request.scope.get(BODY), bytes):
         return known
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/plain":
-        # A web page may send it to another host without asking first.
+        # Web pages may send this type to another host without a preflight.
         raise RequestError("Content-Type: text/plain; send application/json")
     arrival, declared = arrival_of(request), declared_length(request)
     if declared is not None and declared > MAX_BODY_NBYTES:
@@ -81,7 +81,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def read_as(body: bytes, kind: type[T]) -> T:
-    """Parses a body that has a fixed form. Raises RequestError, which repeats little of it."""
+    """Parses a body with a fixed schema. Raises RequestError, which repeats little of the body."""
     try:
         return msgspec.json.decode(body, type=kind)
     except RecursionError:
@@ -91,7 +91,7 @@ def read_as(body: bytes, kind: type[T]) -> T:
 
 
 def declared_length(request: Request) -> int | None:
-    """Returns the body's declared bytes, at most MAX_BODY_NBYTES + 1; None if undeclared."""
+    """Returns the declared size of the body, at most MAX_BODY_NBYTES + 1; None if undeclared."""
     declared = request.headers.get("content-length")
     if declared is None or not declared.isdecimal():
         return None
@@ -99,7 +99,7 @@ def declared_length(request: Request) -> int | None:
 
 
 def guarded_by(check: Callable[[Request], None]) -> Any:
-    """Returns a route's dependency that checks on the event loop; FastAPI would take a thread for each request."""
+    """Returns a route's dependency that checks on the event loop, without FastAPI's thread for each request."""
 
     async def run(request: Request) -> None:
         check(request)
@@ -108,13 +108,13 @@ def guarded_by(check: Callable[[Request], None]) -> Any:
 
 
 class Last(bytes):
-    """The last events of a stream: they leave together with the end of the response, in one write."""
+    """The last events of a stream, which are sent together with the end of the response, in one write."""
 
 
 class EventStream(Response):
-    """Server-sent events; closes its generator when the client leaves, wherever it is.
+    """Server-sent events. Closes its generator as soon as the client leaves.
 
-    An error before the first event is raised, so it becomes an HTTP status. `late_headers` are read once that event
+    An error before the first event is raised, so it becomes an HTTP status. `late_headers` are read when that event
     exists. A client that does not read blocks `send`, until the kernel ends the connection (http_server.py).
     """
 
@@ -128,7 +128,7 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self.raw_headers = [
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx passes each event on at once
+            (b"x-accel-buffering", b"no"),  # makes nginx forward each event at once
             (b"content-type", f"{media_type}{CHARSET if media_type.startswith('text/') else ''}".encode()),
         ]
         if headers:
@@ -179,7 +179,7 @@ async def json_response(make: Callable[[], object], large: bool, headers: dict[s
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     """Returns the result of `work`, or None if the client left first; `work` is then cancelled.
 
-    `work` runs as a separate task, because waking a task costs something for each coroutine on its stack.
+    `work` runs as a separate task, because the cost of waking a task grows with the coroutines on its stack.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))

@@ -17,7 +17,7 @@ from pd_cluster.service.generation.prompt_generation import Generation
 
 SCOPE = "pd_cluster.caller"  # the key of the caller in the ASGI scope
 ARRIVED = "pd_cluster.arrived"  # the key of the function to call when the router has the request
-MADE = "pd_cluster.made_caller"  # the key of what `caller_of` last made, beside what it made it from
+MADE = "pd_cluster.made_caller"  # the key of the last result of `caller_of`, with its inputs
 PATIENCE_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # sent by OpenAI's clients: seconds
 
 
@@ -28,7 +28,7 @@ def count_request(http: Request) -> None:
 
 
 def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
-    """Reserves all tokens that it may use, before any of it is sent to an instance.
+    """Reserves the most tokens of a request, before it is sent to an instance.
 
     Raises RateLimited, RequestError.
     """
@@ -37,7 +37,7 @@ def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
 
 
 def caller_of(http: Request) -> Caller:
-    """Returns the caller that owns the key; without keys, the peer's address. It is made once for each request."""
+    """Returns the caller: the owner of the key, or without keys the peer's address. Makes it once per request."""
     known, arrived = http.scope.get(SCOPE), http.scope.get(ARRIVED, nothing)
     made_from, made = http.scope.get(MADE, (None, None))
     if made is not None and made_from is known and made.arrived is arrived:
@@ -50,7 +50,7 @@ def caller_of(http: Request) -> Caller:
 
 
 def client_of(scope: Scope) -> str:
-    """Returns the owner of the key; without keys, the peer's address; "" at a socket file."""
+    """Returns the owner of the key; without keys, the peer's address; "" for a Unix socket."""
     known, peer = scope.get(SCOPE), scope.get("client")  # (host, port)
     if isinstance(known, Caller):
         return known.client
@@ -58,7 +58,7 @@ def client_of(scope: Scope) -> str:
 
 
 def owner_of(http: Request) -> str:
-    """Returns the owner of what is kept for the caller: the key's tenant; without keys, everybody is one."""
+    """Returns the owner of data stored for the caller: the key's tenant; without keys, all callers are one owner."""
     known = http.scope.get(SCOPE)
     return known.client if isinstance(known, Caller) else ""
 
@@ -69,7 +69,7 @@ def session_of(request: Request) -> str:
 
 
 def _client_timeout_s(http: Request) -> float:
-    """Returns the timeout that the client declares; inf if it declares none, or an implausible one."""
+    """Returns the timeout that the client declares; inf if it declares none, or an implausible value."""
     for name in PATIENCE_HEADERS:
         if not (declared := http.headers.get(name)):
             continue

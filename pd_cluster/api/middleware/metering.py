@@ -14,7 +14,7 @@ RATE_HEADERS = tuple(f"x-ratelimit-{what}-{limit}" for limit in LIMITS for what 
 
 
 async def run_metered(meter: Meter, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Runs the app, and settles the meter however it ends."""
+    """Runs the app, and settles the meter at its end, even after an error."""
 
     async def told(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -36,7 +36,7 @@ async def run_metered(meter: Meter, app: ASGIApp, scope: Scope, receive: Receive
 
 
 def headers_of(buckets: KeyBuckets) -> list[tuple[bytes, bytes]]:
-    """Returns the headers that OpenAI's clients know, for the limits in force."""
+    """Returns OpenAI's rate limit headers for the current limits."""
     return [
         (f"x-ratelimit-{what}-{name}".encode(), value.encode())
         for name, bucket in zip(LIMITS, buckets, strict=True)

@@ -1,4 +1,4 @@
-"""x-request-id: every answer carries the client's id, or a new one if it sent none."""
+"""x-request-id: every answer carries the client's id, or a new id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
-            if is_start and not any(name == HEADER for name, _ in message["headers"]):  # a route may set a better one
+            if is_start and not any(
+                name == HEADER for name, _ in message["headers"]
+            ):  # a route may have set a better id
                 message = {**message, "headers": [*message["headers"], (HEADER, request_id)]}
             await send(message)
 

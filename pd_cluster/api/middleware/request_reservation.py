@@ -1,7 +1,7 @@
 """Resources that requests hold before the router has them: a reserved place in the queue, and memory for bodies.
 
-A generating request that would wait longer than it may is refused before its body is read. Bodies share a budget, of
-which no client gets more than is left for others. Knows nothing of routes.
+A generating request that would wait too long is refused before its body is read. Bodies share a memory budget, of which
+a client may take at most as much as it leaves free. Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 
 SCOPE = "pd_cluster.arrival"  # the key of a request's RequestReservation in its ASGI scope
-BODIES_NBYTES = 256 << 20  # for all bodies that are read and not yet with the router
-SMALL_NBYTES = 64 << 10  # per body, not counted: connections have that much anyway
+BODIES_NBYTES = 256 << 20  # for all bodies whose requests have not reached the router
+SMALL_NBYTES = 64 << 10  # of each body, which are not counted, because connections buffer as much
 CHARS_PER_TOKEN = 4  # a guess, until the text is tokenized
 UNTOLD_NBYTES = 1 << 10  # assumed for a body of undeclared length
 
@@ -28,17 +28,17 @@ class BodyBudget(FairByteBudget):
         super().__init__(BODIES_NBYTES if total_nbytes is None else total_nbytes)
 
     def take(self, client: str, nbytes: int) -> None:
-        """Takes memory for a body. Raises Overloaded if the client has no room for it."""
+        """Takes memory for a body. Raises Overloaded if it exceeds the client's share."""
         if not self.has_capacity(client, nbytes):
             raise Overloaded(
-                f"bodies of {self.taken_nbytes >> 20} MiB are under way, {self.of(client) >> 20} MiB of them yours, "
-                f"and there is no room for {max(1, nbytes >> 20)} MiB more; send fewer at a time"
+                f"bodies of {self.taken_nbytes >> 20} MiB are being read, {self.of(client) >> 20} MiB of them yours, "
+                f"and {max(1, nbytes >> 20)} MiB more exceed your share; send fewer at a time"
             )
         super().take(client, nbytes)
 
 
 class RequestReservation:
-    """One request, until the router has it or it has ended."""
+    """One request, until the router has it or it ends."""
 
     __slots__ = ("_admission", "_budget", "_client", "_nbytes", "_num_tokens", "_of_body")
 
@@ -46,7 +46,7 @@ class RequestReservation:
         self._admission, self._budget = admission, budget
         self._client: Client | None = None
         self._num_tokens = self._nbytes = 0
-        self._of_body = ""  # the client that the body is counted for
+        self._of_body = ""  # the client to whom the body's memory is charged
 
     def asks(self, http: Request, nbytes: int | None) -> None:
         """Reserves for a generating request; `nbytes` is its body's size, if known. Raises Overloaded."""
@@ -63,7 +63,7 @@ class RequestReservation:
             self._nbytes += more
 
     def is_over(self) -> None:
-        """Releases all. Calling it again does nothing."""
+        """Releases everything. Further calls do nothing."""
         if self._nbytes:
             self._budget.give_back(self._of_body, self._nbytes)
             self._nbytes = 0
@@ -73,14 +73,14 @@ class RequestReservation:
 
 
 class ReservationMiddleware:
-    """Gives each request a RequestReservation; stands between the API keys and the routes."""
+    """Gives each request a RequestReservation; a layer between the API keys and the routes."""
 
     def __init__(self, app: ASGIApp, admission: RequestAdmission, budget: BodyBudget | None = None) -> None:
         self._app, self._admission, self._budget = app, admission, budget or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            current_client.set(client_of(scope))  # each request is a task, and a context, of its own
+            current_client.set(client_of(scope))  # each request has its own task and context
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

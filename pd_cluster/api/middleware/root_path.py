@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """Gives every path the prefix exactly once, and names it in the scope, as ASGI requires."""
+    """Puts the prefix before every path exactly once, and sets it in the scope, as ASGI requires."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""A trace of each request that generates or embeds: takes `traceparent` and `tracestate`, and answers with its own.
+"""Traces each request that generates or embeds: reads `traceparent` and `tracestate`, and answers with its own.
 
-Only there with --otlp-traces-endpoint. Stands behind the keys: strangers cause no traces.
+Only active with --otlp-traces-endpoint. Runs after the key check, so that only valid callers cause traces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pd_cluster.cluster.records.request_timeline import FOLLOWER
 from pd_cluster.service.request_traces import PARENT, STATE, Tracing
 
-# OpenTelemetry's name of the operation, where it has one, by path; other routes have no traces.
+# path -> OpenTelemetry's name of the operation, if it has one; other routes have no traces.
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",

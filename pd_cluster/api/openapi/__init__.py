@@ -1,1 +1,1 @@
-"""/openapi.json and the code that builds it."""
+"""Builds /openapi.json."""

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the public port: built once, of its routes and of the types that they read and write."""
+"""Builds the OpenAPI document of the public port, from its routes and the types that they read and write."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ NUMBER_IN_STRING = {"type": "string", "pattern": PATTERN}
 ERRORS = {
     "400": ("BadRequest", "The request cannot be served; `param` names the field."),
     "401": ("Unauthorized", "No API key, or a wrong one."),
-    "403": ("Forbidden", "A page of another site may not do this."),
-    "404": ("NotFound", "There is no such model here."),
-    "409": ("Conflict", "Its state does not allow this."),
-    "410": ("Aborted", "The server's operator has ended it."),
+    "403": ("Forbidden", "Pages of other sites are not allowed to do this."),
+    "404": ("NotFound", "The model does not exist."),
+    "409": ("Conflict", "The state of the object does not allow this."),
+    "410": ("Aborted", "The server's operator ended the request."),
     "413": ("TooLarge", f"The body has more than {MAX_BODY_NBYTES >> 20} MiB."),
     "429": (
         "Overloaded",
-        "It would be served too late, or is over a limit of its API key; try again after `Retry-After` seconds.",
+        "The request would be served too late, or exceeds its API key's limit; try again after `Retry-After` seconds.",
     ),
     "500": (
         "Failed",
-        "An instance was lost with the request and nobody could go on with it, or an error of the server.",
+        "An instance was lost and no other could continue the request, or the server has an internal error.",
     ),
-    "503": ("Unavailable", "No instance can take it now; try again after `Retry-After` seconds."),
-    "504": ("TimedOut", "It was not done in time."),
-    "507": ("StorageFull", "The disk of kept files takes no more."),
+    "503": ("Unavailable", "No instance can take the request now; try again after `Retry-After` seconds."),
+    "504": ("TimedOut", "The request was not finished in time."),
+    "507": ("StorageFull", "The disk for files is full."),
 }
-OF_MESSAGES = "Messages"  # begins the names of errors in Anthropic's shape; the HTTP protocol answers in OpenAI's
+OF_MESSAGES = "Messages"  # prefix of the names of errors in Anthropic's format
 OF_ALL = (
     f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects. Chats and completions "
-    f"take these without effect: {', '.join(sorted(HARMLESS))}."
+    f"accept these without effect: {', '.join(sorted(HARMLESS))}."
 )
 
 
 def document(title: str, routes: Iterable[object], model: str, has_keys: bool) -> Json:
-    """`model`: the name in examples; "": they have none. `has_keys`: clients need an API key."""
+    """Returns the document. `model`: the name in examples; "": none. `has_keys`: clients need an API key."""
     shown = [each for route in routes if isinstance(route, PlainRoute) for each in _operations(route)]
     written = get_openapi(title=title, version=__version__, description=OF_ALL, routes=shown)
     kinds: dict[Kind, None] = {Error: None}
@@ -78,7 +78,7 @@ def document(title: str, routes: Iterable[object], model: str, has_keys: bool) -
 
 
 def _operations(route: PlainRoute) -> Iterator[PlainRoute]:
-    """Yields the route once for each method, HEAD apart, named as its endpoint is."""
+    """Yields the route once for each method except HEAD, named like its endpoint."""
     for at, method in enumerate(sorted({*(route.methods or ())} - {"HEAD"})):
         shown, name = copy.copy(route), route.operation_id or route.name
         shown.methods, shown.operation_id = {method}, name if at == 0 else f"{name}_{method.lower()}"
@@ -86,12 +86,12 @@ def _operations(route: PlainRoute) -> Iterator[PlainRoute]:
 
 
 def _refer_to_errors(path: str, responses: Json, has_messages: bool) -> Json:
-    """Makes a route's errors those that all routes have; returns these."""
+    """Replaces a route's errors by references to shared components; returns these."""
     found: Json = {}
     either = {"anyOf": [ref(MessageError), ref(Error)]}
     for status in [each for each in responses if each in ERRORS]:
         if responses[status].get("content", {}).get(JSON, {}).get("schema"):
-            continue  # the route has its own
+            continue  # the route defines its own
         name, why = ERRORS[status]
         is_either = path in MESSAGES_PATHS or (has_messages and status == "401")
         content = {JSON: {"schema": either if is_either else ref(Error)}}
@@ -113,7 +113,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def _schemas(kinds: Iterable[Kind]) -> Json:
-    """Requests are models, answers are structs."""
+    """Returns the schemas of requests (pydantic models) and answers (structs)."""
     requests = [kind for kind in kinds if issubclass(kind, BaseModel)]
     mode: Literal["validation"] = "validation"
     _, written = models_json_schema(
@@ -133,7 +133,7 @@ def _schemas(kinds: Iterable[Kind]) -> Json:
 
 
 def _also_in_strings(field: Json) -> None:
-    """Documents that a number may be in a string, by itself or as an item."""
+    """Documents that a number, or a number in a list, may also be a string."""
     if field.get("type") in ("integer", "number"):
         field["anyOf"] = [{name: field.pop(name) for name in [*field] if name != "description"}]
     for each in field.get("anyOf", [field]):

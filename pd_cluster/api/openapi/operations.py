@@ -1,4 +1,4 @@
-"""A route's body, answers and errors, said once beside it: FastAPI knows the path, the methods and the names.
+"""Declares a route's body, answers and errors next to the route; FastAPI knows path, methods and names.
 
 The types themselves are described when /openapi.json is first asked for (openapi_document.py).
 """
@@ -17,22 +17,22 @@ Kind = type[BaseModel] | type[msgspec.Struct]
 Kinds = Kind | tuple[Kind, ...] | list[Kind]  # a tuple: one of them; a list: an array of them
 REF = "#/components/schemas/{name}"
 JSON = "application/json"
-FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # of generating
-READ_FAILURES = (400, 404, 413, 429)  # where no instance takes part
+FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # of routes that use instances
+READ_FAILURES = (400, 404, 413, 429)  # of routes that use no instance
 CHUNKED = (
-    "The answer. With `stream` it is events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
-    "what goes wrong after the first is an event with an error."
+    "The answer. With `stream`, a stream of events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
+    "an error after the first event is an event, too."
 )
-IN_EVENTS = "The answer. With `stream` it is events, each with its `type` as its name, too."
+IN_EVENTS = "The answer. With `stream`, a stream of events, named by their `type`."
 
 
 class Operation(dict[str, Any]):
-    """A route's `openapi_extra`. `kinds`: all types that it names."""
+    """A route's `openapi_extra`. `kinds`: all types that it refers to."""
 
     def __init__(
         self, summary: str, answer: Kinds, takes: Kinds = (), examples: Examples | None = None, errors: Any = ()
     ) -> None:
-        """`errors`: statuses; those of generating, if there are none and the route takes a body."""
+        """`errors`: statuses; default: those of generating routes, if the route takes a body."""
         super().__init__(summary=summary)
         self.kinds: list[Kind] = []
         self["responses"] = {str(status): {} for status in errors or (FAILURES if takes else ())}
@@ -43,12 +43,12 @@ class Operation(dict[str, Any]):
             self["requestBody"] = {"required": True, "content": {JSON: body}}
 
     def chunks(self, kinds: Kinds) -> Operation:
-        """Adds a stream that ends with [DONE], as readers of such documents expect it: the schema of one event."""
+        """Adds a stream that ends with [DONE]; its schema is that of one event."""
         chunk = {"contentMediaType": JSON, "contentSchema": self._schema(kinds)}
         return self._streams(CHUNKED, data={"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]})
 
     def events(self, kinds: Kinds) -> Operation:
-        """Adds a stream of named events, of which the last one says that nothing follows."""
+        """Adds a stream of named events; the last event says that none follows."""
         data = {"type": "string", "contentMediaType": JSON, "contentSchema": self._schema(kinds)}
         return self._streams(IN_EVENTS, event={"type": "string"}, data=data)
 

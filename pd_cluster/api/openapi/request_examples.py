@@ -1,4 +1,4 @@
-"""Example requests for the OpenAPI document: a cluster with default settings answers each one with 200."""
+"""Example requests for the OpenAPI document. A cluster with default settings answers each with 200."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHAT: Examples = {
 
 _TEXT = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
 COMPLETION: Examples = {
-    "plain": ("A text to go on with", _TEXT),
+    "plain": ("A text to continue", _TEXT),
     "streamed": ("The same, streamed", {**_TEXT, "stream": True, "stream_options": USAGE}),
     "several": ("Several prompts at once", {**_TEXT, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
     "token_ids": ("Token ids in and out", {**_TEXT, "prompt": [1, 2, 3], "return_token_ids": True}),
@@ -49,7 +49,7 @@ COMPLETION: Examples = {
     "logprobs": ("How likely a text is", {**_TEXT, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}),
 }
 GENERATE: Examples = {
-    "plain": ("A text to go on with", _TEXT),
+    "plain": ("A text to continue", _TEXT),
     "streamed": ("The same, streamed", {**_TEXT, "stream": True}),
     "choice": ("One of two words", {**_TEXT, "guided_choice": ["Paris", "Rome"]}),
 }
@@ -75,7 +75,7 @@ COUNT: Examples = {"plain": ("A question", {"messages": QUESTION})}
 _TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_tokens": 16}}
 _SHOWN = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
 TOKENS: Examples = {
-    "plain": ("Tokens to go on with", _TOKENS),
+    "plain": ("Tokens to continue", _TOKENS),
     "streamed": ("The same, streamed", {**_TOKENS, "stream": True}),
     "logprobs": ("With the most likely tokens", {**_TOKENS, "sampling_params": _SHOWN}),
 }

@@ -1,4 +1,4 @@
-"""All routes of the API that clients speak to, in one place: for the public port, and for `run-batch` without one."""
+"""All routes of the API for clients: for the public port, and for `run-batch`, which has no port."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPENAI_ROUTES = (
 
 
 def api_routes(service: TextService, store: ResponseStore | None) -> Iterator[APIRouter]:
-    """`store` keeps responses; None: none are kept."""
+    """Yields the routes. `store`: stores responses; None: responses are not stored."""
     for routes in OPENAI_ROUTES:
         yield routes(service)
     if service.resumption.is_on:

@@ -1,4 +1,4 @@
-"""Sends answers that are made of blocks, whole or as a stream: what /v1/messages and /v1/responses share."""
+"""Sends answers that are made of blocks, whole or as a stream, for /v1/messages and /v1/responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _nothing() -> None:
 async def send(
     http: Request, service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]] = _nothing
 ) -> Response:
-    """Generates the answer and sends it. `keep` is called when it is complete, before its client learns of that.
+    """Generates the answer and sends it. `keep` is called when it is complete, before the client receives its end.
 
     Raises RequestError, RateLimited before anything is computed.
     """
@@ -52,7 +52,7 @@ async def _take(service: TextService, answer: BlockAnswer, keep: Callable[[], Aw
 async def _events(
     service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yields all events. An error before the first one is raised, a later one is sent in-band."""
+    """Yields all events. An error before the first event is raised; a later error is sent in-band."""
     begun = False
     try:
         async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
@@ -73,5 +73,5 @@ async def _events(
 
 
 async def _built(answer: BlockAnswer, make: Callable[[], bytes], repeats_texts: bool = True) -> bytes:
-    """Returns the events that `make` makes: on a thread if they repeat texts of a large answer, so no stream waits."""
+    """Returns the events of `make`, made on a thread if they repeat texts of a large answer, so no stream waits."""
     return await asyncio.to_thread(make) if answer.is_large and repeats_texts else make()

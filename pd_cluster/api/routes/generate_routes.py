@@ -30,14 +30,14 @@ from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST, error_
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.text_service import TextService
 
-STREAMED = "The texts. With `stream` such an object for each new piece of text, with a NUL after each."
+STREAMED = "The texts. With `stream`, such an object and a NUL for each new piece of text."
 
 
 class Generated(msgspec.Struct, omit_defaults=True):
-    """In a stream each frame has the whole text so far, and the last one the logprobs and ids."""
+    """The answer. In a stream, each frame has the whole text so far, and the last frame the logprobs and ids."""
 
-    text: Annotated[list[str], Meta(description="Of each sequence: the prompt and what the model wrote after it.")]
-    token_ids: Annotated[list[list[int]] | None, Meta(description="Of each sequence, without the prompt.")] = None
+    text: Annotated[list[str], Meta(description="For each sequence, the prompt and the output.")]
+    token_ids: Annotated[list[list[int]] | None, Meta(description="For each sequence, the output's ids.")] = None
     prompt_token_ids: list[int] | None = None
     logprobs: list[CompletionLogprobs] | None = None
     prompt_logprobs: OfPrompt = None
@@ -45,7 +45,7 @@ class Generated(msgspec.Struct, omit_defaults=True):
 
 def legacy_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
-    takes = Operation("Go on with a text.", Generated, GenerateRequest, GENERATE)
+    takes = Operation("Continue a text.", Generated, GenerateRequest, GENERATE)
 
     @routes.post("/generate", openapi_extra=takes.says(STREAMED))
     async def generate(http: Request) -> Response:
@@ -53,12 +53,12 @@ def legacy_routes(service: TextService) -> APIRouter:
         request = await read_request(http, lambda body: parse(body, GenerateRequest, vocab_size=service.vocab_size))
         service.names.check_use(caller_of(http))
         if not service.max_loras:
-            request.model = None  # any name means the model, as there is no other
+            request.model = None  # every name means the model
         generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))
         reserve_tokens(http, [generation])
         name = named(request, http).request_id
         generation.client_id = f"generate-{name or secrets.token_hex(12)}"
-        headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
+        headers = {"x-request-id": generation.client_id}  # bodies cannot carry it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else generation.prompt_text
         if request.stream:
@@ -82,7 +82,7 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     """Yields `{"text": [prompt + output so far, …]}` and a NUL for each update.
 
-    The last frame has the other fields, too.
+    The last frame also has the other fields.
     """
     pieces: list[list[Piece]] = [[] for _ in generation.sequences]
     texts = [prompt for _ in generation.sequences]
@@ -106,7 +106,7 @@ async def _frames(
 def _whole(
     service: TextService, request: GenerateRequest, generation: Generation, prompt: str, pieces: list[Piece]
 ) -> Generated:
-    """Returns the texts, and the requested extras in the shapes of /v1/completions."""
+    """Returns the texts, and the requested extras in the format of /v1/completions."""
     as_ids = request.return_tokens_as_token_ids
     form = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
     answer = Generated([prompt + piece.text for piece in pieces])

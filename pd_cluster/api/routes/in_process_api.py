@@ -26,7 +26,7 @@ class NoSuchUrl(RequestError):
 
 
 class ApiAnswer(NamedTuple):
-    """An answer: its JSON, and how many tokens were generated for it; none for vectors and scores."""
+    """An answer: its JSON, and the number of generated tokens; 0 for vectors and scores."""
 
     body: bytes
     num_output_tokens: int
@@ -37,7 +37,7 @@ class _Streamed(msgspec.Struct):
 
 
 class _Counted(msgspec.Struct):
-    """The names that the APIs have for the tokens of an answer."""
+    """The APIs' field names for the tokens of an answer."""
 
     completion_tokens: int = 0
     output_tokens: int = 0
@@ -48,7 +48,7 @@ class _Answered(msgspec.Struct):
 
 
 class InProcessApi:
-    """Every route that has instances compute something, by its path. Nothing is kept between calls."""
+    """Every route that uses instances, by its path. Keeps no state between calls."""
 
     def __init__(self, service: TextService) -> None:
         routes = [route for router in api_routes(service, None) for route in router.routes]
@@ -65,9 +65,9 @@ class InProcessApi:
         endpoint = self._endpoints.get(path)
         if endpoint is None:
             shown = reprlib.repr(path)[1:-1]
-            raise NoSuchUrl(f"url: {shown}: a batch can ask {', '.join(self.paths)}", param="url", code="unknown_url")
+            raise NoSuchUrl(f"url: {shown}: a batch supports {', '.join(self.paths)}", param="url", code="unknown_url")
         if _streams(body):
-            raise RequestError("stream: true has no place in a batch, whose answers are whole; leave it out", "stream")
+            raise RequestError("stream: a batch cannot be streamed; leave it out", "stream")
         scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": None}
         response = await endpoint(Request({**scope, SCOPE: caller, BODY: body}, _never))
         answer = bytes(response.body)
@@ -76,13 +76,13 @@ class InProcessApi:
 
 
 async def _never() -> Message:
-    """Waits for a client to leave: there is none."""
+    """Waits forever: no client can leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never
 
 
 def _streams(body: bytes) -> bool:
-    """A body that is no request is left to its route."""
+    """Whether the body asks for a stream; an invalid body is left to its route."""
     try:
         return msgspec.json.decode(body, type=_Streamed).stream is True
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,6 +1,6 @@
-"""The header that tells load balancers how busy the cluster is, in ORCA's format, with each answer that they pass on.
+"""The header of answers that tells load balancers the cluster's load, in ORCA's format.
 
-Others' requests can be inferred from it, so it is left out wherever /metrics is closed.
+It reveals the load of other clients, so it is left out if /metrics is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 def load_header(http: Request, service: TextService) -> dict[str, str]:
-    """Returns the header in the format that the request asks for, TEXT or JSON; none for others."""
+    """Returns the header in the format that the request asks for, TEXT or JSON; empty for other requests."""
     form, settings = http.headers.get(ASKED), service.settings.http
     if form is None or settings.has_keys or settings.metrics_key or form.upper() not in ("TEXT", "JSON"):
         return {}

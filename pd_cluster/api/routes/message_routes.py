@@ -47,7 +47,7 @@ def message_routes(service: TextService) -> APIRouter:
 
 
 def message_count_routes(service: TextService) -> APIRouter:
-    """The route that no instance takes part in."""
+    """Makes the route that counts tokens, without instances."""
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(

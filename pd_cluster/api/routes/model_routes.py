@@ -19,12 +19,14 @@ from pd_cluster.service.text_service import TextService
 class Model(Struct, omit_defaults=True, kw_only=True):
     id: str
     object: Literal["model"]
-    created: Annotated[int, Meta(description="Since when it is served; Unix time, in seconds.")]
+    created: Annotated[int, Meta(description="The start of its service; Unix time, in seconds.")]
     owned_by: str
-    root: Annotated[str, Meta(description="The model folder, as the server was told; of an adapter, its name.")]
-    parent: Annotated[str | None, Meta(description="Of an adapter: the model.")] = None
-    max_model_len: Annotated[int, Meta(description="Tokens of prompt and output together.")]
-    unproven: Annotated[bool, Meta(description="Its model_type is not listed; --try-unlisted serves it.")] = False
+    root: Annotated[str, Meta(description="The model folder, as given to the server; for an adapter, its name.")]
+    parent: Annotated[str | None, Meta(description="For an adapter, the model.")] = None
+    max_model_len: Annotated[int, Meta(description="Most tokens of prompt and output together.")]
+    unproven: Annotated[bool, Meta(description="Whether its model_type is unlisted, and served by --try-unlisted.")] = (
+        False
+    )
 
 
 class ModelList(Struct):

@@ -41,7 +41,7 @@ from pd_cluster.service.text_service import TextService
 def openai_routes(service: TextService) -> APIRouter:
     routes, tries = APIRouter(route_class=GeneratingRoute), TOOLS | CHAT if service.takes_tools else CHAT
     of_chat = Operation("Answer a conversation.", ChatCompletion, ChatCompletionRequest, tries)
-    of_text = Operation("Go on with a text.", Completion, CompletionRequest, COMPLETION)
+    of_text = Operation("Continue a text.", Completion, CompletionRequest, COMPLETION)
 
     @routes.post("/v1/chat/completions", openapi_extra=of_chat.chunks(ChatCompletionChunk))
     async def chat(http: Request) -> Response:
@@ -77,13 +77,13 @@ def _parse(body: bytes, kind: type[RequestT], service: TextService) -> RequestT:
 
 
 async def answered(http: Request, service: TextService, answer: Answer, ticket: StreamTicket | None = None) -> Response:
-    """Has the request computed, and answers whole or in chunks. `ticket`: of a stream that may resume."""
+    """Runs the request, and answers whole or in chunks. `ticket`: for a stream that may resume."""
     if answer.wanted.kv_transfer_params:
         orders = [generation.order for generation in answer.generations]
         asked = answer.wanted.kv_transfer_params
         plan = service.kv_handles.plan(asked, owner_of(http), orders, answer.wanted.stream)
         answer.kv_handle = plan.told
-        answer.generations[0].follow_session(plan.session)  # there is one alone
+        answer.generations[0].follow_session(plan.session)  # a request with a handle has only one
     reserve_tokens(http, answer.generations)
     for generation in answer.generations:
         generation.client_id = answer.id
@@ -102,7 +102,7 @@ async def answered(http: Request, service: TextService, answer: Answer, ticket: 
 async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
     """Yields all server-sent events of a request.
 
-    An error before the first text is raised, a later one is sent in-band.
+    An error before the first text is raised; a later error is sent in-band.
     """
     begun, end = False, b""
     num_left = sum(len(generation.sequences) for generation in answer.generations)
@@ -112,7 +112,7 @@ async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes,
                 events = answer.events(piece)
                 num_left -= piece.finish_reason is not None
                 if not num_left:
-                    end = events  # leaves with what follows it, at once
+                    end = events  # sent together with the closing events
                 elif events:
                     begun = True
                     yield events
@@ -125,6 +125,6 @@ async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes,
 
 
 def served_by(generations: list[Generation]) -> dict[str, str]:
-    """Returns the instances that did the work, for operators; clients ignore them."""
+    """Returns a header with the instances that served the request, for operators; clients ignore it."""
     names = dict.fromkeys(name for generation in generations for name in generation.served_by)
     return {"x-pd-served-by": ",".join(names)} if names else {}

@@ -13,12 +13,12 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 def named(request: RequestT, http: Request) -> RequestT:
-    """Names a request without a name of its own by the header X-Request-Id."""
+    """Names a request without its own name by the header X-Request-Id."""
     request.request_id = name_of(request.request_id, http)
     return request
 
 
 def name_of(own: str | None, http: Request) -> str | None:
-    """Returns the request's own name, or the header's if it is one."""
+    """Returns the request's own name, or the header's if it is valid."""
     name = http.headers.get("x-request-id", "")
     return name if own is None and re.fullmatch(REQUEST_ID, name) else own

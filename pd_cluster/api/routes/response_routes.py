@@ -1,4 +1,4 @@
-"""OpenAI's newer routes: /v1/responses, and the responses that are kept, where the server keeps any."""
+"""OpenAI's routes of responses: /v1/responses, and stored responses, if the server stores any."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class InputItems(msgspec.Struct):
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
-    has_more: Annotated[bool, Meta(description="Ask again with `after`: the last_id.")]
+    has_more: Annotated[bool, Meta(description="Whether there are more; ask again with `after`: the last_id.")]
 
 
 def response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
@@ -97,7 +97,7 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
 
 
 def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
-    """The routes that look at an input alone; no instance takes part in them."""
+    """Makes the routes that only read an input, without instances."""
     routes = APIRouter(route_class=PlainRoute)
 
     counts = "The number of tokens of the prompt that /v1/responses would compute."
@@ -140,8 +140,7 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
     async def compact(http: Request) -> Response:
         await read_body(http)
         raise RequestError(
-            "POST /v1/responses/compact: not supported here, since nothing is encrypted; ask for a summary with "
-            "/v1/responses and go on from that",
+            "POST /v1/responses/compact: not supported; ask for a summary with /v1/responses and continue from that",
             code="unsupported_value",
         )
 
@@ -149,13 +148,13 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
 
 
 def kept_response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
-    """The routes of kept responses; no instance takes part in them."""
+    """Makes the routes of stored responses, which use no instance."""
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.get(ONE, openapi_extra=_of_kept("A response that was kept (--response-store).", ResponseObject))
     async def response(http: Request) -> Response:
         if http.query_params.get("stream") == "true":
-            raise RequestError("stream: a kept response is not streamed again; leave it out", param="stream")
+            raise RequestError("stream: a stored response cannot be streamed; leave it out", param="stream")
         return json_of((await _find(http, service, store, _id_of(http))).response)
 
     @routes.delete(ONE, openapi_extra=_of_kept("Forget a response.", ResponseDeleted))
@@ -168,7 +167,7 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
 
     @routes.post(
         ONE + "/cancel",
-        summary="Cancel a response: none runs in the background, so there is none to cancel.",
+        summary="Cancel a response: always refused, because no response runs in the background.",
         status_code=400,
         responses={404: {}},
         openapi_extra={"parameters": [RESPONSE_ID]},
@@ -190,7 +189,7 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
         if (after := asked.get("after")) is not None:
             places = [at for at, item in enumerate(items) if item["id"] == after]
             if not places:
-                raise RequestError("after: the response has no item of this id", param="after")
+                raise RequestError("after: the response has no item with this id", param="after")
             items = items[places[0] + 1 :]
         shown = items[: int(limit)]
         ids = [item["id"] for item in shown] or [None]
@@ -209,7 +208,7 @@ def _id_of(http: Request) -> str:
 
 
 async def _find(http: Request, service: TextService, store: ResponseStore | None, response_id: str) -> KeptResponse:
-    """Returns a response of the caller's own, of a model that it may use. Raises RequestNotFound."""
+    """Returns one of the caller's responses, of a model that the caller may use. Raises RequestNotFound."""
     if store is None:
         raise not_found(response_id)
     kept = await store.on_thread(store.find, owner_of(http), response_id)
@@ -237,13 +236,13 @@ def _check_messages(request: ResponsesRequest) -> None:
 
 
 def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:
-    """Raises RequestError for what needs responses that are kept, where none are."""
+    """Raises RequestError for fields that need stored responses if the server stores none."""
     if store is not None:
         return
     if request.store:
-        raise RequestError(f"store: this server keeps no responses {FLAG}; leave it out, or give false", param="store")
+        raise RequestError(f"store: this server stores no responses {FLAG}; leave it out, or give false", param="store")
     if request.previous_response_id is not None:
         raise RequestError(
-            f"previous_response_id: this server keeps no responses {FLAG}; send the earlier items in input",
+            f"previous_response_id: this server stores no responses {FLAG}; send the earlier items in input",
             param="previous_response_id",
         )

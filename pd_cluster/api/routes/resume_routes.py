@@ -43,7 +43,7 @@ def resume_routes(service: TextService) -> APIRouter:
 
 
 def _ticket_of(http: Request) -> StreamTicket:
-    """Reads `Last-Event-ID: TOKEN-INDEX`, or the token's own header beside an index. Raises RequestError."""
+    """Reads `Last-Event-ID: TOKEN-INDEX`, or an index and the token's own header. Raises RequestError."""
     last, token = http.headers.get("last-event-id", ""), http.headers.get(TOKEN_HEADER, "")
     before, _, index = last.rpartition("-")
     if index and not (index.isdecimal() and len(index) <= MOST_INDEX_DIGITS):
@@ -54,7 +54,7 @@ def _ticket_of(http: Request) -> StreamTicket:
 async def _answer(
     http: Request, service: TextService, ticket: StreamTicket, place: RecordPlace, received_s: float
 ) -> Answer:
-    """Makes the answer anew, in the state before its first chunk."""
+    """Makes the answer again, in the state before its first chunk."""
     recipe, caller = service.resumption.recipe_of(place), caller_of(http)
     answer: Answer
     if recipe.kind == "chat":

@@ -1,7 +1,7 @@
-"""A timeline's chart: rows of bars over milliseconds. Knows nothing of how it is drawn.
+"""Makes a timeline's chart: rows of bars over milliseconds. Knows nothing of how it is drawn.
 
-A row has a kind of work; its bars lie between two events of one process. A request that decodes for much longer than
-its prompt took is cut, so that the part before remains visible.
+Each row shows a kind of work; its bars lie between two events of one process. A long decode is cut, so that the part
+before it remains visible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = {
     "num_accepted": "{} accepted",
 }
 LONG_DECODE = 3  # times the duration before it; a longer decode is cut
-LEAD = 1.3  # the cut, in times of the duration before the decode
+LEAD = 1.3  # the shown duration of a cut chart, as a multiple of the duration before the decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`note` describes details that the bars do not show: total duration, amounts."""
+    """`note`: details that the bars do not show, such as total duration and amounts."""
 
     name: str
     bars: list[Bar]
@@ -52,7 +52,7 @@ class Chart:
     rows: list[Row]
     marks: list[Mark]
     end_ms: float
-    shown_ms: float  # end_ms, or where a long decode is cut
+    shown_ms: float  # end_ms, or the time at which a long decode is cut
 
 
 def chart_of(timeline: dict[str, Any]) -> Chart:
@@ -106,7 +106,7 @@ def _span(
     end_ms: float,
     also: Callable[[list[Event]], str] = lambda found: "",
 ) -> Row:
-    """Returns a bar from the first event to the next, or to the last known event if that one is missing."""
+    """Returns a bar from the first event to the next, or to the last known event if the next is missing."""
     start_ms = next((e["at_ms"] for e in events if e["what"] == start), None)
     if start_ms is None:
         return Row(name, [], "")
@@ -117,7 +117,7 @@ def _span(
 
 
 def _repeated(name: str, events: list[Event], what: str, also: Callable[[list[Event]], str]) -> Row:
-    """Returns a bar for each event; one without a duration is an instant."""
+    """Returns a bar for each event; an event without a duration has length 0."""
     found = [e for e in events if e["what"] == what]
     bars = [Bar(e["at_ms"] - e["numbers"].get("took_us", 0) / 1000, e["at_ms"]) for e in found]
     return Row(name, bars, f"{also(found)} in {len(found)}" if found else "")
@@ -132,7 +132,7 @@ def _prompt_tokens(found: list[Event]) -> str:
 
 
 def _num_tokens(found: list[Event]) -> str:
-    """Returns the tokens of an answer, and the draft tokens that were verified for it."""
+    """Describes the tokens of an answer, and the draft tokens that were verified for it."""
     if not found:
         return ""
     numbers = found[0]["numbers"]

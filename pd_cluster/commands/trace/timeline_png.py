@@ -1,4 +1,4 @@
-"""A timeline as a picture: the terminal's chart drawn by matplotlib, which nothing else needs (the extra `plot`)."""
+"""Draws a timeline's chart with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 WIDTH_PX, HEIGHT_PX, DPI = 1200, 560, 100
 TITLE_NUM_CHARS = 150
-LEAST_SHARE = 0.003  # of the width: a shorter bar would be invisible
+LEAST_SHARE = 0.003  # of the width; a shorter bar would be invisible
 COLOURS = ("#7f7f7f", "#e0a100", "#1f6fb4", "#8e5bb5", "#17a2b8", "#2e8b57", "#c0392b", "#86b817")
 MARKS = {"first token": "#222222", "failed": "#c0392b"}
 
 
 def check_installed(flag: str = "--png") -> None:
-    """Raises PdClusterError without matplotlib."""
+    """Raises PdClusterError if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -67,7 +67,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_row(axes: Axes, at: int, row: Row, colour: str, width_ms: float) -> None:
-    """Draws a row's bars, and its note on the side that has room."""
+    """Draws a row's bars, and its note on the side with more space."""
     if not row.bars:
         return
     least_ms = LEAST_SHARE * width_ms
@@ -85,5 +85,5 @@ def _draw_row(axes: Axes, at: int, row: Row, colour: str, width_ms: float) -> No
     else:
         axes.text(width_ms / 2, at, row.note, ha="center", **style)
     if row.bars[-1].stop_ms > width_ms:
-        where = f"goes on to {row.bars[-1].stop_ms:,.0f} ms →"
+        where = f"continues to {row.bars[-1].stop_ms:,.0f} ms →"
         axes.text(width_ms - gap_ms, at, where, ha="right", va="center", fontsize=9, color="white")

@@ -1,4 +1,4 @@
-"""A timeline in the terminal: a table of its events and a chart; plain lines if it is not a terminal."""
+"""Prints a timeline: a table of its events and a chart, or plain lines outside of a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_timeline(timeline: dict[str, Any]) -> None:
     rows = [[f"{e['at_ms']:.2f}", e["who"], e["what"], details_of(e)] for e in timeline["events"]]
     print_table(title_of(timeline), ["ms", "who", "what", "details"], rows, right=("ms",))
     if timeline["num_dropped_events"]:
-        print(f"{timeline['num_dropped_events']} more events were not kept")
+        print(f"{timeline['num_dropped_events']} further events were not kept")
     print()
     console = Console(markup=False, highlight=False)
     is_terminal = sys.stdout.isatty()
@@ -48,7 +48,7 @@ def title_of(timeline: dict[str, Any]) -> str:
 
 
 def chart_lines(chart: Chart, width: int | None) -> list[Text]:
-    """Returns a line per row, and the scale below; `width` None is not a terminal, so it uses plain characters."""
+    """Returns a line per row, and the scale below. `width` None: not a terminal; plain characters are used."""
     names = max(len(row.name) for row in chart.rows)
     notes = max(len(row.note) for row in chart.rows)
     num_columns = PLAIN_NUM_COLUMNS if width is None else max(20, width - names - notes - 2 * MARGIN_NUM_COLUMNS)

@@ -17,11 +17,11 @@ from pd_cluster.result_tables import check_writable
 
 
 def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
-    """Lists the last requests without an id, or shows the timeline of one. Raises PdClusterError."""
+    """Shows the timeline of a request, or without an id lists the last requests. Raises PdClusterError."""
     check_writable(json_file)
     check_writable(png, "--png")
     if png and not request_id:
-        raise ConfigError(f"--png {png}: needs the id of a request; `pd-cluster trace` without one lists them")
+        raise ConfigError(f"--png {png}: needs the id of a request; `pd-cluster trace` without an id lists requests")
     if png:
         check_installed()
     path = f"/requests/{quote(request_id, safe='')}/timeline" if request_id else "/requests"
@@ -37,10 +37,10 @@ def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
 
 
 def export_trace(admin: Admin, file: str, block_tokens: int, others: Mapping[str, str]) -> None:
-    """Writes the trace of the requests that were served. Raises PdClusterError. `others`: what can't go with it."""
+    """Writes the trace of the served requests. `others`: flags that conflict with it. Raises PdClusterError."""
     check_writable(file, "--export")
     if unfit := [name for name, value in others.items() if value]:
-        raise ConfigError(f"--export {file}: it takes all requests; leave out {', '.join(unfit)}")
+        raise ConfigError(f"--export {file}: exports all requests; leave out {', '.join(unfit)}")
     response = asyncio.run(admin.ask(f"/requests/trace?block_tokens={block_tokens}"))
     raise_unauthorized(response)
     if response.status_code != 200 or "jsonl" not in response.headers.get("content-type", ""):
@@ -54,7 +54,7 @@ def export_trace(admin: Admin, file: str, block_tokens: int, others: Mapping[str
 
 
 async def _fetch(admin: Admin, path: str, field: str) -> dict[str, Any]:
-    """Fetches JSON. Raises PdClusterError, with the admin address's own message where it has one."""
+    """Fetches JSON. Raises PdClusterError, with the admin port's message if it sends one."""
     response = await admin.ask(path)
     raise_unauthorized(response)
     try:

@@ -1,4 +1,4 @@
-"""The results of FastDeploy's `LLM`, in its document's shapes."""
+"""The results of FastDeploy's `LLM`, in the shapes that FastDeploy documents."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pd_cluster.offline import llm_outputs as shapes
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput(shapes.CompletionOutput):
-    """One answer. `index` is the number of its prompt in the call, whose prompts are one batch."""
+    """One answer. `index` is the position of its prompt in the call."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics(shapes.RequestMetrics):
-    """Times in seconds. `arrival_time` and `inference_start_time` are times of day, the others durations.
+    """Times in seconds. `arrival_time` and `inference_start_time` are Unix times, the others durations.
 
     `first_token_time` and `model_forward_time` begin with the inference, `time_in_queue` and `model_execute_time` with
-    the request's arrival. None is unknown.
+    the request's arrival. None: unknown.
     """
 
     @classmethod
@@ -31,7 +31,7 @@ class RequestMetrics(shapes.RequestMetrics):
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput(shapes.RequestOutput):
-    """The result of one prompt. `outputs` is its answer, or a list where `n` requested several.
+    """The result of one prompt. `outputs` is its answer, or a list if `n` requests several.
 
     `error_code` is 200, or an HTTP status; then `error_msg` gives the reason, and the answer has no text.
     """
@@ -40,7 +40,7 @@ class RequestOutput(shapes.RequestOutput):
 
     @classmethod
     def of(cls, found: shapes.RequestOutput, at: int) -> RequestOutput:
-        """Converts an output. `at`: the prompt's number in the call."""
+        """Converts an output. `at`: the prompt's position in the call."""
         answers = [CompletionOutput(**_values(each) | {"index": at}) for each in found.outputs]
         metrics = None if found.metrics is None else RequestMetrics.of(found.metrics)
         own = {"outputs": answers[0] if len(answers) == 1 else answers, "metrics": metrics}

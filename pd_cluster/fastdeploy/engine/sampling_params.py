@@ -1,4 +1,4 @@
-"""FastDeploy's SamplingParams. Its document: https://paddlepaddle.github.io/FastDeploy/offline_inference"""
+"""FastDeploy's SamplingParams, documented at https://paddlepaddle.github.io/FastDeploy/offline_inference"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.offline import llm_sampling
 class SamplingParams(llm_sampling.SamplingParams):
     """Like `pd_cluster.SamplingParams`, but `max_tokens` counts the tokens of prompt and answer together.
 
-    None, the default: as many as the context has room for.
+    None, the default: as many as fit the context.
     """
 
     max_tokens: int | msgspec.UnsetType | None = None

@@ -1,4 +1,4 @@
-"""FastDeploy's LLM. Its document: https://paddlepaddle.github.io/FastDeploy/offline_inference"""
+"""FastDeploy's LLM, documented at https://paddlepaddle.github.io/FastDeploy/offline_inference"""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
-    """A model, its tokenizer and the memory for its KV cache. Usable in `with`; `close` releases everything.
+    """A model, its tokenizer and the memory for its KV cache. A context manager; `close` releases everything.
 
-    `arguments`: those of FastDeploy's page of parameters, of `pd_cluster.LLM`, or flags of `pd-cluster serve` by their
-    Python names; honoured, accepted with one warning where they cannot matter, or refused with the reason.
+    `arguments`: FastDeploy's documented parameters, those of `pd_cluster.LLM`, or flags of `pd-cluster serve` by their
+    Python names. Each is honoured, ignored with one warning if it cannot matter, or refused with the reason.
 
     The number of KV cache blocks is written to log/fastdeploy.log (`FD_LOG_DIR` names another folder), as FastDeploy
     does. Raises ConfigError or ModelError, in one line that names the argument.
@@ -45,10 +45,10 @@ class LLM:
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continues prompts, adding nothing to them. Returns one output for each, in their order.
+        """Continues prompts without a chat template. Returns one output per prompt, in the same order.
 
         `prompts`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these.
-        `others`: further ones of `pd_cluster.LLM.generate`. Raises RequestError before any work.
+        `others`: further arguments of `pd_cluster.LLM.generate`. Raises RequestError before any work.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         return _own(self._llm.generate(prompts, params, use_tqdm=use_tqdm, **others))
@@ -61,7 +61,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several. `others`: further ones of `pd_cluster.LLM.chat`.
+        """Answers a conversation, or each of several. `others`: further arguments of `pd_cluster.LLM.chat`.
 
         `chat_template_kwargs` are the template's variables, such as {"enable_thinking": False}. Raises RequestError.
         """
@@ -86,7 +86,7 @@ def _own(found: list[Any]) -> list[RequestOutput]:
 
 
 def _write_log(line: str) -> None:
-    """Writes the log file; if that fails, a warning has the line."""
+    """Writes the log file; if that fails, logs the line as a warning."""
     folder = Path(os.environ.get("FD_LOG_DIR") or "log")
     try:
         folder.mkdir(parents=True, exist_ok=True)

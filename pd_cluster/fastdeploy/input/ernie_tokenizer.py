@@ -1,4 +1,4 @@
-"""FastDeploy's ErnieBotTokenizer, for any model: its folder's own tokenizer and chat template."""
+"""FastDeploy's ErnieBotTokenizer for any model; uses the tokenizer and chat template of the model's folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ErnieBotTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str, revision: str = "") -> Self:
-        """Opens a model's folder, or a hub's model. Raises ModelError."""
+        """Opens a model folder, or a model of a hub. Raises ModelError."""
         folder = resolve_model(str(path), revision, needs_weights=False)
         file = folder / "config.json"
         model_type = paddle_layout.model_type_of(read_json(file)) if file.exists() else None
@@ -42,8 +42,8 @@ class ErnieBotTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """Returns the chat template's prompt, or its token ids. Parts of a message are texts,
-        and images if the model takes them: the prompt then has their placeholders.
+        """Returns the chat template's prompt, or its token ids. A message's parts are texts,
+        and images if the model takes them; the prompt has a placeholder for each image.
 
         `variables` are the template's, such as `enable_thinking`. Raises RequestError.
         """

@@ -1,4 +1,4 @@
-"""Arguments under other projects' names: unknown ones are refused with the nearest name, idle ones are reported once.
+"""Checks arguments under other projects' names: refuses unknown arguments with the nearest name, reports unused ones.
 
 Independent of the arguments' meaning.
 """
@@ -40,19 +40,19 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            way_out = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            way_out = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise ConfigError(f"{owner}: {name} is unknown; {way_out}")
 
 
 def refuse(owner: str, given: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Refuses arguments. `refused`: name -> (values without effect, why others are refused). Raises ConfigError."""
+    """Refuses arguments. `refused`: name -> (values without effect, reason to refuse others). Raises ConfigError."""
     for name, (neutral, why) in refused.items():
         if name in given and not any(_is(given[name], value) for value in neutral):
             raise ConfigError(f"{owner}.{name} {reprlib.repr(given[name])}: {why}")
 
 
 def idle(given: Mapping[str, Any], without_effect: Mapping[str, tuple[tuple[Any, ...], str]]) -> list[str]:
-    """Returns remarks on arguments that change nothing here; `without_effect` has the same form."""
+    """Returns remarks on arguments without effect; `without_effect` has the form of `refused`."""
     return [
         f"{name}={reprlib.repr(given[name])} ({why})"
         for name, (neutral, why) in without_effect.items()
@@ -69,7 +69,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def count(owner: str, name: str, value: Any, least: int) -> int:
-    """Raises ConfigError for a value that is not a whole number of at least `least`."""
+    """Returns a count. Raises ConfigError for a value that is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: must be a whole number of at least {least}")
     return value

@@ -1,6 +1,6 @@
 """LMDeploy's AsyncEngine: batches of prompts and sessions, over an engine in this process or over worker processes.
 
-Knows nothing of how an engine is configured (pipeline.py) or of how answers are made (pipeline_answers.py).
+Knows nothing of an engine's configuration (pipeline.py) or the generation of answers (pipeline_answers.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all pro
 
 
 class AsyncEngine:
-    """Ready once it is made. May be called from any thread, and `generate` from any event loop.
+    """Ready when constructed. May be called from any thread, and `generate` from any event loop.
 
-    With `prefill` and `decode` that many worker processes do the work, without them this process does; a `tp` above 1
-    uses one of each.
+    `prefill` and `decode` are numbers of worker processes that do the work; without them this process does it; a `tp`
+    above 1 uses one of each.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> list[Response] | Response:
-        """Returns a response for each prompt, in order. `options`: further ones of `Call`.
+        """Returns a response for each prompt, in order. `options`: further fields of `Call`.
 
-        LMDeploy's first document has the chat template's configuration as the third argument, its next one the switch
-        `do_preprocess`: either is accepted. Raises RequestError before any work.
+        The third argument is the chat template's configuration in LMDeploy's first version, the switch `do_preprocess`
+        in later ones; both are accepted. Raises RequestError before any work.
         """
         old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         return self._infer(prompts, gen_config, options_of(chat_template_config, old, options))
@@ -111,7 +111,7 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> Iterator[Response]:
-        """Yields new text of each prompt, as it comes; `index` is the prompt's. Leaving the iteration ends the work."""
+        """Yields new text of each prompt as it comes; `index` is the prompt's. Leaving the iteration ends the work."""
         old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         jobs, _, call = self._jobs(prompts, gen_config, options_of(chat_template_config, old, options))
         return self._streamed(jobs, call)
@@ -191,8 +191,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[GenOut, None]:
         """Runs one turn of a session, in steps or (without `stream_response`) at once. Raises RequestError.
 
-        `sequence_start` begins it anew, `sequence_end` forgets it afterwards, `step` goes back to the turn that ended
-        with that many tokens, `stop` ends the current answer instead. `options`: further ones of `Call`.
+        `sequence_start` starts the session again, `sequence_end` removes it afterwards, `step` goes back to the turn
+        that ended with that many tokens, `stop` only ends the current answer. `options`: further fields of `Call`.
         """
         old = ReplacedKeywords(
             request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos, stop_words
@@ -201,7 +201,7 @@ class AsyncEngine:
         (config,) = call.configs(gen_config, 1)
         if config.n != 1:
             raise RequestError(
-                f"n: {config.n}; a session goes on from one answer; give 1, or use batch_infer", param="n"
+                f"n: {config.n}; a session continues from one answer; give 1, or use batch_infer", param="n"
             )
         if stop:
             self.stop_session(session_id)
@@ -252,7 +252,7 @@ class AsyncEngine:
                 answer = joined(parts)
                 said = answer.token_ids
                 if said and answer.finish_reason == "stop" and said[-1] in self._offline.checkpoint.eos_token_ids:
-                    said = said[:-1]  # it would end the conversation
+                    said = said[:-1]  # this token would end the conversation
                 session.add(new, [*token_ids, *said], answer.text)
         if not is_streamed:
             yield _out(joined(parts), num_before)
@@ -263,12 +263,12 @@ class AsyncEngine:
         return Done()
 
     def end_session(self, session_id: int) -> Done:
-        """Ends the session's answer, then forgets the session. The result may be awaited."""
+        """Ends the session's answer, then removes the session. The result may be awaited."""
         self._sessions.end(session_id)
         return Done()
 
     def session(self, gen_config: GenerationConfig | None = None) -> ChatSession:
-        """Begins a conversation for `chat`; usable in `with`, which ends it."""
+        """Begins a conversation for `chat`; a context manager, which ends it."""
         return ChatSession(self, self._sessions.new_id(), gen_config)
 
     def chat(
@@ -281,10 +281,10 @@ class AsyncEngine:
         do_preprocess: bool = True,
         **options: Any,
     ) -> ChatSession:
-        """Says `prompt` in a conversation, a new one by default, and returns it: `session.response` is the answer.
+        """Sends `prompt` in a conversation, by default a new one, and returns it: `session.response` is the answer.
 
-        With `stream_response`, iterating over the result yields the answer's parts instead. Leaving it ends the answer,
-        whose text so far stays. `options`: further ones of `Call`. Raises RequestError, without any change.
+        With `stream_response`, iterating over the result yields the answer's parts. Leaving the iteration ends the
+        answer, whose text so far stays. `options`: further fields of `Call`. Raises RequestError, without any change.
         """
         session = self.session() if session is None else session
         call = {"adapter_name": adapter_name, "do_preprocess": do_preprocess, **options}
@@ -299,7 +299,7 @@ class AsyncEngine:
         return self._offline.iterate(items)
 
     async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
-        """Returns the session's generator once earlier turns have ended. `stop` ends them early."""
+        """Returns the session's generator after earlier turns have ended. `stop` ends them early."""
         if stop:
             self.stop_session(session_id)
         generator = SessionGenerator(self, session_id)

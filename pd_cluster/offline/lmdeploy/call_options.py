@@ -1,4 +1,4 @@
-"""Arguments of LMDeploy's calls besides prompts: current options, and keywords that GenerationConfig has replaced."""
+"""Arguments of LMDeploy's calls except prompts: current options, and keywords that GenerationConfig has replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.offline.lmdeploy.argument_checks import checks_names, warn
 from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig
 from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
 
-# Former keywords -> the field of GenerationConfig, and the value of a call without either.
+# Former keywords -> the field of GenerationConfig, and the default value of a call.
 OLD: dict[str, tuple[str, Any]] = {
     "request_output_len": ("max_new_tokens", 512),
     "top_k": ("top_k", 40),
@@ -41,7 +41,7 @@ def options_of(
 ) -> dict[str, Any]:
     """Returns the options of `Call`. `third` is a switch for `do_preprocess`, or the chat template's configuration."""
     if isinstance(third, bool) and "do_preprocess" in further:
-        raise TypeError("do_preprocess is given twice: in the third place and by its name")
+        raise TypeError("do_preprocess is given twice: as the third argument and by its name")
     name = "do_preprocess" if isinstance(third, bool) else "chat_template_config"
     found = {key: value for key, value in {name: third, **old._asdict()}.items() if value is not None}
     return {**further, **found}
@@ -50,9 +50,9 @@ def options_of(
 @checks_names
 @dataclass(kw_only=True)
 class Call:
-    """`do_preprocess`: a chat template makes the prompt, either the call's own or the engine's.
+    """`do_preprocess`: a chat template, the call's or the engine's, makes the prompt.
 
-    The fields of OLD are deprecated; None stands for their defaults, which are not those of GenerationConfig.
+    The fields of OLD are deprecated; None: their defaults, which differ from GenerationConfig's.
     """
 
     do_preprocess: bool = True
@@ -68,11 +68,11 @@ class Call:
     stop_words: list[str] | None = None
 
     def configs(self, given: Any, num_prompts: int) -> list[GenerationConfig]:
-        """Returns one for each prompt. Raises RequestError."""
+        """Returns a configuration for each prompt. Raises RequestError."""
         old = {name: getattr(self, name) for name in OLD if getattr(self, name) is not None}
         if old:
-            aside = ", and have no effect beside gen_config" if given is not None else ""
-            warn(f"{', '.join(old)}: will go away{aside}; use gen_config=GenerationConfig(…)", FutureWarning)
+            aside = ", and have no effect with gen_config" if given is not None else ""
+            warn(f"{', '.join(old)}: deprecated{aside}; use gen_config=GenerationConfig(…)", FutureWarning)
         if given is None:
             fields = {field: old.get(name, default) for name, (field, default) in OLD.items()}
             return [GenerationConfig(**fields)] * num_prompts
@@ -98,5 +98,5 @@ def _several(given: Any, num_prompts: int) -> list[GenerationConfig]:
 
 
 def distinct(configs: Sequence[GenerationConfig]) -> dict[int, GenerationConfig]:
-    """Returns the distinct objects by id: one for all prompts is processed once."""
+    """Returns the distinct objects by id, so that a shared configuration is processed once."""
     return {id(config): config for config in configs}

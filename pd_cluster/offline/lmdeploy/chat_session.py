@@ -23,7 +23,7 @@ class Engine(Protocol):
 
 
 class ChatSession:
-    """A conversation. `response` is the last answer, `history` has (prompt, text of the answer) of each turn."""
+    """A conversation. `response`: the last answer. `history`: (prompt, text of the answer) of each turn."""
 
     def __init__(self, engine: Engine, session_id: int, gen_config: GenerationConfig | None = None) -> None:
         self._engine: Engine | None = engine
@@ -32,7 +32,7 @@ class ChatSession:
         self.response: Response | None = None
         self.history: list[tuple[Any, str]] = []
         self._steps: Iterator[Response] | None = None
-        weakref.finalize(self, engine.end_session, session_id)  # if it is forgotten, its history is
+        weakref.finalize(self, engine.end_session, session_id)  # removes the history of a collected session
 
     def __call__(
         self, prompt: Any, gen_config: GenerationConfig | None = None, stream_response: bool = True, **options: Any
@@ -97,11 +97,11 @@ class ChatSession:
 
     @property
     def generator(self) -> Iterator[Response]:
-        """The same, under LMDeploy's name."""
+        """The parts of the current answer, under LMDeploy's name."""
         return iter(self)
 
     def close(self) -> None:
-        """Ends the current answer and forgets the conversation; further calls do nothing."""
+        """Ends the current answer and removes the conversation; further calls do nothing."""
         if self._engine is not None:
             self._engine.end_session(self.session_id)
             self._engine = None

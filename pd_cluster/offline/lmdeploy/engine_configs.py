@@ -1,6 +1,6 @@
-"""LMDeploy's engine configurations, of its first version and of the next, and their equivalents here.
+"""LMDeploy's engine configurations, of its first and its next version, and their conversion to this engine's.
 
-TurboMind's and PyTorch's run the same engine. A field is honoured, reported as idle, or refused with the reason.
+TurboMind's and PyTorch's run the same engine. A field is honoured, reported as unused, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
 GIB = 1 << 30
-USE_LOGN = "use_logn_attn"  # also in config.json: see model/layers/rope/rope_scaling.py
+USE_LOGN = "use_logn_attn"  # also a field of config.json; see model/layers/rope/rope_scaling.py
 FLOAT32 = ("float32", "float")
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
 
-AWQ, LLAMA = "awq", "llama"  # of model_format
-KV_CACHE_DTYPES = {0: "auto", 4: "int8", 8: "int8", 16: "fp8_e4m3"}  # of quant_policy, with kv_bits 8
+AWQ, LLAMA = "awq", "llama"  # values of model_format
+KV_CACHE_DTYPES = {0: "auto", 4: "int8", 8: "int8", 16: "fp8_e4m3"}  # quant_policy -> dtype, with kv_bits 8
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant_policy": ((0, 4, 8, 16), "expected 0 (none), 4 or 8 (int8) or 16 (fp8)"),
     "kv_bits": ((4, 8), "the KV cache has codes of 4 or 8 bits"),
     "model_format": (
         (None, "", "hf", AWQ, LLAMA),
-        "weights are safetensors in the layout that their folder shows (hf, llama, awq); converted ones are not loaded",
+        "weights are safetensors in the layout that their folder shows (hf, llama, awq); converted ones are refused",
     ),
-    "custom_module_map": ((None, {}), "foreign modules are not loaded"),
+    "custom_module_map": ((None, {}), "custom modules are not supported"),
 }
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefill_interval": ((16,), "prefill and decode share every step"),
@@ -109,7 +109,7 @@ class EarlyTurbomindConfig:
 @checks_names
 @dataclass
 class PytorchEngineConfig:
-    """Also `EngineConfig` of the module `pytorch`, which has all fields except the adapters."""
+    """LMDeploy's PytorchEngineConfig; also `EngineConfig` of the module `pytorch`, which lacks the adapters."""
 
     model_name: str = ""
     tp: int = 1
@@ -139,7 +139,7 @@ class PytorchEngineConfig:
 
 
 BackendConfig = TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig
-# A setting -> its name here.
+# A setting -> LMDeploy's name.
 NAMES = {
     "max_model_len": "session_len",
     "dtype": "dtype",
@@ -161,7 +161,7 @@ NAMES = {
 
 
 def naming_of(config: BackendConfig) -> Naming:
-    """Returns this configuration's names of settings; those without a field keep their flags' names."""
+    """Returns this configuration's names of settings; settings without a field keep their flags' names."""
     names = {**NAMES, "block_size": _block_field(asdict(config))}
     return lambda setting: names.get(setting) or flag_of(setting)
 
@@ -184,11 +184,11 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     refuse(owner, given, NOT_HERE)
     remarks = idle(given, WITHOUT_EFFECT)
     if given.get("model_format") == LLAMA:
-        remarks.append("model_format='llama' (a folder's own files show their layout)")
+        remarks.append("model_format='llama' (the folder's files show their layout)")
     if given.get("kv_bits") == 4 and not given["quant_policy"]:
         remarks.append("kv_bits=4 (quant_policy 0 quantizes nothing)")
     fields: dict[str, Any] = {
-        "generation_config": "vllm",  # GenerationConfig has a default for everything
+        "generation_config": "vllm",  # GenerationConfig has all defaults
         "revision": _text(owner, "revision", given.get("revision")),
         "download_dir": _text(owner, "download_dir", given.get("download_dir")),
         "hf_overrides": _positions(owner, given),
@@ -213,7 +213,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
 
 
 def _experts(owner: str, config: PytorchEngineConfig) -> dict[str, Any]:
-    """Converts `dp` and `ep`; the latter must be 1, or all ranks there are. Raises ConfigError."""
+    """Converts `dp` and `ep`; `ep` must be 1 or the number of all ranks. Raises ConfigError."""
     size, num_ranks = count(owner, "dp", config.dp, 1), count(owner, "ep", config.ep, 1)
     if num_ranks not in (1, size * config.tp):
         raise ConfigError(
@@ -224,7 +224,7 @@ def _experts(owner: str, config: PytorchEngineConfig) -> dict[str, Any]:
 
 
 def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
-    """Returns the pool's dtype. `quant_policy` 4 means 8 bits in the documents and 4 bits in later versions."""
+    """Returns the pool's dtype. `quant_policy` 4 means 8 bits as documented, and 4 bits in later versions."""
     policy, bits = given["quant_policy"], given.get("kv_bits", 8)
     if bits == 4 and policy:
         if policy != 4:
@@ -238,8 +238,8 @@ def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns overrides of config.json: dynamic NTK beyond the model's own positions, and log-n attention there.
 
-    Both do nothing up to `max_position_embeddings`; with the first, `session_len` may exceed it. Without a factor, the
-    base follows the length alone.
+    Both have no effect up to `max_position_embeddings`; with NTK, `session_len` may exceed it. Without a factor, the
+    base depends only on the length.
     """
     factor = given.get("rope_scaling_factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < math.inf):
@@ -257,7 +257,7 @@ def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(owner: str, given: Any) -> AdapterSettings:
-    """Converts {name: folder}; all of them may take part in one step, with any rank."""
+    """Converts {name: folder}; a step may use all of them, of any rank."""
     if not given:
         return AdapterSettings()
     if not isinstance(given, dict) or not all(isinstance(each, str) for pair in given.items() for each in pair):
@@ -273,7 +273,7 @@ def _text(owner: str, name: str, value: Any) -> str:
 
 
 def _budget(owner: str, given: dict[str, Any]) -> dict[str, int]:
-    """Returns the tokens of a step: the lowest value among the names that set one."""
+    """Returns the tokens of a step: the lowest value of the fields that set it."""
     nothing = {"max_context_token_num": 1, "num_tokens_per_iter": 0, "max_prefill_token_num": 0}
     asked = [
         count(owner, name, given[name], default)

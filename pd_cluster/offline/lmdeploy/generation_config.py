@@ -1,6 +1,6 @@
-"""LMDeploy's GenerationConfig and its responses, and the API requests that a configuration becomes.
+"""LMDeploy's GenerationConfig and responses, and the conversion of a configuration to an API request.
 
-Knows nothing of prompts or of the instances that answer.
+Knows nothing of prompts or instances.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort", "error"]
 
-# The API's fields -> their names here.
+# The API's fields -> LMDeploy's names.
 RENAMED = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -35,19 +35,19 @@ SAME = (
     *("skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
 )
 NOT_HERE = {
-    "logits_processors": "functions of the caller's are not run on logits",
-    "output_logits": "logits are not given out; logprobs are",
-    "output_last_hidden_state": "hidden states are not given out",
+    "logits_processors": "custom functions cannot process logits",
+    "output_logits": "logits are not available, but logprobs are",
+    "output_last_hidden_state": "hidden states are not available",
 }
 
 
 @checks_names
 @dataclass
 class GenerationConfig:
-    """`top_k` 1 chooses the most likely token, 0 leaves all in; `do_sample` False chooses it whatever `top_k` says.
+    """`top_k` 1 chooses the most likely token, 0 keeps all tokens; `do_sample` False chooses it for any `top_k`.
 
-    `max_new_tokens` None: as many as the context has room for. The `n` answers to each prompt are in
-    `Response.choices`; where the most likely token is chosen they are equal.
+    `max_new_tokens` None: as many as fit the context. The `n` answers to each prompt are in `Response.choices`; greedy
+    answers are equal.
     """
 
     n: int = 1
@@ -80,9 +80,9 @@ class GenerationConfig:
 class Response:
     """The response to one prompt. In a stream, `text`, `token_ids` and `logprobs` are new, the counts are totals.
 
-    `finish_reason` is "length" with an empty text where the prompt leaves no room in the session, and "error" where a
-    begun answer could not be finished; `error` gives the reason. `choices` has all answers, including the first one, if
-    `n` requested several; in a stream `choice` is the number of the answer that this is a part of.
+    `finish_reason` is "length" with an empty text if the prompt fills the session, and "error" if an answer could not
+    be finished; `error` gives the reason. `choices` has all answers, including the first, if `n` requests several; in a
+    stream `choice` is the number of the answer to which this part belongs.
     """
 
     text: str
@@ -116,17 +116,17 @@ class GenOut:
 
 
 def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple[str, ...] = ()) -> CompletionRequest:
-    """Returns a request without its prompt. `stop_words` are the template's. Raises RequestError with these names."""
+    """Returns a request without its prompt. `stop_words`: the template's. Raises RequestError with LMDeploy's names."""
     _check(config)
     fields = {name: getattr(config, name) for name in SAME if getattr(config, name) is not None}
-    ends = () if config.ignore_eos else stop_words  # a template's stop words end an answer as the model's own does
+    ends = () if config.ignore_eos else stop_words  # a template's stop words end an answer like the model's end token
     stops, stop_ids = _stops([*(config.stop_words or []), *ends], tokenizer)
     stop_ids += config.stop_token_ids or []
     fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
-    # The default is sent too: a null asks for all the available room.
+    # The default is sent, too: a null asks for as many tokens as fit.
     fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
     if config.do_sample and config.top_k == 1:
-        warn("do_sample=True changes nothing with top_k 1, which is the default; give a larger top_k, or 0 for all")
+        warn("do_sample=True has no effect with top_k 1, the default; give a larger top_k, or 0 for all tokens")
     if config.bad_token_ids:
         fields["logit_bias"] = {str(token_id): -MAX_LOGIT_BIAS for token_id in config.bad_token_ids}
     if config.response_format is not None:
@@ -138,7 +138,7 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"GenerationConfig: {error}") from None
     update: dict[str, Any] = {}
-    if config.bad_token_ids:  # a ban, which is stronger than the greatest bias
+    if config.bad_token_ids:  # forbidden, whatever their bias
         update["logit_bias"] = dict.fromkeys(map(str, config.bad_token_ids), -math.inf)
     if config.top_k == 1 or config.do_sample is False or request.temperature == 0:
         update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # the other answers are its copies
@@ -154,7 +154,7 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def placed(error: RequestError, place: str) -> RequestError:
-    """Returns the error with this name for the prompt."""
+    """Returns the error with `place` as the prompt's name."""
     text = str(error)
     if error.param == "prompt":
         text = f"{place}: {text.removeprefix('prompt: ')}"
@@ -174,13 +174,13 @@ def check_text(place: str, text: str) -> None:
 
 
 def _check(config: GenerationConfig) -> None:
-    """Checks values that the API cannot see. Raises RequestError."""
+    """Checks values that do not reach the API. Raises RequestError."""
     for name, why in NOT_HERE.items():
         if getattr(config, name) is not None:
             raise RequestError(f"{name}: {why}; leave it out", param=name)
     for name, value in asdict(config).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"{name}: {value} is not a number that can be used", param=name)
+            raise RequestError(f"{name}: {value} is not a finite number", param=name)
     for name in ("temperature", "top_k", "top_p"):
         if getattr(config, name) is None:
             raise RequestError(f"{name}: None; give a number, or leave it out", param=name)
@@ -200,7 +200,7 @@ def _check(config: GenerationConfig) -> None:
 
 
 def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
-    """Returns texts and token ids: a special token is not part of the searched text, so its id ends the answer."""
+    """Returns stop texts and stop token ids: the searched text lacks special tokens, so their ids end the answer."""
     texts: dict[str, None] = {}
     token_ids = []
     for word in words:

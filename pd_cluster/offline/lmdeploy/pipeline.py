@@ -1,4 +1,4 @@
-"""LMDeploy's `pipeline`: one call that makes an engine from a model's folder."""
+"""LMDeploy's `pipeline`, which makes an engine from a model's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.offline.lmdeploy.pipeline_setup import DEFAULT_INSTANCE_NUM
 from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
 
 Backend = Literal["turbomind", "pytorch"]
-# The arguments after model_path and model_name, in the two documents' orders.
+# The arguments after model_path and model_name, in the orders of two versions.
 EARLY = ("backend", "backend_config", "chat_template_config", "instance_num", "tp", "log_level")
 LATER = ("backend_config", "chat_template_config", "log_level", "backend", "instance_num", "tp")
 
@@ -47,15 +47,15 @@ def pipeline(
 def pipeline(model_path: str, model_name: str | None = None, *positional: Any, **named: Any) -> AsyncEngine:
     """Returns a ready engine for the model in that folder, or with that id on the Hugging Face hub or in its cache.
 
-    LMDeploy's first document has `backend` in the third place, its next one `backend_config`: either order is accepted,
-    as the third value's type decides.
+    The third argument is `backend` in LMDeploy's first version, `backend_config` in the next: the value's type decides
+    which order applies.
 
     `model_name` names a built-in chat template that replaces the folder's own. `instance_num`: prompts that are
     answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode` are
     numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
     `language_model_only` and `hf_overrides` are those of `pd_cluster.LLM`.
 
-    Raises ConfigError, ModelError and the like, which name the argument, and TypeError for too many or doubled ones.
+    Raises ConfigError, ModelError and the like, which name the argument, and TypeError for extra or repeated arguments.
     """
     order = EARLY if positional and isinstance(positional[0], str) else LATER
     if len(positional) > len(order):

@@ -1,4 +1,4 @@
-"""Prompts to responses over a text service, many at once: on the service's event loop. Knows nothing of sessions."""
+"""Answers many prompts over a text service, on the service's event loop. Knows nothing of sessions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.text_service import TextService
 
-# Errors that end one answer and not the others.
+# Errors that end one answer, but not the others.
 FAULTS = (GenerationError, GuideError, Overloaded, RequestError, Unavailable)
 
 
 class Job(NamedTuple):
     """A prompt, its parameters, its name in errors, and the tokens before a plain text.
 
-    `copies`: how often each of its answers is returned; more than once where `n` greedy ones must be alike.
+    `copies`: how often each of its answers is returned, because `n` greedy answers are equal.
     """
 
     at: int
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A prompt that has passed all checks. Without a generation there is no room for an answer."""
+    """A prompt that has passed all checks. Without a generation, no answer fits."""
 
     at: int
     token_ids: list[int]
@@ -50,7 +50,7 @@ class Begun(NamedTuple):
     copies: int = 1
 
     async def responses(self, service: TextService) -> AsyncGenerator[Response, None]:
-        """Yields the responses as they come; the last one has a finish_reason."""
+        """Yields the responses as they arrive; the last has a finish_reason."""
         if self.generation is None:
             why = f"{len(self.token_ids)} prompt tokens leave no room for an answer; session_len is {self.limit}"
             for choice in range(self.copies):
@@ -117,7 +117,7 @@ async def begin(service: TextService, job: Job, batch: str = "") -> Begun:
 async def answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, batch: str = ""
 ) -> AsyncGenerator[Response, None]:
-    """Yields the responses of all jobs as they come; those of a `batch` in large parts.
+    """Yields the responses of all jobs as they arrive; those of a `batch` in large parts.
 
     Nothing is computed before all jobs are known to be valid. Raises RequestError.
     """
@@ -137,7 +137,7 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """Returns one for each job, in order. `ended` gets the last part of each first answer. Raises RequestError."""
+    """Returns a response for each job, in order. `ended` gets each first answer's last part. Raises RequestError."""
     parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:
@@ -148,7 +148,7 @@ async def whole_answers(
 
 
 def _whole(choices: list[Response]) -> Response:
-    """Returns the first one, which contains all of them if there are several."""
+    """Returns the first response, which contains all of them if there are several."""
     return replace(choices[0], choices=choices) if len(choices) > 1 else choices[0]
 
 

@@ -1,4 +1,4 @@
-"""Prompts of LMDeploy's calls, sorted and checked before any work, and turned into token ids.
+"""Sorts and checks prompts of LMDeploy's calls before any work, and converts them to token ids.
 
 Every refusal is a RequestError that names the prompt. Knows nothing of answers.
 """
@@ -36,26 +36,26 @@ IMAGE_TOKEN = "<IMAGE_TOKEN>"
 
 
 class Encoded(NamedTuple):
-    """A prompt's tokens, with a placeholder for each of its pictures: objects, or URLs."""
+    """A prompt's tokens, with a placeholder for each of its images, which are objects or URLs."""
 
     token_ids: list[int]
     pictures: tuple[Any, ...] = ()
 
 
 class Prompts(NamedTuple):
-    """`is_one`: the prompt was not in a list, so its response is not either."""
+    """`is_one`: the prompt is not in a list, so its response is not, either."""
 
     items: list[Prompt]
     is_one: bool
 
     @property
     def places(self) -> list[str]:
-        """Their names in errors."""
+        """The prompts' names in errors."""
         return ["prompts"] if self.is_one else [f"prompts[{at}]" for at in range(len(self.items))]
 
 
 def prompts_of(given: Any, takes_images: bool = False) -> Prompts:
-    """Sorts the prompts. A text in a tuple comes with a picture or a list of them. Raises RequestError."""
+    """Sorts the prompts. A tuple has a text, and an image or a list of images. Raises RequestError."""
     if isinstance(given, str):
         return Prompts([given], True)
     if isinstance(given, tuple):
@@ -77,7 +77,7 @@ def prompts_of(given: Any, takes_images: bool = False) -> Prompts:
         if not isinstance(item, str | list):
             raise _wrong(place, item)
         if isinstance(item, str) != isinstance(items[0], str):
-            raise RequestError(f"{place}: texts and conversations do not go into one list; call twice", param="prompts")
+            raise RequestError(f"{place}: a list cannot mix texts and conversations; call twice", param="prompts")
         _checked(place, item)
     return Prompts(items, False)
 
@@ -104,9 +104,9 @@ def _checked(place: str, item: Any) -> Any:
 
 
 def _illustrated(place: str, item: tuple[Any, ...], takes_images: bool) -> list[Message]:
-    """Returns a text and its pictures as a user's message. Raises RequestError.
+    """Returns a text and its images as a user's message. Raises RequestError.
 
-    Pictures come before the text, or where the text has LMDeploy's mark of one.
+    Images come before the text, or at LMDeploy's marks in the text.
     """
     if not takes_images:
         raise _wrong(place, item)
@@ -134,7 +134,7 @@ def _illustrated(place: str, item: tuple[Any, ...], takes_images: bool) -> list[
 
 def _wrong(place: str, item: Any) -> RequestError:
     if isinstance(item, tuple):
-        return RequestError(f"{place}: images and the like are not supported; give texts alone", param="prompts")
+        return RequestError(f"{place}: images and other media are not supported; give only texts", param="prompts")
     return RequestError(
         f'{place}: {reprlib.repr(item)} is neither a text nor a message; messages are {{"role": …, "content": …}}',
         param="prompts",
@@ -151,15 +151,15 @@ async def encoded(
 ) -> Encoded:
     """Returns token ids, possibly more than a context holds. `special`: a text begins a sequence. Raises RequestError.
 
-    `guard`: keeps control tokens out of messages, as over HTTP. `spelled` returns a prompt with pictures as the model's
-    tokenizer expects it; None: the model takes none.
+    `guard`: keeps control tokens out of messages, as over HTTP. `spelled` converts a prompt with images to the form
+    that the model's tokenizer expects; None: the model takes no images.
     """
     if isinstance(prompt, str):
         return Encoded(await asyncio.to_thread(tokenizer.encode, prompt, special))
     if isinstance(prompt[0], int):
         return Encoded([token_id for token_id in prompt if isinstance(token_id, int)])
     template = way.template or tokenizer.template
-    assert template is not None  # otherwise the prompt would be plain
+    assert template is not None  # otherwise the prompt would be a plain text
     messages, given = named_pictures([message for message in prompt if isinstance(message, dict)])
     try:
         request = parse(msgspec.json.encode({"messages": messages}), ChatFields)
@@ -182,14 +182,16 @@ async def encoded(
     )
     text = await asyncio.to_thread(rendered, conversation, template, guard)
     text = text if spelled is None else spelled(text, pictures)
-    special = way.template is not None  # a folder's own template writes the beginning of a sequence, LMDeploy's do not
+    special = (
+        way.template is not None
+    )  # a folder's template writes the sequence's first token, LMDeploy's templates do not
     if guard is None:
         return Encoded(await asyncio.to_thread(tokenizer.encode, text.text, special), pictures)
     return Encoded(await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special), pictures)
 
 
 def as_prompt(given: Prompt, way: PromptStyle, do_preprocess: bool, place: str) -> Prompt:
-    """Makes a text a user's message, unless it goes to the model unchanged. Raises RequestError."""
+    """Converts a text to a user's message, unless the model gets it unchanged. Raises RequestError."""
     is_plain = way.is_plain or not do_preprocess
     if isinstance(given, str):
         check_text(place, given)
@@ -197,6 +199,6 @@ def as_prompt(given: Prompt, way: PromptStyle, do_preprocess: bool, place: str) 
     if is_plain and not isinstance(given[0], int):
         why = "do_preprocess is False" if not do_preprocess else "there is none (see model_name, chat_template_config)"
         raise RequestError(
-            f"{place}: a conversation needs a chat template, and {why}; give a text", param=place.partition("[")[0]
+            f"{place}: a conversation needs a chat template, but {why}; give a text", param=place.partition("[")[0]
         )
     return given

@@ -1,6 +1,6 @@
-"""Conversations over several calls: their turns, their number of tokens, and the current answer.
+"""Keeps conversations over several calls: their turns, their number of tokens, and the current answer.
 
-The prefix cache keeps the KV cache of a session; this module keeps only its words. Knows nothing of engines.
+The prefix cache keeps the KV cache of a session; this module keeps only its texts and tokens. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import count
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.pipeline_prompts import Message, Prompt
 
-FIRST_OWN_ID = 1 << 32  # of sessions without an id of their caller's
+FIRST_OWN_ID = 1 << 32  # for sessions without a caller's id
 
 
 @dataclass(slots=True)
 class Turn:
-    """A question and its answer. `token_ids` are the whole session's at its end."""
+    """A question and its answer. `token_ids`: those of the whole session at its end."""
 
     messages: list[Message]
     token_ids: list[int]
@@ -26,9 +26,9 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """A session of plain texts or of conversations: whichever it began with.
+    """A session, of plain texts or of conversations, as it began.
 
-    `turn` is set while an answer is being read, and done at its end; `work` is the work on the answer; `before` is the
+    `turn`: set while an answer is being read, and done at its end. `work`: the work on the answer. `before`: the
     session before this turn.
     """
 
@@ -64,19 +64,19 @@ class Session:
         ends = [0, *(len(turn.token_ids) for turn in self.turns)]
         if step not in ends:
             raise RequestError(
-                f"step: {step} is no turn's end in session {self.session_id}; they are at "
+                f"step: {step} is not the end of a turn in session {self.session_id}; turns end at "
                 f"{', '.join(map(str, ends))} tokens",
                 param="step",
             )
         del self.turns[ends.index(step) :]
 
     def with_history(self, prompt: Prompt) -> Prompt:
-        """Puts a prompt after the history; a plain text is unchanged: its history is tokens. Raises RequestError."""
+        """Adds the history before a prompt; a plain text is unchanged: its history is tokens. Raises RequestError."""
         is_plain = isinstance(prompt, str) or isinstance(prompt[0], int)
         if self.turns and is_plain != self.is_plain:
             raise RequestError(
                 f"do_preprocess: session {self.session_id} began {'without' if self.is_plain else 'with'} a chat "
-                f"template and stays so until sequence_end",
+                f"template; keep that until sequence_end",
                 param="do_preprocess",
             )
         self.is_plain = is_plain
@@ -85,7 +85,7 @@ class Session:
         return [message for turn in self.turns for message in turn.messages] + _messages(prompt)
 
     def add(self, prompt: Prompt, token_ids: list[int], answer: str) -> None:
-        """Records a turn; `token_ids` are those of the whole prompt and the answer."""
+        """Records a turn. `token_ids`: those of the whole prompt and the answer."""
         said = [] if self.is_plain else [*_messages(prompt), {"role": "assistant", "content": answer}]
         self.turns.append(Turn(said, token_ids))
 
@@ -124,7 +124,7 @@ class Sessions:
         return new
 
     def refuse(self, session: Session) -> None:
-        """Takes back a turn that did not take place."""
+        """Undoes `begin` for a turn that was refused."""
         if self._known.get(session.session_id) is not session:
             return
         if session.before is not None:
@@ -147,7 +147,7 @@ class Sessions:
             session.stop()
 
     def end(self, session_id: int) -> None:
-        """Stops the session's answer, then forgets the session."""
+        """Stops the session's answer, then removes the session."""
         self.stop(session_id)
         self._known.pop(session_id, None)
 

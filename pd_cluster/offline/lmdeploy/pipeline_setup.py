@@ -1,4 +1,4 @@
-"""From the arguments of `pipeline` to a running engine. Every refusal is a ConfigError that names the argument."""
+"""Starts an engine from the arguments of `pipeline`. Every refusal is a ConfigError that names the argument."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from pd_cluster.settings.speculative_config import speculation_of
 
 BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-DEFAULT_INSTANCE_NUM = 32  # no limit in effect: the batch's size is decisive
+DEFAULT_INSTANCE_NUM = 32  # means no limit other than the batch size
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_log_len": ((None,), "prompts are never logged"),
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
-DEFAULT_LEVEL = "ERROR"  # of messages from here; the engine's own log keeps its level
+DEFAULT_LEVEL = "ERROR"  # of this package's messages; the engine's log keeps its level
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens", "vision_config")
 DRAFTING = "speculative_config"
-MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: the model, and how it is read
+MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # fields of EngineConfig about reading the model
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
     *(*OWN, *MODELS, DRAFTING, *WITHOUT_EFFECT),
@@ -47,7 +47,7 @@ KNOWN = (
 
 
 class Ready(NamedTuple):
-    """`num_at_once`: prompts that are answered at a time while the others wait."""
+    """`num_at_once`: the most prompts in progress; others wait."""
 
     offline: OfflineService
     way: PromptStyle
@@ -84,7 +84,7 @@ class Setup:
         return Ready(offline, way, config, num_at_once)
 
     def _config(self) -> BackendConfig:
-        """Accepts either backend's configuration for either, since there is one engine."""
+        """Accepts both backends' configurations for either backend, because there is only one engine."""
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
         if not str(self.model_path):
@@ -95,14 +95,14 @@ class Setup:
         if not isinstance(config, TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig):
             raise ConfigError(
                 f"backend_config {reprlib.repr(config)}: expected a TurbomindEngineConfig or a PytorchEngineConfig "
-                f"(backend='pytorch' goes by its name)"
+                f"(give backend='pytorch' by its name)"
             )
         if tp not in (1, count(type(config).__name__, "tp", config.tp, 1)):
-            raise ConfigError(f"tp {tp}: backend_config has tp {config.tp}; give it there alone")
+            raise ConfigError(f"tp {tp}: backend_config has tp {config.tp}; give it only there")
         return config
 
     def _asked_way(self, config: BackendConfig) -> PromptStyle | None:
-        """Returns the requested way, or None for the model folder's own."""
+        """Returns the requested style of prompts; None: the model folder's."""
         given, name = self.chat_template_config, self._name(config)
         if given is None:
             return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
@@ -128,7 +128,7 @@ class Setup:
                 remarks.append(f"model_name={name!r} (no chat template of that name is built in; the folder's is used)")
             return PromptStyle()
         warn(
-            f"{self.model_path}: the model folder has no chat template, so texts go to the model as they are; name one "
+            f"{self.model_path}: the model folder has no chat template, so the model gets texts unchanged; name one "
             f"with model_name, or give a chat_template_config"
         )
         return PromptStyle(is_plain=True)
@@ -146,7 +146,7 @@ class Setup:
             told = f"dp={size}, tp={config.tp}: {size} prefill and {size} decode instances"
             if size == 1:
                 told = f"tp={config.tp}: a prefill and a decode instance"
-            warn(f"{told} of {config.tp} ranks each, both roles with all the weights")
+            warn(f"{told} of {config.tp} ranks each, both with all weights")
         try:
             engine, remarks = engine_of(str(self.model_path), config)
             engine = msgspec.structs.replace(_chosen(engine, others), speculation=_speculation(others.get(DRAFTING)))
@@ -166,7 +166,7 @@ class Setup:
 
 
 def _chosen(engine: EngineConfig, others: dict[str, Any]) -> EngineConfig:
-    """Applies the call's own choice of model. Raises ConfigError."""
+    """Applies the call's settings for reading the model. Raises ConfigError."""
     given = {name: others[name] for name in MODELS if others.get(name) is not None}
     if isinstance(given.get("hf_overrides"), dict):
         given["hf_overrides"] = {**given["hf_overrides"], **engine.hf_overrides}

@@ -1,4 +1,4 @@
-"""LMDeploy's `VisionConfig`: how many pictures its tower computes at once. Here each is computed by itself."""
+"""LMDeploy's `VisionConfig`: how many images its tower computes at once. Here images are computed one at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pd_cluster.offline.lmdeploy.argument_checks import count
 
 @dataclass
 class VisionConfig:
-    """Changes nothing: a picture's numbers never depend on the pictures beside it."""
+    """Has no effect: an image's features never depend on other images."""
 
     max_batch_size: int = 1
     thread_safe: bool = False
 
 
 def vision_remarks(config: object) -> list[str]:
-    """Returns what has no effect of it. Raises ConfigError."""
+    """Returns remarks on settings without effect. Raises ConfigError."""
     if config is None:
         return []
     if not isinstance(config, VisionConfig):

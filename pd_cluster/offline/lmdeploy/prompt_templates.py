@@ -1,6 +1,6 @@
-"""LMDeploy's chat templates: the text around each role's, by a model's name or as given, as Jinja sources.
+"""LMDeploy's chat templates, built in or given by the caller, as Jinja sources.
 
-Knows nothing of tokens. A built-in template has no system prompt unless the model's makers always give one.
+Knows nothing of tokens. A built-in template has a system prompt only if the model's makers always give one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.argument_checks import checks_names
 from pd_cluster.text.chat_template import ChatTemplate
 
-PLAIN = ("completion", "python")  # capabilities that take texts unchanged
+PLAIN = ("completion", "python")  # capabilities whose texts are passed unchanged
 CAPABILITIES = ("chat", *PLAIN)
-AROUND = {"user", "assistant", "capability"}  # a template needs at least one of them
+AROUND = {"user", "assistant", "capability"}  # a template needs at least one of these fields
 
 
 @checks_names
 @dataclass
 class ChatTemplateConfig:
-    """None keeps the value of `model_name`, which is empty without a built-in template of that name."""
+    """None: the value of the built-in template `model_name`; empty if there is no such template."""
 
     model_name: str | None = None
     system: str | None = None
@@ -41,7 +41,7 @@ class ChatTemplateConfig:
 
 @dataclass(frozen=True)
 class RoleMarkers:
-    """Texts around the roles' texts. `opening` replaces a missing system prompt, `separator` follows an answer."""
+    """Texts around messages of each role. `opening` replaces a missing system prompt, `separator` ends an answer."""
 
     system: str = ""
     meta_instruction: str | None = None
@@ -57,7 +57,7 @@ class RoleMarkers:
 
     @property
     def source(self) -> str:
-        """The template as Jinja."""
+        """The template in Jinja."""
         if self.meta_instruction is None:
             start = self.opening
         else:
@@ -71,7 +71,7 @@ class RoleMarkers:
             f"{{% elif {test} %}}{{{{ {_quoted(before)} ~ message.content ~ {_quoted(after)} }}}}"
             for test, (before, after) in around.items()
         ]
-        refusal = "raise_exception('the role ' ~ message.role ~ ' has no place in it')"
+        refusal = "raise_exception('the role ' ~ message.role ~ ' is not supported')"
         return "".join(
             [
                 f"{{% if messages[0].role not in ('system', 'developer') %}}{{{{ {_quoted(start)} }}}}{{% endif %}}",
@@ -84,7 +84,7 @@ class RoleMarkers:
 
 
 class PromptStyle(NamedTuple):
-    """How a text or a conversation becomes a prompt. Without a template, the model folder's own is used."""
+    """The conversion of a text or a conversation to a prompt. Without a template, the model folder's is used."""
 
     template: ChatTemplate | None = None
     is_plain: bool = False
@@ -140,7 +140,7 @@ BUILT_IN: dict[str, RoleMarkers] = {
 
 
 def way_of(config: ChatTemplateConfig) -> PromptStyle:
-    """Returns the way of a configuration. Raises ConfigError."""
+    """Returns the style of a configuration. Raises ConfigError."""
     if not isinstance(config, ChatTemplateConfig):
         raise ConfigError(f"chat_template_config {reprlib.repr(config)}: expected a ChatTemplateConfig")
     given = {name: value for name, value in asdict(config).items() if value is not None}
@@ -153,9 +153,9 @@ def way_of(config: ChatTemplateConfig) -> PromptStyle:
             wanted = "a list of texts" if field == "stop_words" else "a text"
             raise ConfigError(f"ChatTemplateConfig.{field} {reprlib.repr(value)}: must be {wanted}")
     base = BUILT_IN.get(str(name).lower())
-    if base is None and not AROUND & given.keys():  # otherwise nothing would mark the roles
+    if base is None and not AROUND & given.keys():  # the roles would have no marks
         raise ConfigError(
-            f"ChatTemplateConfig.model_name {name!r}: no chat template is known by that name; there are "
+            f"ChatTemplateConfig.model_name {name!r}: no built-in chat template has that name; there are "
             f"{', '.join(sorted(BUILT_IN))}; or give user, eoh, assistant and eoa"
         )
     if "stop_words" in given:

@@ -1,4 +1,4 @@
-"""The result of LMDeploy's `get_generator`: one session's answers, by a handle. Knows nothing of engines."""
+"""The result of LMDeploy's `get_generator`: a handle to one session. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.offline.lmdeploy.generation_config import GenOut
 
 
 class Done:
-    """The result of a call that has had its effect; LMDeploy's first version awaits it, later ones do not."""
+    """The result of a completed call. LMDeploy's first version awaits it, later versions do not."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
@@ -43,7 +43,7 @@ class SessionGenerator:
         self._owner.stop_session(self.session_id)
 
     def end(self) -> None:
-        """Forgets the session."""
+        """Removes the session."""
         self._owner.end_session(self.session_id)
 
     async def idle(self) -> None:

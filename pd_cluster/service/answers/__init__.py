@@ -1,1 +1,1 @@
-"""From tokens to answers for clients."""
+"""Makes clients' answers from tokens."""

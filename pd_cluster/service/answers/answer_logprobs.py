@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of chat, of completions and, for prompts, of vLLM."""
+"""Formats logprobs for chats, completions and, for prompts, as vLLM does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this instead
 
 class PromptLogprob(Struct):
     logprob: float
-    rank: Annotated[int, Meta(description="1 is the most likely token.")]
+    rank: Annotated[int, Meta(description="The token's rank; 1 is the most likely token.")]
     decoded_token: str
 
 
@@ -31,7 +31,8 @@ class TokenLogprob(Struct):
     token: str
     logprob: float
     bytes: Annotated[
-        list[int] | UnsetType, Meta(description="Of the token's text in UTF-8; a token may be half a character.")
+        list[int] | UnsetType,
+        Meta(description="The bytes of the token's text in UTF-8; a token may be part of a character."),
     ]
 
 
@@ -47,14 +48,14 @@ class CompletionLogprobs(Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: Annotated[list[int], Meta(description="Where each token's text begins, in characters.")]
+    text_offset: Annotated[list[int], Meta(description="The start of each token's text, in characters.")]
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Entries(NamedTuple):
-    """Logprobs of a text's tokens as chats have them, and without the tokens' bytes.
+    """Logprobs of a text's tokens in the chat format, and the same without the tokens' bytes.
 
     Each entry is encoded once: it is a msgspec.Raw of its type.
     """
@@ -96,7 +97,7 @@ class LogprobsFormat:
         return logprobs.top
 
     def encode(self, entries: Sequence[TokenLogprobs], found: Entries) -> None:
-        """Adds the entries, as `chat` has them, to those that were found before."""
+        """Appends entries in the chat format to `found`."""
         for entry in self.chat(entries).content:
             found.full.append(cast(ChatTokenLogprob, msgspec.Raw(_encode(entry))))
             for each in (entry, *entry.top_logprobs):
@@ -104,7 +105,7 @@ class LogprobsFormat:
             found.brief.append(cast(dict[str, Any], msgspec.Raw(_encode(entry))))
 
     def completion(self, entries: list[TokenLogprobs]) -> CompletionLogprobs:
-        """A prompt's first token has none."""
+        """Returns the logprobs of completions; a prompt's first token has none."""
         return CompletionLogprobs(
             tokens=[self._text(entry.token_id) for entry in entries],
             token_logprobs=[None if e.logprobs is None else finite(e.logprobs.logprob) for e in entries],
@@ -113,7 +114,7 @@ class LogprobsFormat:
         )
 
     def prompt(self, token_ids: list[int], found: list[Logprobs | None]) -> PromptLogprobs:
-        """Returns for each token itself, by its id, and then the most likely ones."""
+        """Returns for each prompt token its own logprob, by id, and then those of the most likely tokens."""
         answer: PromptLogprobs = []
         for token_id, logprobs in zip(token_ids, found, strict=False):
             if logprobs is None:
@@ -127,7 +128,7 @@ class LogprobsFormat:
         return answer
 
     def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
-        """Returns the chosen token and the most likely ones. The likelier of two tokens with the same text is kept."""
+        """Returns the chosen and the most likely tokens. Keeps the likelier of two tokens with the same text."""
         found = {self._text(token_id): finite(logprobs.logprob)}
         for other, value in logprobs.top:
             found.setdefault(self._text(other), finite(value))
@@ -137,7 +138,7 @@ class LogprobsFormat:
         return f"token_id:{token_id}" if self._as_token_ids else self._decoded(token_id)
 
     def _decoded(self, token_id: int) -> str:
-        """Decodes a token; bytes that form no character by themselves become U+FFFD."""
+        """Decodes a token; bytes that are not a whole character become U+FFFD."""
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
@@ -154,7 +155,7 @@ def npy_base64(rows: Sequence[Sequence[float]]) -> str:
 
 
 def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:
-    """Returns an answer's logprobs with their offsets in a text that has so many characters before the answer."""
+    """Returns an answer's logprobs with offsets shifted by the characters of the text before the answer."""
     return [entry._replace(text_offset=entry.text_offset + num_chars) for entry in entries]
 
 

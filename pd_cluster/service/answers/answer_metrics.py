@@ -1,4 +1,4 @@
-"""When the tokens of an answer came, and what became of its drafts, in the fields that vLLM shows to clients."""
+"""The times of an answer's tokens, and the results of its drafts, in vLLM's fields for clients."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ MS = 1000.0
 
 
 class SpeculativeMetrics(Struct, omit_defaults=True):
-    """`acceptance_histogram[j]`: steps of which j draft tokens were accepted."""
+    """`acceptance_histogram[j]`: steps with j accepted draft tokens."""
 
-    mean_acceptance_length: Annotated[float, Meta(description="Tokens of a step with drafts, the last one included.")]
+    mean_acceptance_length: Annotated[
+        float, Meta(description="Mean tokens per step with drafts, including the last token.")
+    ]
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
     num_spec_steps: Annotated[int, Meta(description="Steps with drafts.")]
     num_accepted_draft_tokens: int
     num_draft_tokens: int
-    num_spec_tokens: Annotated[int, Meta(description="Most draft tokens of a step.")]
+    num_spec_tokens: Annotated[int, Meta(description="Most draft tokens per step.")]
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
 
 
 class AnswerMetrics(Struct, kw_only=True):
-    """Times are there with `include_metrics`."""
+    """Times of tokens and results of drafts. Times are set with `include_metrics`."""
 
     time_to_first_token_ms: float | UnsetType = UNSET
-    generation_time_ms: Annotated[float | UnsetType, Meta(description="From the first token until the last.")] = UNSET
+    generation_time_ms: Annotated[float | UnsetType, Meta(description="From the first token to the last.")] = UNSET
     queue_time_ms: Annotated[
-        float | UnsetType | None, Meta(description="Until a prefill instance had room; null: not reported.")
+        float | UnsetType | None, Meta(description="Until a prefill instance had capacity; null: not reported.")
     ] = UNSET
-    mean_itl_ms: Annotated[float | UnsetType | None, Meta(description="Between two tokens; null if there is one.")] = (
-        UNSET
-    )
-    tokens_per_second: Annotated[float | UnsetType | None, Meta(description="After the first token.")] = UNSET
+    mean_itl_ms: Annotated[
+        float | UnsetType | None, Meta(description="Mean time between two tokens; null for a single token.")
+    ] = UNSET
+    tokens_per_second: Annotated[float | UnsetType | None, Meta(description="The rate after the first token.")] = UNSET
     speculative_decoding: Annotated[
         SpeculativeMetrics | UnsetType, Meta(description="With --per-request-spec-decode-metrics.")
     ] = UNSET
@@ -48,7 +50,7 @@ class AnswerMetrics(Struct, kw_only=True):
 def with_drafts(
     metrics: AnswerMetrics | None, generations: Sequence[Generation], num_spec_tokens: int, is_detailed: bool
 ) -> AnswerMetrics | None:
-    """Returns the metrics with those of drafts; None for more than one answer."""
+    """Adds the results of drafts to the metrics; None for more than one answer."""
     generation = generations[0]
     if not generation.order.reports_drafts:
         return metrics

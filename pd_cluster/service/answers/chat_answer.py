@@ -57,7 +57,7 @@ class ChatChunkChoice(Struct, omit_defaults=True):
 
 
 class ChatCompletionChunk(Struct, omit_defaults=True):
-    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+    """One event of a stream. If usage is requested, the last event has it, without choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -70,7 +70,7 @@ class ChatCompletionChunk(Struct, omit_defaults=True):
 
 
 class ChatAnswer(Answer):
-    """`_texts` split each choice's text into content, reasoning and calls; empty where all of it is content."""
+    """Answers a chat. `_texts` split each choice's text into content, reasoning and calls; empty if all is content."""
 
     prefix = "chatcmpl"
 

@@ -1,4 +1,4 @@
-"""A choice's text as a message: content, reasoning and calls, whole or in deltas. Independent of chunks."""
+"""Makes a message of a choice's text: content, reasoning and calls, whole or in deltas. Independent of chunks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class AnswerMessage(Struct, omit_defaults=True):
     role: str
     content: str | None
     reasoning: Annotated[str | UnsetType | None, Meta(description="What the model wrote before its answer.")] = UNSET
-    reasoning_content: Annotated[str | UnsetType | None, Meta(description="The same, under its older name.")] = UNSET
-    tool_calls: Annotated[list[ToolCall] | None, Meta(description="Absent without calls.")] = None
+    reasoning_content: Annotated[str | UnsetType | None, Meta(description="The reasoning, under its older name.")] = (
+        UNSET
+    )
+    tool_calls: Annotated[list[ToolCall] | None, Meta(description="The calls; absent if there are none.")] = None
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -45,7 +47,7 @@ class ToolCallDelta(Struct, omit_defaults=True):
 
 
 class Delta(Struct, omit_defaults=True):
-    """The new part of a message. The first of a choice has the role."""
+    """The new part of a message. The first delta of a choice has the role."""
 
     role: str | None = None
     content: str | None = None
@@ -55,9 +57,9 @@ class Delta(Struct, omit_defaults=True):
 
 
 class ChoiceText:
-    """`reasoning` has two names in messages, vLLM's current and former one, so that clients may read either.
+    """One choice's text. Messages have `reasoning` under two names, vLLM's current and former one.
 
-    Where it is hidden, a piece keeps only the tokens that wrote content.
+    If reasoning is hidden, a piece keeps only the tokens of content.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -72,13 +74,13 @@ class ChoiceText:
         self.reasoning = ""  # so far, whether it is shown or not
 
     def finish_reason(self, piece: Piece) -> str | None:
-        """Returns what the last piece's text ended with: calls, unless a stop of the request has cut the last one."""
+        """Returns the finish reason of the last piece: calls, unless a stop of the request cut the last call."""
         is_cut = piece.stop_reason is not None and self._reader.is_cut
         makes_calls = self._calls_finish and self._reader.num_calls > 0 and not is_cut
         return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def read(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta for new text, None while nothing is certain; and the piece as clients may see it."""
+        """Returns the delta for new text, None if no text is final; and the piece as clients may see it."""
         if self._shares is None:
             return self._delta(self._reader.feed(piece.text)), piece
         parts: list[Part] = []
@@ -90,8 +92,8 @@ class ChoiceText:
         return self._delta(parts), _with_tokens(piece, tokens)
 
     def finish(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta of text that was held back, or None. `piece`: the last, as `read` returned it; it gets that
-        text's tokens.
+        """Returns the delta of text that was held back, or None, and the piece. `piece`: the last that `read` returned;
+        it gets the tokens of that text.
         """
         parts = self._reader.finish()
         if self._shares is not None:
@@ -99,7 +101,7 @@ class ChoiceText:
         return self._delta(parts), piece
 
     def message(self, piece: Piece, role: str = "assistant") -> tuple[AnswerMessage, Piece]:
-        """Returns a message, and the piece as clients may see it. The content is None where there are only calls."""
+        """Returns a message, and the piece as clients may see it. The content is None if there are only calls."""
         first, piece = self.read(piece)
         last, piece = self.finish(piece)
         deltas = [each for each in (first, last) if each is not None]
@@ -146,7 +148,7 @@ def _joined(texts: list[str | None]) -> str | None:
 
 
 def _joined_calls(deltas: list[ToolCallDelta]) -> list[ToolCall]:
-    """Returns the calls of a whole message; a delta without an id goes on with the call before it."""
+    """Returns the calls of a whole message; a delta without an id continues the call before it."""
     calls: list[ToolCall] = []
     for delta in deltas:
         assert delta.function is not None

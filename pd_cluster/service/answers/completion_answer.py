@@ -1,4 +1,4 @@
-"""The answers of /v1/completions: a text for each choice, after its prompt if that was requested."""
+"""The answers of /v1/completions: a text for each choice, after its prompt if `echo` is set."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Completion(Struct, omit_defaults=True):
 
 class CompletionChunkChoice(Struct, omit_defaults=True):
     index: int
-    text: Annotated[str, Meta(description="What is new.")]
+    text: Annotated[str, Meta(description="The new text.")]
     logprobs: CompletionLogprobs | None
     finish_reason: EndReason | None
     token_ids: list[int] | None = None
@@ -55,7 +55,7 @@ class CompletionChunkChoice(Struct, omit_defaults=True):
 
 
 class CompletionChunk(Struct, omit_defaults=True):
-    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+    """One event of a stream. If usage is requested, the last event has it, without choices."""
 
     id: str
     object: Literal["text_completion"]
@@ -75,7 +75,7 @@ class CompletionAnswer(Answer):
         super().__init__(request, model, service, generations)
         self._echo = bool(request.echo)
         self._has_special = request.add_special_tokens is not False
-        self._given: list[str | None] = [None] * len(generations)  # prompts that are echoed as they were given
+        self._given: list[str | None] = [None] * len(generations)  # prompt texts to echo unchanged
         self._echoed = [""] * len(generations)
         if request.echo:
             is_cut = request.truncate_prompt_tokens is not None
@@ -84,7 +84,7 @@ class CompletionAnswer(Answer):
                 each.prompt_text if given is None else given
                 for given, each in zip(self._given, generations, strict=True)
             ]
-        self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as far as they are echoed
+        self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its echoed logprobs
 
     def whole(self, pieces: list[Piece]) -> Completion:
         return Completion(
@@ -136,7 +136,7 @@ class CompletionAnswer(Answer):
         return self._echoed[choice // self._num_choices]
 
     def _prompt(self, choice: int) -> list[TokenLogprobs]:
-        """Returns the prompt's own logprobs, as far as they are echoed."""
+        """Returns the prompt's echoed logprobs."""
         if not self._echo:
             return []
         at = choice // self._num_choices
@@ -148,9 +148,9 @@ class CompletionAnswer(Answer):
         return self._of_prompts[at]
 
     def _prompt_offsets(self, at: int) -> list[int]:
-        """Returns how many characters of the echoed text are before each token of a prompt."""
+        """Returns the number of characters of the echoed text before each token of a prompt."""
         generation, given = self.generations[at], self._given[at]
-        if given is not None and given != generation.prompt_text:  # such as one with special tokens
+        if given is not None and given != generation.prompt_text:  # such as a text with special tokens
             return self._tokenizer.offsets(given, self._has_special)
         return generation.sequences[0].detokenizer.offsets(generation.prompt_token_ids)
 

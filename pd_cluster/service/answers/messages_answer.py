@@ -1,4 +1,4 @@
-"""The answers of /v1/messages, whole and in events, in Anthropic's shapes."""
+"""The answers of /v1/messages, whole and in events, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.schema.error_bodies import MessageErrorDetails, messages_error_body
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 
-SIGNATURE = "unsigned"  # clients send thinking back only with a signature; nothing here checks one
-UNREADABLE = "unreadable"  # the key under which a call's input is shown that is no JSON object
+SIGNATURE = "unsigned"  # clients send thinking back only with a signature, which is not checked
+UNREADABLE = "unreadable"  # the key for a call's input that is not a JSON object
 Ending = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 EventKind = Literal[
     "message_start",
@@ -36,7 +36,7 @@ class MessageBlock(Struct, omit_defaults=True):
     text: str | None = None
     thinking: str | None = None
     signature: Annotated[str | None, Meta(description="Not checked when the block is sent back.")] = None
-    id: Annotated[str | None, Meta(description="A call's, which its result names.")] = None
+    id: Annotated[str | None, Meta(description="The id of a call; the call's result repeats it.")] = None
     name: str | None = None
     input: Annotated[
         dict[str, Any] | None,
@@ -49,8 +49,8 @@ class OutputTokensDetails(Struct):
 
 
 class MessageUsage(Struct):
-    input_tokens: Annotated[int, Meta(description="Of the prompt, those whose KV cache was not there already.")]
-    cache_read_input_tokens: Annotated[int, Meta(description="Of the prompt, the others.")]
+    input_tokens: Annotated[int, Meta(description="Prompt tokens that were not cached.")]
+    cache_read_input_tokens: Annotated[int, Meta(description="Prompt tokens that were cached.")]
     cache_creation_input_tokens: Literal[0]
     output_tokens: int
     output_tokens_details: OutputTokensDetails
@@ -134,8 +134,8 @@ class MessagesAnswer(BlockAnswer):
         return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def _delta(self, block: Block, text: str) -> bytes:
-        """Returns a block's new text. A call's input is told as a whole, unless its tool is eager: it may be no JSON,
-        which clients cannot read.
+        """Returns a block's new text. Unless its tool is eager, a call's input is sent whole, because clients cannot
+        read input that is not JSON.
         """
         if block.kind == "text":
             return _told(block, MessageDelta("text_delta", text=text))
@@ -145,7 +145,7 @@ class MessagesAnswer(BlockAnswer):
         return _told(block, MessageDelta("input_json_delta", partial_json=text)) if is_eager else b""
 
     def _block(self, block: Block, text: str) -> MessageBlock:
-        """Returns a block with this text; as it begins, without any."""
+        """Returns a block with this text; "" for the start of a block."""
         if block.kind == "text":
             return MessageBlock("text", text)
         if block.kind == "reasoning":
@@ -169,7 +169,7 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts as the API does: `input_tokens` are those of the prompt that were not cached."""
+        """Counts as Anthropic's API does: `input_tokens` are the prompt tokens that were not cached."""
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
         return MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached,
@@ -190,7 +190,7 @@ def _told(block: Block, delta: MessageDelta) -> bytes:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments as the object that the API has for them. A model may write something else."""
+    """Returns a call's arguments as an object, as the API requires; a model may write something else."""
     try:
         found = msgspec.json.decode(arguments) if arguments else {}
     except (msgspec.DecodeError, RecursionError):

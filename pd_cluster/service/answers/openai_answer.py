@@ -1,4 +1,4 @@
-"""OpenAI's answers, whole and in chunks: the common part of chat and completions. Independent of connections."""
+"""OpenAI's answers, whole and in chunks: the part that chat and completions share. Independent of connections."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pd_cluster.service.schema.completion_protocol import GenerationRequest
 from pd_cluster.service.text_service import TextService
 
 _encode = msgspec.json.Encoder().encode
-# A field with a default is not in every answer: with None it is left out, with UNSET its null is
-# written.
+# A field with a default may be absent: the default None is left out; with the default UNSET, a null is written.
 EndReason = Literal["stop", "length", "tool_calls"]
 UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
-StopReason = Annotated[str | int | UnsetType | None, Meta(description="The stop string or stop token that ended it.")]
-OfPrompt = Annotated[PromptLogprobs | None, Meta(description="By token id; null for the first token, which has none.")]
+StopReason = Annotated[
+    str | int | UnsetType | None, Meta(description="The stop string or stop token that ended the answer.")
+]
+OfPrompt = Annotated[PromptLogprobs | None, Meta(description="Logprobs by token id; null for the first token.")]
 OfMetrics = Annotated[
     AnswerMetrics | UnsetType | None,
     Meta(
@@ -37,7 +38,7 @@ OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params:
 
 
 class Wanted(NamedTuple):
-    """The optional parts of an answer that a request asked for. The request itself need not be kept until the end."""
+    """The optional parts of an answer that a request asks for."""
 
     stream: bool
     usage: bool  # in the stream
@@ -46,7 +47,7 @@ class Wanted(NamedTuple):
     logprobs: bool
     prompt_logprobs: bool
     timings: bool
-    stop_reason: bool  # also where it is null
+    stop_reason: bool  # even if null
     kv_transfer_params: dict[str, Any] | None
 
     @classmethod
@@ -66,7 +67,7 @@ class Wanted(NamedTuple):
 
 
 class Answer(ABC):
-    """The shapes of one endpoint: id, time and model are the same in every chunk.
+    """The answer of one endpoint: id, time and model are the same in every chunk.
 
     Choices are numbered consecutively: the first prompt's, then the second's.
     """
@@ -81,7 +82,7 @@ class Answer(ABC):
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer
         self._service = service
-        self.kv_handle: KVHandle | None = None  # for the prompt's KV cache, where one was asked for
+        self.kv_handle: KVHandle | None = None  # for the prompt's KV cache, if requested
         as_ids = request.return_tokens_as_token_ids
         as_ids = service.shows_token_ids if as_ids is None else as_ids
         self._format = LogprobsFormat(service.tokenizer, as_ids, tells_chosen=bool(request.logprob_token_ids))
@@ -89,13 +90,13 @@ class Answer(ABC):
         self._created = int(time.time())
         self._model = model
         self._opened = [False for _ in generations]
-        self._told_prompt_ids: set[int] = set()  # choices whose first chunk has been made
+        self._told_prompt_ids: set[int] = set()  # choices whose first chunk was made
         self._prompts_told: dict[int, PromptLogprobs] = {}  # first choice -> its prompt's logprobs, for other choices
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk's bytes before and after the text
 
     @property
     def identity(self) -> tuple[str, int]:
-        """Its id and time, before the first chunk is made."""
+        """Sets the id and the time, before the first chunk."""
         return self.id, self._created
 
     @identity.setter
@@ -109,7 +110,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, pieces: list[Piece]) -> msgspec.Struct:
-        """`pieces`: one for each choice."""
+        """Returns the whole answer. `pieces`: one for each choice."""
 
     def _prompt_ids(self, choice: int) -> list[int] | None:
         return self._generation_of(choice).prompt_token_ids if self.wanted.token_ids else None
@@ -122,7 +123,7 @@ class Answer(ABC):
     # ---- the answer in chunks
 
     def events(self, piece: Piece) -> bytes:
-        """Returns a piece's events; b"" when nothing of it can be shown yet."""
+        """Returns a piece's events; b"" if none of it can be shown yet."""
         at = piece.index // self._num_choices
         if self._opened[at]:
             events = b""
@@ -138,11 +139,11 @@ class Answer(ABC):
 
     @property
     def shows_every_token(self) -> bool:
-        """Whether a chunk without text can have something to show."""
+        """Whether a chunk without text is sent, too."""
         return self.wanted.token_ids or self.wanted.logprobs
 
     def _text_chunk(self, piece: Piece) -> bytes:
-        """Encodes only the text, where nothing else differs from one chunk to the next."""
+        """Encodes only the text, because nothing else differs from the previous chunk."""
         if self.shows_every_token or self.wanted.usage_so_far:
             return self._full_chunk(piece, self._delta(piece.text))
         around = self._around_text.get(piece.index)
@@ -170,7 +171,7 @@ class Answer(ABC):
         return self._full_chunk(piece, self._delta(piece.text or None))
 
     def closing_chunk(self) -> bytes:
-        """Returns the chunk after the last choice's end; b"" if there is nothing to tell."""
+        """Returns the chunk after the last choice's end; b"" if there is none."""
         if not (self.wanted.usage or self.wanted.timings):
             return b""
         chunk = self._chunk_of([])
@@ -194,7 +195,9 @@ class Answer(ABC):
         return usage_of(self.generations)
 
     def _chunk(self, choice: Any, prompt_ids: list[int] | None = None, num_tokens: int | None = None) -> bytes:
-        """`prompt_ids`: of the prompt, in a choice's first chunk. `num_tokens`: in its usage; None: all so far."""
+        """Returns a chunk. `prompt_ids`: the prompt's, in a choice's first chunk. `num_tokens`: for the chunk's usage;
+        None: all so far.
+        """
         chunk = self._chunk_of([choice], prompt_ids)
         if self.wanted.usage:
             so_far = self.wanted.usage_so_far
@@ -202,7 +205,7 @@ class Answer(ABC):
         return event(chunk)
 
     def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any]:
-        """Returns a choice's finish_reason, token_ids and stop_reason; without a piece it has none."""
+        """Returns a choice's finish_reason, token_ids and stop_reason, as far as its piece has them."""
         if piece is None:
             return None, None, UNSET
         reason = self._finish_reason(piece)
@@ -222,15 +225,15 @@ class Answer(ABC):
 
     @abstractmethod
     def _delta(self, text: str | None) -> Any:
-        """Returns new text as a chunk's choice has it; None: the chunk carries the finish_reason alone."""
+        """Returns new text in the form of a chunk's choice. None: the chunk has only the finish_reason."""
 
     @abstractmethod
     def _choice(self, index: int, content: Any, logprobs: Any = None, piece: Piece | None = None) -> msgspec.Struct:
-        """Returns a chunk's choice. `piece`: what it tells besides the content."""
+        """Returns a chunk's choice. `piece`: the source of all fields but the content and logprobs."""
 
     @abstractmethod
     def _chunk_of(self, choices: list[Any], prompt_ids: list[int] | None = None) -> Any:
-        """Returns the chunk of these choices, still without usage and metrics."""
+        """Returns the chunk of these choices, without usage and metrics."""
 
     def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
         if not self.wanted.prompt_logprobs:

@@ -1,6 +1,6 @@
-"""A reply as a row of blocks: reasoning, text and calls, in the order in which the model wrote them.
+"""Splits a reply into blocks: reasoning, text and calls, in the order in which the model wrote them.
 
-The form that /v1/messages and /v1/responses share; each names the blocks in its own words. Knows nothing of either.
+/v1/messages and /v1/responses share this form, and name the blocks differently. Knows nothing of either.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """`text` is what has been written so far: of a call, its arguments. `call_id` and `name` are a call's.
+    """One block. `text`: the text so far, or a call's arguments. `call_id` and `name` are a call's.
 
-    `tokens` wrote it, if they have logprobs and it is a text.
+    `tokens`: the tokens of a text block, if they have logprobs.
     """
 
     def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
@@ -46,23 +46,25 @@ class BlockChange(NamedTuple):
     what: Literal["begins", "grows", "ends"]
     block: Block
     text: str = ""
-    tokens: Sequence[TokenLogprobs] = ()  # of this text, as in Block
+    tokens: Sequence[TokenLogprobs] = ()  # the tokens of this text, as in Block
 
 
 class BlockReader:
-    """Reads one choice's pieces. `blocks` are all so far; the last one is still growing."""
+    """Reads one choice's pieces. `blocks`: all blocks so far; the last one may still grow."""
 
     def __init__(self, generation: Generation, shows_reasoning: bool = True) -> None:
         self._generation = generation
         self._reader = generation.new_reader() if generation.new_reader is not None else None
-        generation.parts_steps = self._reader is not None  # until the first token after any reasoning is found
+        generation.parts_steps = self._reader is not None  # until the first token after the reasoning is found
         self._new_call_id = generation.new_call_id
         self._shows_reasoning = shows_reasoning
         shows_stop_token = generation.sequences[0].shows_stop_token
         self._shares = TokenAlignment(shows_stop_token) if generation.sampling.logprobs is not None else None
         self._has_reasoned = False
         self._num_reasoning_tokens = 0
-        self._later: list[tuple[Part, Sequence[TokenLogprobs]]] = []  # content among arguments, which follows its call
+        self._later: list[
+            tuple[Part, Sequence[TokenLogprobs]]
+        ] = []  # content between arguments, which follows its call
         self.blocks: list[Block] = []
 
     @property
@@ -71,11 +73,11 @@ class BlockReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens before the first one of the answer, the marks around reasoning included; 0 without any reasoning."""
+        """The number of tokens before the answer, including the marks around reasoning; 0 without reasoning."""
         return self._num_reasoning_tokens if self._has_reasoned else 0
 
     def read(self, piece: Piece) -> Iterator[BlockChange]:
-        """Yields what is certain after this piece; with the last piece, also everything that was held back."""
+        """Yields the final changes after this piece; after the last piece, also those that were held back."""
         for text in (piece.text,) if self._shares is None else self._shares.cut(piece):
             parts: list[Part] = [Content(text)] if text else []
             yield from self._all_changes(parts if self._reader is None else self._reader.feed(text))
@@ -139,9 +141,9 @@ class BlockReader:
 
 
 class BlockAnswer(ABC):
-    """The answer to a request of one choice, whole or as events. `headers` name it for clients.
+    """The answer to a request of one choice, whole or as events. `headers` identify it for clients.
 
-    `last` is the piece that ends it, set before the last changes are told.
+    `last`: the piece that ends it, set before `events` gets the last changes.
     """
 
     id: str
@@ -155,7 +157,7 @@ class BlockAnswer(ABC):
 
     @property
     def name(self) -> str:
-        """The request's name in logs and timelines, by which it can be ended."""
+        """The request's name in logs and timelines, and for aborts."""
         return self.id
 
     @property
@@ -164,17 +166,17 @@ class BlockAnswer(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether building it takes noticeable time, so that it is built on a thread, and in a stream its ends are."""
+        """Whether building it takes noticeable time, so that a thread builds it, or the last events of its stream."""
         return self.generation.sampling.logprobs is not None
 
     def read(self, piece: Piece) -> list[BlockChange]:
-        """Returns what `events` tells of a piece."""
+        """Returns a piece's changes, the input of `events`."""
         if piece.finish_reason is not None:
             self.last = piece
         return [*self.reader.read(piece)]
 
     def events(self, changes: list[BlockChange]) -> bytes:
-        """Returns a piece's events; `closing` follows those of the last. The first ones also say that it begins."""
+        """Returns a piece's events, which begin with `_opening` for the first piece; `closing` follows the last."""
         found = [] if self._is_opened else [self._opening()]
         self._is_opened = True
         return b"".join([*found, *(self._change(change) for change in changes)])
@@ -185,7 +187,7 @@ class BlockAnswer(ABC):
 
     @abstractmethod
     def failure(self, error: PdClusterError) -> bytes:
-        """Returns the events of an error after the first ones."""
+        """Returns the events of an error after the answer has begun."""
 
     @abstractmethod
     def _opening(self) -> bytes:

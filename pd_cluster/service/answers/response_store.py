@@ -1,7 +1,7 @@
-"""Responses that are kept for their clients: an SQLite database in a folder that all API processes of a host share.
+"""Stores responses for their clients in an SQLite database, which all API processes of a host share.
 
-A response is found by its owner and its id only: another owner's id is as unknown as a made-up one. Knows nothing of
-HTTP, nor of what a response means.
+A lookup needs the owner and the id: another owner's id is as unknown as an invented one. Knows nothing of HTTP or of a
+response's contents.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Json = dict[str, Any]
 
 
 class KeptResponse(msgspec.Struct):
-    """`items`: all that the response answered, earlier turns included."""
+    """`items`: all input items of the response, including earlier turns."""
 
     response: Json
     items: list[Json]
@@ -62,14 +62,14 @@ class KeptResponse(msgspec.Struct):
 
 
 class ResponseStore:
-    """`keep`, `find` and `remove` wait for the disk: an event loop calls them through `on_thread`.
+    """`keep`, `find` and `remove` wait for the disk, so an event loop calls them through `on_thread`.
 
-    A call costs the same however many responses there are. A response is gone `ttl_s` after it was kept; each `keep`
-    removes some of those that have expired, of all owners.
+    The cost of a call does not depend on the number of responses. A response expires `ttl_s` after it was stored; each
+    `keep` removes some expired responses of all owners.
     """
 
     def __init__(self, config: KeptResponses, clock: Callable[[], float] = time.time) -> None:
-        """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
+        """Makes the folder, or uses an existing one. Raises ConfigError unless it belongs to this user alone."""
         self._config, self._clock = config, clock
         self.file = Path(config.folder) / FILE
         self._threads = FairThreadPool(NUM_THREADS, name="responses")
@@ -84,11 +84,11 @@ class ResponseStore:
             raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the call's result; it runs on a thread of the store's own, and so delays nothing else."""
+        """Runs the call on the store's own thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def keep(self, owner: str, kept: KeptResponse) -> bool:
-        """Keeps a response under its id. Returns False if it has no room or cannot be written."""
+        """Stores a response under its id. Returns False if it is too large or cannot be written."""
         body, most_nbytes, key = msgspec.json.encode(kept), self._config.tenant_mib << 20, _key(owner)
         if len(body) > most_nbytes:
             return False
@@ -104,7 +104,7 @@ class ResponseStore:
         return True
 
     def find(self, owner: str, response_id: str) -> KeptResponse:
-        """Raises RequestNotFound for any id that is not a live one of this owner."""
+        """Returns an owner's response. Raises RequestNotFound for an unknown or expired id."""
         asked = "SELECT body FROM responses WHERE owner = ? AND id = ? AND made_s > ?"
         since_s = self._clock() - self._config.ttl_s
         with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
@@ -114,7 +114,7 @@ class ResponseStore:
         raise not_found(response_id)
 
     def remove(self, owner: str, response_id: str) -> None:
-        """Raises RequestNotFound like `find`."""
+        """Removes a response. Raises RequestNotFound like `find`."""
         self.find(owner, response_id)
         with contextlib.suppress(sqlite3.Error), self._database.writing() as connection:
             asked = "DELETE FROM responses WHERE owner = ? AND id = ?"
@@ -127,13 +127,13 @@ class ResponseStore:
         self._database.close()
 
     def _evict_oldest(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:
-        """Removes an owner's oldest responses until the rest has room."""
+        """Removes an owner's oldest responses until the rest fits."""
         oldest = "SELECT rowid FROM responses WHERE owner = ? ORDER BY made_s, rowid LIMIT 1"
         while connection.execute("SELECT nbytes FROM owners WHERE owner = ?", (key,)).fetchone()[0] > most_nbytes:
             connection.execute(f"DELETE FROM responses WHERE rowid = ({oldest})", (key,))
 
     def _expire(self) -> int:
-        """Removes some of what has expired, of all owners; returns how many. Raises sqlite3.Error."""
+        """Removes some expired responses of all owners; returns how many. Raises sqlite3.Error."""
         expired = "SELECT rowid FROM responses WHERE made_s <= ? ORDER BY made_s LIMIT ?"
         bounds = (self._clock() - self._config.ttl_s, MOST_EXPIRED)
         if self._database.connection.execute(expired, bounds).fetchone() is None:

@@ -27,7 +27,7 @@ ID_NUM_BYTES = 24
 RAW: Literal["raw_message_tokens"] = "raw_message_tokens"
 PREFIX = "resp_"
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middle of their events' names
+PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middle part of event names
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -37,7 +37,7 @@ class ResponsePart(Struct, omit_defaults=True):
     annotations: list[Any] | None = None
     logprobs: Annotated[
         list[ChatTokenLogprob] | None,
-        Meta(description="Of its tokens, with include message.output_text.logprobs; otherwise empty."),
+        Meta(description="Logprobs of the part's tokens, with include message.output_text.logprobs; otherwise empty."),
     ] = None
 
 
@@ -50,9 +50,9 @@ class ResponseItem(Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     summary: Annotated[list[Any] | None, Meta(description="Always empty: `content` has the reasoning itself.")] = None
     content: list[ResponsePart] | None = None
-    call_id: Annotated[str | None, Meta(description="The output of the call names it.")] = None
+    call_id: Annotated[str | None, Meta(description="The id of the call; the call's output repeats it.")] = None
     name: str | None = None
-    namespace: Annotated[str | None, Meta(description="Of the function, if it has one.")] = None
+    namespace: Annotated[str | None, Meta(description="The function's namespace, if it has one.")] = None
     arguments: Annotated[str | None, Meta(description="The model wrote it: check it before use.")] = None
 
 
@@ -166,7 +166,7 @@ class ResponsesAnswer(BlockAnswer):
 
     @property
     def name(self) -> str:
-        """The request's own, with a response's prefix. The id, by which a response is kept, stays random."""
+        """The request's own name with a response's prefix. The id, under which a response is stored, is random."""
         return self.id if self._own_name is None else PREFIX + self._own_name.removeprefix(PREFIX)
 
     @property
@@ -176,7 +176,7 @@ class ResponsesAnswer(BlockAnswer):
         return "incomplete" if self.last.finish_reason == "length" else "completed"
 
     def is_not_stored(self) -> None:
-        """Says so in what is sent from now on."""
+        """Marks the response as not stored, in all later output."""
         self._head.store = False
 
     def read(self, piece: Piece) -> list[BlockChange]:
@@ -274,7 +274,7 @@ class ResponsesAnswer(BlockAnswer):
         return self._item_ids[block.index]
 
     def _status_of(self, block: Block) -> ItemStatus:
-        """An answer that was cut ends in an item that was."""
+        """Returns an item's status: the last item of an incomplete answer is incomplete."""
         return "incomplete" if self.status == "incomplete" and block is self.reader.blocks[-1] else "completed"
 
     def _item(self, block: Block, text: str, status: ItemStatus) -> ResponseItem:
@@ -288,13 +288,13 @@ class ResponsesAnswer(BlockAnswer):
         return ResponseItem("message", item_id, status, role="assistant", content=content)
 
     def _part(self, block: Block, text: str) -> ResponsePart:
-        """Returns the part with this text: all of the block's, or none of it."""
+        """Returns the part with this text: the block's whole text, or ""."""
         if block.kind == "reasoning":
             return ResponsePart("reasoning_text", text)
         return ResponsePart("output_text", text, [], self._entries_of(block).full if text else [])
 
     def _entries_of(self, block: Block) -> Entries:
-        """Returns the logprobs of all its tokens; those of an answer that is sent whole were not encoded before."""
+        """Returns the logprobs of all tokens of the block, which are not yet encoded if the answer is sent whole."""
         entries = self._entries[block.index]
         self._logprobs.encode(block.tokens[len(entries.full) :], entries)
         return entries
@@ -310,7 +310,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def _opened(self, request: ResponsesRequest, model: str, is_stored: bool) -> ResponseObject:
-        """Returns the response object before any output, with the fields that it repeats of its request."""
+        """Returns the response object before any output, with the fields that repeat the request's."""
         sampling, choice, reasoning = self.generation.sampling, request.tool_choice, request.reasoning
         text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
         return ResponseObject(
@@ -339,7 +339,7 @@ class ResponsesAnswer(BlockAnswer):
             temperature=sampling.temperature,
             text={"format": {"type": "text"}, **text},
             tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, BaseModel) else choice or "auto",
-            tools=[_told(tool) for tool in request.tools or []],
+            tools=[_echoed(tool) for tool in request.tools or []],
             top_logprobs=request.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation="disabled",
@@ -350,7 +350,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
 
-def _told(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
-    """Returns a tool as the response object repeats it."""
+def _echoed(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
+    """Returns a tool in the form that the response object repeats."""
     told = tool.model_dump(exclude_none=True)
     return told if isinstance(tool, NamespaceTool) else {"strict": None, "parameters": None, **told}

@@ -1,4 +1,4 @@
-"""Which tokens wrote which text of a reply, for its logprobs. Knows nothing of HTTP, nor of how marks look."""
+"""Finds the tokens of each part of a reply's text, for its logprobs. Knows nothing of HTTP or of the form of marks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pd_cluster.service.generation.text_sequence import Piece, TokenLogprobs
 
 @dataclass(slots=True)
 class _Written:
-    """The token of a text, behind those that wrote only first bytes of its first character. Up to the next one's
-    `start`, in characters of the reply.
+    """A span of text and the token that wrote it, after any tokens that wrote only first bytes of its first character.
+
+    It begins at `start`, in characters of the reply, and ends where the next span begins.
     """
 
     entries: list[TokenLogprobs]
@@ -22,22 +23,22 @@ class _Written:
 
 
 class TokenAlignment:
-    """Hands out the text of one choice token by token, and tells for each part of content which tokens wrote it.
+    """Yields the text of one choice token by token, and returns the tokens of each part of content.
 
-    Marks, reasoning and calls have tokens of their own, which no content gets; neither does a token without text that
-    ends the answer. A token belongs to the first part that has a character of its text.
+    Content never gets tokens of marks, reasoning or calls, or a final token without text. A token belongs to the first
+    part that has a character of its text.
     """
 
     def __init__(self, shows_stop_token: bool = False) -> None:
         """`shows_stop_token`: the token that ends the answer is part of its text."""
         self._shows_stop_token = shows_stop_token
-        self._num_chars = 0  # of text that was handed out
-        self._coming: deque[TokenLogprobs] = deque()  # tokens whose text was not
-        self._text = ""  # the end of the text that was: part of nothing yet
-        self._open: deque[_Written] = deque()  # the tokens that wrote it
+        self._num_chars = 0  # of text that `cut` has yielded
+        self._coming: deque[TokenLogprobs] = deque()  # tokens whose text was not yielded yet
+        self._text = ""  # the end of the yielded text that is in no part yet
+        self._open: deque[_Written] = deque()  # its spans
 
     def cut(self, piece: Piece) -> Iterator[str]:
-        """Yields the piece's text, cut where tokens begin."""
+        """Yields the piece's text, split where tokens begin."""
         coming, text = self._coming, piece.text
         coming += piece.logprobs
         is_stop_token = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
@@ -58,7 +59,7 @@ class TokenAlignment:
             start = until
 
     def of(self, parts: list[Part], num_held: int = 0) -> list[list[TokenLogprobs]]:
-        """Returns the tokens of each part that the last text completed; only content has any.
+        """Returns the tokens of each part that the last text completed; other parts than content have none.
 
         `num_held`: characters at the end of the text that the reader holds back.
         """
@@ -67,7 +68,7 @@ class TokenAlignment:
         found: list[list[TokenLogprobs]] = []
         at, end = 0, max(len(self._text) - num_held, 0)
         for index, part in enumerate(parts):
-            text = part.text if isinstance(part, Content | Reasoning) else ""  # calls are shown in other words
+            text = part.text if isinstance(part, Content | Reasoning) else ""  # the text of calls is rewritten
             is_last = index == len(parts) - 1
             spans = _places(self._text, text, at, end, from_the_end=is_last) if text else []
             found.append(self._tokens_at(spans) if isinstance(part, Content) else [])
@@ -79,7 +80,7 @@ class TokenAlignment:
         return found
 
     def _tokens_at(self, spans: list[tuple[int, int]]) -> list[TokenLogprobs]:
-        """Returns the tokens with characters at these places of the open text that no part has got yet."""
+        """Returns the tokens with characters in these spans of the open text that belong to no part yet."""
         found: list[TokenLogprobs] = []
         begin = self._num_chars - len(self._text)
         ends = [*(each.start for each in self._open), self._num_chars][1:]
@@ -91,9 +92,9 @@ class TokenAlignment:
 
 
 def _places(text: str, part: str, start: int, end: int, from_the_end: bool) -> list[tuple[int, int]]:
-    """Returns where the part's characters stand in text[start:end], in their order.
+    """Returns the spans of the part's characters in text[start:end], in order.
 
-    That is one place, but where marks stood between, or where the reader has added characters, which have no place.
+    There are several if marks are between them. Characters that the reader added are in no span.
     """
     if from_the_end and text.endswith(part, start, end):
         return [(end - len(part), end)]

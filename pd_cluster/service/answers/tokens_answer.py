@@ -45,7 +45,7 @@ class GeneratedTokens(Struct, omit_defaults=True, kw_only=True):
 
 
 class GeneratedTokensChunk(Struct, omit_defaults=True):
-    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+    """One event of a stream. If usage is requested, the last event has it, without choices."""
 
     request_id: str
     choices: list[TokensChoice]

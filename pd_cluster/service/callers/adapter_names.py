@@ -1,6 +1,6 @@
-"""The names under which requests find adapters, and the contents that they stand for.
+"""Maps the names of adapters to digests of their contents.
 
-A name is resolved once, when a request arrives. From then on the content counts, whatever the name means later.
+A name is resolved once, when a request arrives; a later change of the name does not affect the request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 
 def digests_of(settings: AdapterSettings, model_names: Collection[str]) -> dict[str, str]:
-    """Maps names of adapters to their digests. `model_names`: the model's own. Raises ConfigError, ModelError."""
+    """Maps names of adapters to their digests. `model_names`: the model's names. Raises ConfigError, ModelError."""
     found = {}
     for setting, modules in (("lora_modules", settings.lora_modules), ("prompt_adapters", settings.prompt_adapters)):
         if name := next((each.name for each in modules if each.name in model_names), ""):

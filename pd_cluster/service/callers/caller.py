@@ -1,4 +1,4 @@
-"""The sender of a request: its fair share, how long it waits, its permitted models and its cached prompts.
+"""The sender of a request: its fair share, its timeout, its permitted models and its cached prompts.
 
 Knows nothing of keys (api_key_auth.py) or of how prompts are cached.
 """
@@ -21,7 +21,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`client`: an API key's tenant, or a peer's address. `tenant`: "" where all callers share cached prompts.
+    """`client`: an API key's tenant, or a peer's address. `tenant`: "" if all callers share cached prompts.
 
     `client_timeout_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
     `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
@@ -52,13 +52,13 @@ class Caller:
         return self.models is None or model in self.models
 
     def salt(self, own: str | None) -> str:
-        """Returns the salt of cached prompts. `own` is the request's, within its tenant; no two pairs share a salt."""
+        """Returns the salt of cached prompts, unique for each pair of a tenant and the request's `own` salt."""
         if not self.tenant:
             return own or ""
         return hashlib.sha256(json.dumps([self.tenant, own or ""]).encode()).hexdigest()
 
     def own_salt(self, own: str | None) -> str:
-        """Returns the salt of what is never shared with other callers, even where these share cached prompts."""
+        """Returns the salt of data that callers never share, even if they share cached prompts."""
         return hashlib.sha256(json.dumps(["client", self.client, own or ""]).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The names under which requests find the model and its adapters, and who may use which."""
+"""The names of the model and its adapters in requests, and the callers' permissions to use them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pd_cluster.types.variants import num_virtual_tokens
 
 
 class ServedNames:
-    """`own`: the model's names to clients; none: the last part of its path, and the path means the same.
-    `adapters`: the digest of each, by its name, as they are at any time. `is_required`: a request must name a model.
+    """`own`: the model's names; if empty, the last part of its path and the whole path are names.
+    `adapters`: current names of adapters -> digests. `is_required`: a request must name a model.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class ServedNames:
     ) -> None:
         self.model = model
         self.own = list(own) or [model_name(model)]
-        self._alike = set() if own else {model, *self.own}  # a key for one of them is one for all
+        self._alike = set() if own else {model, *self.own}  # permission for one of these names is permission for all
         self.adapters: Mapping[str, str] = adapters if adapters is not None else {}
         self._is_required = is_required
 
@@ -39,14 +39,17 @@ class ServedNames:
         return "" if name is None else self.adapters.get(self.check(name, caller), "")
 
     def lora_of(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the same for a vector, which prompt adapters do not make. Raises ModelNotFound, RequestError."""
+        """Returns the digest for a pooling request, which prompt adapters do not support.
+
+        Raises ModelNotFound, RequestError.
+        """
         variant = self.variant_of(name, caller)
         if num_virtual_tokens(variant):
             raise RequestError("model: a prompt adapter makes no vectors; name the model itself", param="model")
         return variant
 
     def check(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the name to answer with: the model's, or an adapter's.
+        """Returns the name for the answer: the model's, or an adapter's.
 
         Raises ModelNotFound, or RequestError if a required name is missing.
         """
@@ -77,7 +80,7 @@ class ServedNames:
         if name == self.model and self._may_use(name, caller):
             return name
         raise ModelNotFound(
-            f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(names) or 'none for you'}",
+            f"the model {reprlib.repr(name)} does not exist; this server has {', '.join(names) or 'none for you'}",
             param="model",
             code="model_not_found",
         )

@@ -1,7 +1,7 @@
-"""The metering of one request of one API key, from first byte to last: count, admission and settlement.
+"""Meters one request of one API key, from first byte to last: count, reservation and settlement.
 
-Routes call it when a request counts (before its body is read) and when its size is known (before anything is computed).
-However the request ends, unused tokens go back. Knows nothing of keys, of how limits are kept, or of routes.
+Routes call it to count a request (before its body is read) and when its size is known (before anything is computed).
+However the request ends, unused tokens are given back. Knows nothing of keys, of the storage of limits, or of routes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST
 from pd_cluster.types import MAX_UNSENT
 
-REFUSALS = (429, 503)  # besides the client's own faults
+REFUSALS = (429, 503)  # refusals that are not the client's fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,13 @@ class Account:
         """Takes requests and tokens from the limits. Raises Unauthorized when the key is gone, or Unavailable."""
         found = self.memory.take(self.slot, self.tag, num_requests, num_tokens)
         if found is None:
-            raise Unauthorized("the API key is not known any more", code="invalid_api_key")
+            raise Unauthorized("the API key was removed", code="invalid_api_key")
         return found
 
     def give_back(self, num_tokens: int) -> KeyBuckets | None:
-        """Returns the new state, or None if the key is gone or its state unavailable; time restores lost tokens."""
+        """Gives tokens back. Returns the new state, or None if the key is gone or its state is unavailable; then the
+        tokens are lost until the limit refills.
+        """
         try:
             return self.memory.give_back(self.slot, self.tag, num_tokens)
         except Unavailable:
@@ -45,7 +47,7 @@ class Account:
 
 
 class Meter:
-    """`account` None: the key has no limits, and its requests are only counted."""
+    """Meters one request. `account` None: the key has no limits, and its requests are only counted."""
 
     def __init__(self, tenant: str, counts: TenantCounts, account: Account | None = None) -> None:
         self._tenant = tenant
@@ -55,11 +57,11 @@ class Meter:
         self._num_reserved = 0
         self._buckets: KeyBuckets | None = None  # as last seen
         self._is_counted = False
-        self._limit: Limit | None = None  # the one that refused it
+        self._limit: Limit | None = None  # the limit that refused the request
         self._status = 0
         self._is_whole = False  # the answer's last byte has been sent
         self._has_failed = False
-        self._is_left = False  # its client did not wait for its end
+        self._is_left = False  # the client left before the end
 
     def count(self) -> None:
         """Counts the request, once. Raises RateLimited, Unauthorized, Unavailable."""
@@ -73,7 +75,7 @@ class Meter:
             raise self._refused("requests", self._buckets.requests, self._buckets.wait_ns(1, 0), "")
 
     def reserve(self, generations: Sequence[Generation]) -> None:
-        """Takes all tokens that they may use. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
+        """Reserves the most tokens of all generations. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
         self._generations += generations
         if self._account is None:
             return
@@ -86,8 +88,8 @@ class Meter:
         asked = f"prompts and max_tokens of all sequences are {wanted} tokens"
         if wanted > limit:
             raise RequestError(
-                f"{asked}, and the API key {self._account.key_id!r} has {limit} a minute: it can never be served; send "
-                f"less, or lower max_tokens, n or best_of",
+                f"{asked}, but the API key {self._account.key_id!r} has {limit} a minute: the request can never be "
+                f"served; send less, or lower max_tokens, n or best_of",
                 param="max_tokens",
                 code="larger_than_rate_limit",
             )
@@ -110,7 +112,7 @@ class Meter:
             self._buckets = self._account.give_back(left) or self._buckets
 
     def answers(self, status: int, is_computed: bool) -> KeyBuckets | None:
-        """Notes that the answer begins; returns the limits to report, if any. `is_computed`: nothing follows it."""
+        """Notes the start of the answer; returns the limits to report, if any. `is_computed`: all of it is computed."""
         self._status = status
         self._is_left = status == CLIENT_CLOSED_REQUEST
         if is_computed:
@@ -122,11 +124,11 @@ class Meter:
         self._is_whole = True
 
     def is_left(self) -> None:
-        """Notes that the client did not wait for the end."""
+        """Notes that the client left before the end."""
         self._is_left = True
 
     def ends(self) -> None:
-        """Notes that the request has ended, in whatever way."""
+        """Notes the end of the request, for whatever reason."""
         self.settle()
         if self._is_counted:
             self._counts.ended(self._tenant, self._outcome())
@@ -153,24 +155,23 @@ class Meter:
 
 
 def most_tokens(generation: Generation) -> int:
-    """Returns the most tokens that it may use: its prompt once, and the longest answer of each computed sequence."""
+    """Returns the most tokens of a generation: its prompt once, and the longest answer of each computed sequence."""
     order = generation.order
     return len(order.prompt_token_ids) + order.num_decoding * order.most_output_tokens
 
 
 def used_tokens(generation: Generation) -> int:
-    """Returns the output tokens so far, of all sequences. Tokens after a stop string do not count, though computed."""
+    """Returns the output tokens so far, of all sequences. Computed tokens after a stop string do not count."""
     if generation.stream is None:
         return 0
     return sum(each.num_taken if each.is_over else each.num_delivered for each in generation.stream.sequences)
 
 
 def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool = False) -> int:
-    """Returns the tokens that it has used so far; none before it was sent to an instance.
+    """Returns the tokens that a generation has used so far; 0 before it was sent to an instance.
 
-    All beams of a beam search count as long as its longest hypothesis. A search without an answer may be at its end: it
-    is charged in full. So are tokens that may wait to be sent together, if `is_left` (the client did not wait for
-    them).
+    Every beam of a beam search counts as long as its longest hypothesis. A search without an answer may be nearly
+    complete, so it is charged in full. So are tokens that may wait to be sent together, if `is_left` (the client left).
     """
     if generation.stream is None:
         return 0

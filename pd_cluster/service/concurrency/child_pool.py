@@ -1,9 +1,8 @@
-"""Runs work that may never end, or take all memory, in child processes that have a deadline.
+"""Runs jobs that may never end, or take all memory, in child processes that have a deadline.
 
 A child is `python -m MODULE FD`; FD is one end of a socket pair. The child reads its settings, then one job per line;
-it writes a line when it is ready, and one per job, which may announce bytes that follow. ChildPool are started on
-demand, reused, and killed when a job takes too long. Clients take turns (fair_slots.py). Independent of what the jobs
-are.
+it writes a line when it is ready, and a line per job, which may announce bytes that follow. Children are started on
+demand, reused, and killed when a job takes too long. Clients take turns (fair_slots.py). Knows nothing of the jobs.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ log = logging.getLogger(__name__)
 
 Places = FairSlots[asyncio.Future[None]]
 
-MAX_CHILDREN = 3  # that run quick jobs at a time
-MAX_SLOW = 4  # that run slow jobs beside them
+MAX_CHILDREN = 3  # with quick jobs
+MAX_SLOW = 4  # with slow jobs
 MAX_WAITING = 64
 QUICK_S = 0.5
-SLOW_NICE = 12  # added for a process whose job is slow
-START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
+SLOW_NICE = 12  # the niceness of a process with a slow job
+START_TIMEOUT_S = 60.0  # for imports, and for reading a tokenizer
 
 
-def _fine(line: bytes) -> None:
-    """Accepts a child that is always ready."""
+def _accept(line: bytes) -> None:
+    """Accepts a new child."""
 
 
 class ChildTimeout(PdClusterError):
@@ -42,13 +41,13 @@ class ChildTimeout(PdClusterError):
 
 
 class ChildCrashed(PdClusterError):
-    """A new child ended by itself while it did the job."""
+    """A new child ended during the job."""
 
 
 class SlowJobs(NamedTuple):
-    """How many slow jobs run beside the quick ones.
+    """The number of slow jobs that may run in addition to quick ones.
 
-    `wait`: most of them only wait for something, so a client with half of the slow ones begins no other.
+    `wait`: slow jobs mostly wait, so a client that has half of the slow places starts no further job.
     """
 
     most: int
@@ -59,13 +58,12 @@ COMPUTING = SlowJobs(MAX_SLOW, wait=False)
 
 
 class ChildPool:
-    """`name` is what they check, for messages. `started` checks a new child's first line, and may raise.
+    """`name`: what the jobs check, for messages. `started` checks a new child's first line, and may raise.
 
-    Most jobs are quick. One that takes longer than QUICK_S gives its place up, so that quick ones do not wait for it,
-    and continues in one of the places for `slow` ones, where clients take turns as well. If its client can have none of
-    them now, it ends, waits for one, and begins again there; meanwhile its client rests for twice the time that was
-    lost. A slow job ends when its caller leaves. `num_killed` counts children that took too long, had no place to
-    continue, or broke.
+    Most jobs are quick. A job that takes longer than QUICK_S gives up its place, so that quick jobs do not wait for it,
+    and continues in a place for `slow` jobs; clients take turns for these, too. If none is available for its client,
+    the job ends, waits for one, and restarts there; meanwhile its client rests for twice the lost time. A slow job ends
+    when its caller leaves. `num_killed` counts children that took too long, had no place to continue, or failed.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class ChildPool:
         settings: bytes,
         timeout_s: float,
         name: str,
-        started: Callable[[bytes], None] = _fine,
+        started: Callable[[bytes], None] = _accept,
         slow: SlowJobs = COMPUTING,
     ) -> None:
         self._module = module
@@ -83,7 +81,7 @@ class ChildPool:
         self._name = name
         self._started = started
         self._slow_jobs = slow
-        self._resting: set[str] = set()  # clients
+        self._resting: set[str] = set()  # clients that may start no job now
         self.turns: Places = FairSlots(MAX_CHILDREN, MAX_WAITING)
         self.slow_turns: Places = FairSlots(slow.most, MAX_WAITING)
         self.slow: list[_Job] = []
@@ -92,7 +90,7 @@ class ChildPool:
         self.num_killed = 0
 
     async def ask(self, line: bytes) -> bytes:
-        """Returns the answer. Raises ChildTimeout, ChildCrashed, or NoCapacity if no child was free in time."""
+        """Runs a job and returns its answer. Raises ChildTimeout, ChildCrashed, or NoCapacity without a free child."""
         client = current_client.get()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -162,11 +160,11 @@ class ChildPool:
     # ---- a job
 
     async def _run(self, job: _Job) -> None:
-        """Runs a job that has a place, whatever becomes of its caller."""
+        """Runs a job that has a place, even if its caller leaves."""
         try:
             answer = await self._try(job)
         except asyncio.CancelledError:
-            job.fail(NoCapacity(f"no {self._name} is checked any more"))
+            job.fail(NoCapacity(f"this server has stopped checking {self._name}s"))
             raise
         except Exception as error:
             job.fail(error)
@@ -184,7 +182,7 @@ class ChildPool:
     async def _try(self, job: _Job) -> bytes:
         try:
             return await self._quickly(job)
-        except _NotNow:
+        except _NoSlowPlace:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
             self._gives_place_up(job)
         if not job.is_wanted:
@@ -192,8 +190,8 @@ class ChildPool:
         return await self._later(job)
 
     async def _quickly(self, job: _Job) -> bytes:
-        """Runs a job. An idle child may have broken earlier: then a new one repeats the job. Raises _NotNow."""
-        # The last idle one is for a client without slow jobs: starting one takes long.
+        """Runs a job. If an idle child has failed earlier, a new one repeats the job. Raises _NoSlowPlace."""
+        # The last idle child is for a client without slow jobs, because starting a child takes long.
         is_others = len(self.idle) == 1 and any(each.client == job.client for each in self.slow)
         child = self.idle.pop() if self.idle and not is_others else None
         if child is not None:
@@ -206,7 +204,7 @@ class ChildPool:
             raise self._broke() from None
 
     async def _later(self, job: _Job) -> bytes:
-        """Runs a job from its beginning in a place for slow ones, as soon as its client has one."""
+        """Restarts a job in a place for slow jobs, as soon as its client gets one."""
         turn = self._slow_turn(job.client)
         try:
             awaited: set[asyncio.Future[Any]] = {turn, job.answer}
@@ -215,7 +213,7 @@ class ChildPool:
                 raise self._no_place()
             child = await self._start()
             task = asyncio.ensure_future(child.exchange(job.line))
-            async with self._used(child, task):
+            async with self._kept_or_killed(child, task):
                 return await self._slowly(task, child, job, self.timeout_s)
         except (ConnectionError, EOFError):
             raise self._broke() from None
@@ -223,15 +221,15 @@ class ChildPool:
             self._end_slow_turn(job.client, turn)
 
     async def _ask(self, child: JobChild, job: _Job) -> bytes:
-        """Runs a job; the child is idle or dead afterwards. Raises EOFError or ConnectionError when it broke."""
+        """Runs a job; then the child is idle or dead. Raises EOFError or ConnectionError if the child failed."""
         task = asyncio.ensure_future(child.exchange(job.line))
-        async with self._used(child, task):
+        async with self._kept_or_killed(child, task):
             done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self.timeout_s))
             return task.result() if done else await self._go_on(task, child, job)
 
     @contextlib.asynccontextmanager
-    async def _used(self, child: JobChild, task: asyncio.Future[bytes]) -> AsyncIterator[None]:
-        """Keeps a child whose job ended, and kills any other."""
+    async def _kept_or_killed(self, child: JobChild, task: asyncio.Future[bytes]) -> AsyncIterator[None]:
+        """Keeps a child whose job has ended; kills any other child."""
         try:
             yield
         finally:
@@ -241,7 +239,7 @@ class ChildPool:
             await (self._keep(child) if is_fine else child.kill())
 
     async def _go_on(self, task: asyncio.Future[bytes], child: JobChild, job: _Job) -> bytes:
-        """Waits until the deadline in a place for slow jobs. Raises ChildTimeout, NoCapacity, _NotNow."""
+        """Waits until the deadline in a place for slow jobs. Raises ChildTimeout, NoCapacity, _NoSlowPlace."""
         left_s = self.timeout_s - QUICK_S
         if left_s <= 0.0:
             raise self._too_long()
@@ -251,7 +249,7 @@ class ChildPool:
         turn = self._slow_turn(job.client)
         try:
             if not turn.done():
-                raise _NotNow
+                raise _NoSlowPlace
             self._gives_place_up(job)
             self._spawn(self._restock())
             return await self._slowly(task, child, job, left_s)
@@ -259,7 +257,7 @@ class ChildPool:
             self._end_slow_turn(job.client, turn)
 
     async def _slowly(self, task: asyncio.Future[bytes], child: JobChild, job: _Job, left_s: float) -> bytes:
-        """Waits for a job that has a place among the slow ones. Raises ChildTimeout, NoCapacity."""
+        """Waits for a job that has a place for slow jobs. Raises ChildTimeout, NoCapacity."""
         child.be_nice(SLOW_NICE)
         self.slow.append(job)
         try:
@@ -269,11 +267,11 @@ class ChildPool:
         if task.done():
             return task.result()
         if job.answer.done():
-            raise NoCapacity(f"this {self._name} is not wanted any more")
+            raise NoCapacity(f"nobody waits for this {self._name}")
         raise self._too_long()
 
     def _slow_turn(self, client: str) -> asyncio.Future[None]:
-        """Returns a turn for a place among the slow jobs; it is done already if there is one. Raises NoCapacity."""
+        """Returns a turn for a slow place, which is done if a place is free. Raises NoCapacity."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.slow_turns.join(client, turn)
         _give(self.slow_turns)
@@ -296,13 +294,13 @@ class ChildPool:
     # ---- processes
 
     async def _restock(self) -> None:
-        """Starts a child for the next quick job in place of one that has become slow."""
+        """Starts a child for the next quick job in place of a child whose job is slow."""
         if not self.idle:
-            with contextlib.suppress(PdClusterError, OSError):  # the next job starts one, and hears why it cannot
+            with contextlib.suppress(PdClusterError, OSError):  # the next job starts a child, and reports the error
                 await self._keep(await self._start())
 
     async def _keep(self, child: JobChild) -> None:
-        """Keeps a child for a later job, unless enough are idle."""
+        """Keeps a child for a later job, unless enough children are idle."""
         if len(self.idle) < MAX_CHILDREN and child.is_quick():
             self.idle.append(child)
         else:
@@ -337,21 +335,21 @@ class ChildPool:
 
 
 def _give(places: Places, may: Callable[[str], bool] = lambda client: True) -> None:
-    """Gives each free place to who is next."""
+    """Gives each free place to the next client."""
     while (found := places.next(may)) is not None:
         client, turn = found
-        if turn.done():  # its caller is leaving at this moment
+        if turn.done():  # its caller is leaving
             places.ended(client)
         else:
             turn.set_result(None)
 
 
-class _NotNow(Exception):
-    """A job is slow, and its client can have no place among the slow ones now."""
+class _NoSlowPlace(Exception):
+    """A job is slow, but its client can have no place for slow jobs now."""
 
 
 class _Job:
-    """`answer`: for its caller, who may have left (`is_wanted`). `has_place`: among the quick ones."""
+    """`answer`: the caller's result. `is_wanted`: the caller has not left. `has_place`: a place for quick jobs."""
 
     def __init__(self, client: str, line: bytes) -> None:
         self.client, self.line = client, line
@@ -362,4 +360,4 @@ class _Job:
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # nobody may be left to hear of it
+            self.answer.exception()  # retrieved here, since the caller may have left

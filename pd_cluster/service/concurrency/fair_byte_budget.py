@@ -1,4 +1,4 @@
-"""Memory that clients share. Knows nothing of what is in it."""
+"""Counts memory that clients share. Knows nothing of its contents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class FairByteBudget:
-    """A client may have at most as much as it leaves for others, so it cannot keep their small pieces out."""
+    """A client may take at most as much as it leaves free, so that others always have memory for small pieces."""
 
     def __init__(self, total_nbytes: int) -> None:
         self._total_nbytes = total_nbytes
@@ -17,7 +17,7 @@ class FairByteBudget:
         return self._of[client]
 
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """Whether the client may have so many bytes more."""
+        """Whether the client may take so many further bytes."""
         left = self._total_nbytes - self.taken_nbytes
         return self._of[client] + nbytes <= left
 

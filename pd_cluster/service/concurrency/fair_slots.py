@@ -1,8 +1,7 @@
-"""Whose work is next, where clients share a few places for it: threads, processes. No clock, event loop or thread.
+"""Decides whose work is next if clients share a few places, such as threads or processes. No clock, loop or thread.
 
-One rule for all of them. A client holds at most half of the places, rounded up, so that others' work begins at once
-however much it sends. A free place goes to the client that holds the fewest, and among these to the one whose last turn
-is longest ago.
+A client holds at most half of the places, rounded up, so that others' work begins at once however much it sends. A free
+place goes to the client that holds the fewest, and among these to the client that has waited longest since its turn.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pd_cluster.errors import NoCapacity
 T = TypeVar("T")
 
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""The client whose request this task serves: its key's tenant, or its address. "": nobody's in particular."""
+"""The client of the request that this task serves: its key's tenant, or its address; "": no client."""
 
 
 class FairSlots(Generic[T]):
     def __init__(self, num_places: int, most_waiting: int | None = None) -> None:
-        """`most_waiting`: pieces of work; beyond it, clients with less than their share of it still get in."""
+        """`most_waiting`: pieces of work; beyond it, only clients with less than their share may add more."""
         self._num_free, self._most_held = num_places, -(-num_places // 2)
         self._most_waiting = most_waiting
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the client whose last turn is longest ago is first
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # first the client whose last turn was longest ago
         self._held: Counter[str] = Counter()
         self.num_waiting = 0
 
@@ -34,7 +33,7 @@ class FairSlots(Generic[T]):
         return self._held.total()
 
     def join(self, client: str, piece: T) -> None:
-        """Raises NoCapacity if the client has its share of those that may wait, or more."""
+        """Adds a waiting piece. Raises NoCapacity if the client's waiting pieces have reached its share."""
         own, most = len(self._waiting.get(client, ())), self._most_waiting
         num_clients = len(self._waiting) + (client not in self._waiting)
         if most is not None and self.num_waiting >= most and own * num_clients >= most:
@@ -43,7 +42,7 @@ class FairSlots(Generic[T]):
         self.num_waiting += 1
 
     def leave(self, client: str, piece: T) -> None:
-        """Removes a piece that waits no longer, if it is there."""
+        """Removes a piece if it still waits."""
         pieces = self._waiting.get(client)
         if pieces is None or piece not in pieces:
             return
@@ -53,9 +52,10 @@ class FairSlots(Generic[T]):
             del self._waiting[client]
 
     def next(self, may: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
-        """Returns a piece that has a place now, with its client; None: none may begin. `ended` must follow.
+        """Gives a free place to a piece, and returns its client and it; None if no piece may begin. The caller must
+        call `ended` later.
 
-        `may`: which clients' pieces may begin otherwise.
+        `may`: whether a client's pieces may begin, apart from the rule.
         """
         waiting = self._waiting if self._num_free else ()
         able = [client for client in waiting if self._held[client] < self._most_held and may(client)]
@@ -81,7 +81,7 @@ class FairSlots(Generic[T]):
             del self._held[client]
 
     def clear(self) -> list[T]:
-        """Removes and returns all that waits."""
+        """Removes and returns all waiting pieces."""
         pieces = [piece for pieces in self._waiting.values() for piece in pieces]
         self._waiting.clear()
         self.num_waiting = 0

@@ -1,6 +1,6 @@
 """A few threads for work that would block the event loop, shared fairly among clients (fair_slots.py).
 
-Memory of large pieces is given back when nothing waits. Independent of what the work is.
+Memory of large pieces is returned to the system when no work waits. Independent of the kind of work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from pd_cluster.service.concurrency.fair_slots import FairSlots, current_client
 
 NUM_THREADS = 3
-LARGE = 1 << 18  # characters, tokens or the like in finished work; from here on memory is given back
-GIVE_BACK_AFTER_S = 1.0  # of rest, so that the answers are freed, too
+LARGE = 1 << 18  # characters, tokens or the like of finished work; from this size on memory is returned
+GIVE_BACK_AFTER_S = 1.0  # idle, so that the answers are freed, too
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class _Task:
 
 
 class FairThreadPool(ThreadPoolExecutor):
-    """May be used from several event loops, one after another, and as a loop's default executor."""
+    """An executor for one event loop after another; also usable as a loop's default executor."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class FairThreadPool(ThreadPoolExecutor):
         self._is_closed = False
 
     async def run(self, client: str, work: Callable[[], T], size: int = 0) -> T:
-        """Returns or raises the outcome of `work`. Work whose caller is cancelled before its turn never runs."""
+        """Returns or raises the result of `work`. Work whose caller is cancelled before its turn never runs."""
         result: T = await asyncio.wrap_future(self._join(client, _Task(work, size)))
         return result
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Takes work of the current client, for `asyncio.to_thread` and the like."""
+        """Submits work of the current client, for `asyncio.to_thread` and the like."""
         return cast("Future[T]", self._join(current_client.get(), _Task(partial(fn, *args, **kwargs), 0)))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends it as ThreadPoolExecutor does; the work of a cancelled future never runs."""
+        """Shuts down as ThreadPoolExecutor does; work of a cancelled future never runs."""
         if cancel_futures:
             with self._lock:
                 jobs = self._clients.clear()
@@ -70,7 +70,7 @@ class FairThreadPool(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
     def close(self) -> None:
-        """Cancels waiting work, and does not wait for running work; threads without any have ended on return."""
+        """Cancels waiting work, and does not wait for running work; idle threads have ended on return."""
         with self._lock:
             is_idle, self._is_closed = not self._clients.num_held, True
             if self._giving_back is not None:
@@ -81,15 +81,15 @@ class FairThreadPool(ThreadPoolExecutor):
         with self._lock:
             self._clients.join(client, job)
         try:
-            super().submit(self._work)  # one call per piece; it runs the pieces whose turn it is
-        except RuntimeError:  # it was shut down
+            super().submit(self._work)  # one call per piece; the call runs whichever pieces are next
+        except RuntimeError:  # the pool was shut down
             with self._lock:
                 self._clients.leave(client, job)
             raise
         return job.result
 
     def _work(self) -> None:
-        """Runs what may begin: after a piece, one that its client's share had kept back may."""
+        """Runs pieces until none may begin: the end of a piece may free its client's share for another one."""
         while (turn := self._next()) is not None:
             client, job = turn
             if job.result.set_running_or_notify_cancel():
@@ -120,7 +120,7 @@ class FairThreadPool(ThreadPoolExecutor):
 
 
 def give_memory_back() -> None:
-    """Returns memory that threads have freed but glibc keeps; other C libraries have no such call."""
+    """Returns to the system the memory that threads have freed but glibc keeps; other C libraries lack such a call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

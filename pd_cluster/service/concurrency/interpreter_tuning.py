@@ -8,11 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# How long the mailbox's thread waits for the event loop's to yield, which is added to each way. Shorter waits cost more
-# changes between the two threads than they gain.
+# How long the mailbox's thread waits for the interpreter's lock of the event loop's thread, in each direction. Shorter
+# waits cost more thread switches than they gain.
 SWITCH_INTERVAL_S = 0.0005
-# With Python's thresholds, the search for cycles takes a sixth of the process's time. An ended request leaves none
-# behind, so full collections are rare: each pauses everything, longer the more streams are open.
+# With Python's default thresholds, garbage collection takes a sixth of the process's time. An ended request leaves no
+# cycles, so full collections can be rare; each pauses the process, for longer the more streams are open.
 GC_THRESHOLDS = (2_000, 1_000, 10)
 
 
@@ -26,13 +26,13 @@ def tune() -> None:
 
 class _Collector:
     lock = threading.Lock()
-    num_calls = 0  # calls that currently want rare collections
+    num_calls = 0  # running calls that need rare collections
     own = GC_THRESHOLDS  # the thresholds outside of such calls
 
 
 @contextlib.contextmanager
 def seldom_collecting() -> Iterator[None]:
-    """Makes collections rarer during calls in a foreign process; the end of the last call restores the thresholds."""
+    """Makes collections rarer during calls in a user's process; the end of the last call restores the thresholds."""
     with _Collector.lock:
         if not _Collector.num_calls:
             _Collector.own = gc.get_threshold()

@@ -1,4 +1,4 @@
-"""A child process that does one job after another over a socket. Knows nothing of clients, places or deadlines."""
+"""A child process that runs one job after another over a socket. Knows nothing of clients, places or deadlines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 
-NICE = 3  # added for a process; the engine's threads come first
+NICE = 3  # the niceness of a child; the engine's threads have priority
 MAX_LINE_NBYTES = 64 << 20
-BODY = b"#"  # begins a line that says how many bytes follow it
+BODY = b"#"  # begins a line with the number of bytes that follow it
 
 
 class JobChild:
@@ -24,7 +24,7 @@ class JobChild:
         self.be_nice(NICE)
 
     async def exchange(self, line: bytes) -> bytes:
-        """Sends a job and returns the answer. Raises EOFError when the child broke."""
+        """Sends a job and returns the answer. Raises EOFError if the child failed."""
         self._writer.write(line + b"\n")
         await self._writer.drain()
         try:
@@ -33,7 +33,7 @@ class JobChild:
             raise EOFError from None
         if not answer.endswith(b"\n"):
             raise EOFError
-        if answer.startswith(BODY):  # and its number of bytes, which follow
+        if answer.startswith(BODY):  # followed by the number of bytes to read
             return answer + await self._reader.readexactly(min(int(answer[1:]), MAX_LINE_NBYTES))
         return answer
 
@@ -43,7 +43,7 @@ class JobChild:
         self._nice = nice
 
     def is_quick(self) -> bool:
-        """Whether it has, or gets back, the priority for quick jobs, for which a process may lack the right."""
+        """Whether the child has the priority of quick jobs, which a process may lack the right to restore."""
         if self._nice == NICE:
             return True
         try:

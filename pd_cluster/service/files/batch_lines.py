@@ -1,7 +1,7 @@
-"""The lines of a batch: requests in, answers out, and which requests have been answered already.
+"""Reads and writes the lines of a batch, and finds the requests that are already answered.
 
-The format is OpenAI's batch format, one JSON object per line. Only 16 bytes per input line are remembered (about 100 as
-a Python object). Knows nothing of engines or of an answer's contents.
+The format is OpenAI's batch format, one JSON object per line. Keeps only 16 bytes per input line in memory (about 100
+as a Python object). Knows nothing of engines or of an answer's contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES, BodyTooLarge
 MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and its envelope
 MAX_ID_NUM_CHARS = 1024
 ID_PREFIX = "batch_req_"
-FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every line that is written here
+FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every output line
 NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # errors of fsync for pipes and the like
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -32,7 +32,7 @@ class WrongMethod(RequestError):
 
 
 class OutputFailed(PdClusterError):
-    """The disk is full, or nobody reads the pipe any more."""
+    """The disk is full, or the pipe has no reader."""
 
 
 class BatchEntry(NamedTuple):
@@ -46,17 +46,17 @@ class BatchEntry(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """A key of the same request, whatever else is in the file."""
+        """A key of this request, independent of the rest of the file."""
         return key_of(self.custom_id, self.number)
 
 
 class BatchPlan(NamedTuple):
     num_lines: int
-    num_left: int  # that have no answer yet
+    num_left: int  # requests without an answer
 
 
 class Answered(NamedTuple):
-    """The existing contents of an output. `nbytes`: the size of its whole lines; the rest is torn."""
+    """The existing contents of an output. `nbytes`: the size of its complete lines; an incomplete line may follow."""
 
     keys: set[bytes]
     nbytes: int
@@ -80,7 +80,7 @@ def entries_of(file: BinaryIO) -> Iterator[BatchEntry]:
 
 
 def _lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines, and only the beginning of one that is too long: enough to detect that."""
+    """Yields the lines; of a line that is too long, only as much as is needed to detect that."""
     while line := file.readline(MAX_LINE_NBYTES + 1):
         rest = line
         while len(rest) > MAX_LINE_NBYTES and not rest.endswith(b"\n"):
@@ -100,7 +100,7 @@ def entry_of(number: int, text: bytes) -> BatchEntry:
         if method != "POST":
             raise WrongMethod(f"method: {reprlib.repr(method)}; expected POST", "method", "method_not_supported")
         if "body" not in fields:
-            raise RequestError("body: missing; it is the request, as it would be sent to the url", param="body")
+            raise RequestError("body: missing; give the request that would be sent to the url", param="body")
         return BatchEntry(number, custom_id, url, bytes(fields["body"]))
     except RequestError as error:
         return BatchEntry(number, custom_id, error=error)
@@ -137,7 +137,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str:
 
 
 def plan(entries: Callable[[], Iterator[BatchEntry]], answered: set[bytes], name: str) -> BatchPlan:
-    """Reads the whole input once. Raises ConfigError when two lines have one custom_id."""
+    """Reads the whole input once. Raises ConfigError if two lines have the same custom_id."""
     seen: set[bytes] = set()
     num_left = 0
     for entry in entries():
@@ -145,7 +145,7 @@ def plan(entries: Callable[[], Iterator[BatchEntry]], answered: set[bytes], name
             first = next(each.number for each in entries() if each.custom_id == entry.custom_id)
             raise ConfigError(
                 f"{name}: lines {first} and {entry.number} have the same custom_id, {reprlib.repr(entry.custom_id)}; "
-                f"each must have its own"
+                f"give each line a different one"
             )
         seen.add(entry.key)
         num_left += entry.key not in answered
@@ -168,7 +168,7 @@ class _ErrorOfLine(msgspec.Struct):
 
 
 def line_of(entry: BatchEntry, status: int, body: bytes) -> bytes:
-    """Returns an answer's line. `body` is JSON: an answer, or the API's error, put in both places for clients."""
+    """Returns an answer's line. `body`: JSON of an answer, or of an error, which goes into both fields of the line."""
     error: dict[str, Any] | None = None
     if status != 200:
         error = msgspec.json.decode(body)["error"]
@@ -184,7 +184,7 @@ def line_of(entry: BatchEntry, status: int, body: bytes) -> bytes:
 
 
 def error_of(entry: BatchEntry, error: Exception) -> bytes:
-    """Returns the line of a request that failed, with the error in the shape of its url."""
+    """Returns the line of a failed request, with the error in the format of its url."""
     return line_of(entry, status_of(error), msgspec.json.encode(error_body_at(entry.url, error)))
 
 
@@ -196,11 +196,11 @@ def unanswered_line(entry: BatchEntry, code: str, message: str) -> bytes:
 
 
 def answered_in(file: BinaryIO, name: str) -> Answered:
-    """Reads an existing output. Raises ConfigError when it is not a batch's, so that no other file is truncated."""
+    """Reads an existing output. Raises ConfigError for any other file, so that it is not truncated."""
     keys: set[bytes] = set()
     nbytes = 0
     for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):  # the last one, torn
+        if not line.endswith(b"\n"):  # the last line, incomplete
             if line[: len(FIRST_BYTES)] != FIRST_BYTES[: len(line)]:
                 raise _not_a_batch(name, number)
             break
@@ -224,9 +224,9 @@ def _not_a_batch(name: str, number: int) -> ConfigError:
 
 
 class Output:
-    """Appends whole answers: a killed process tears at most the last line.
+    """Appends whole answers: a killed process leaves at most the last line incomplete.
 
-    `fd` is a file's or that of the standard output; the caller still owns it.
+    `fd`: a descriptor of a file or of the standard output, which the caller still owns.
     """
 
     def __init__(self, fd: int) -> None:
@@ -246,7 +246,7 @@ class Output:
         self._is_synced = False
 
     def sync(self) -> None:
-        """Ensures that everything written before is on the disk and survives a power cut. Raises OutputFailed."""
+        """Syncs everything written so far to the disk, so that it survives a power cut. Raises OutputFailed."""
         self._check()
         if self._is_synced:
             return
@@ -259,6 +259,6 @@ class Output:
         self._check()
 
     def _check(self) -> None:
-        """Raises an earlier failure again: the system reports it only once, but the written data is lost."""
+        """Raises an earlier failure again: the system reports it only once, but the data is lost."""
         if self._failed is not None:
             raise self._failed

@@ -1,1 +1,1 @@
-"""From token ids to final text: one request's prompts, sequences and streams."""
+"""Makes final text from token ids: one request's prompts, sequences and streams."""

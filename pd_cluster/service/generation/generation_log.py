@@ -1,7 +1,7 @@
-"""The log's lines about requests and their answers, for operators who want them.
+"""Logs requests and their answers, if an operator enables it.
 
-A line has no prompt, and nothing that a client wrote but the name that it gave the request. Answers are cut, and keys
-of a usual form are hidden.
+A line contains no prompt, and no text of a client but the request's name. Answers are cut, and keys of a usual form are
+hidden.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pd_cluster.types import Sampling
 
 log = logging.getLogger(__name__)
 
-KEY_NUM_CHARS = 256  # behind the cut, so that a key which the cut divides is still found
+KEY_NUM_CHARS = 256  # kept after the cut, so that a key at the cut is still found
 
 
 class _Answer:
-    """One choice so far, no longer than it may be in the log."""
+    """One choice's text so far, as much as the log shows."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -94,7 +94,7 @@ class RequestLog:
 
 
 def _numbers(sampling: Sampling) -> list[tuple[str, int | float]]:
-    """Returns the numbers among the parameters, as far as they are not the usual ones. Texts are the client's."""
+    """Returns the numeric parameters that differ from the defaults; text parameters would show a client's text."""
     usual = {each.name: each.default for each in msgspec.structs.fields(Sampling)}
     given = ((name, getattr(sampling, name)) for name in sampling.__struct_fields__)
     return [(name, value) for name, value in given if isinstance(value, int | float) and value != usual[name]]

@@ -9,22 +9,21 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SETTLE_S = 1.0  # for the others to end, once one has failed
-NUM_A_TURN = 16  # generators that begin before other tasks have their turn
-MAX_WAITING = 1024  # items that nobody has taken; beyond that, the generators wait
+SETTLE_S = 1.0  # for the other generators to end after a failure
+NUM_A_TURN = 16  # generators to start before other tasks get a turn
+MAX_WAITING = 1024  # items that were not taken yet; beyond that, the generators wait
 
 
-def _tell_nobody(error: BaseException) -> None:
+def _ignore_error(error: BaseException) -> None:
     """Ignores the error."""
 
 
 def merged(
-    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None] = _tell_nobody
+    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None] = _ignore_error
 ) -> AsyncGenerator[T, None]:
-    """Yields the items of all in the order in which they come. Closing this closes all.
+    """Yields the items of all generators as they arrive. Closing this closes all.
 
-    The first error ends all of them; `failed` receives it before they are cancelled, so that they can end by
-    themselves.
+    The first error ends all of them; `failed` receives it before they are cancelled, so that they can end cleanly.
     """
     return streams[0] if len(streams) == 1 else _merged(streams, failed)
 
@@ -55,7 +54,7 @@ async def _merged(
 
 
 async def together(
-    works: Sequence[Coroutine[Any, Any, T]], failed: Callable[[BaseException], None] = _tell_nobody
+    works: Sequence[Coroutine[Any, Any, T]], failed: Callable[[BaseException], None] = _ignore_error
 ) -> list[T]:
     """Returns all results. The first error ends all of them, as with `merged`."""
     if len(works) == 1:

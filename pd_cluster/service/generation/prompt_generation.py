@@ -1,4 +1,4 @@
-"""The progress of one prompt of a request. Knows nothing of HTTP or of the instances that serve it."""
+"""The progress of one prompt of a request. Knows nothing of HTTP or of instances."""
 
 from __future__ import annotations
 
@@ -37,30 +37,28 @@ def _no_calls(name: str, index: int) -> str:
 
 
 class PromptTokensDetails(Struct):
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV cache was there already.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens whose KV cache was reused.")]
 
 
 class CompletionTokensDetails(Struct, omit_defaults=True):
-    reasoning_tokens: Annotated[
-        int | None, Meta(description="Those of the text before the answer, tokenized by itself.")
-    ] = None
+    reasoning_tokens: Annotated[int | None, Meta(description="Tokens of the reasoning, tokenized separately.")] = None
     accepted_prediction_tokens: Annotated[
-        int | None, Meta(description="With a prediction: its tokens that saved a step each.")
+        int | None, Meta(description="Tokens of the prediction that were accepted; each saved a step.")
     ] = None
     rejected_prediction_tokens: Annotated[
-        int | None, Meta(description="With a prediction: its tokens that were tried in vain. They are not billed.")
+        int | None, Meta(description="Tokens of the prediction that were rejected. They are not billed.")
     ] = None
 
 
 class Usage(Struct, omit_defaults=True):
     prompt_tokens: int
-    completion_tokens: Annotated[int, Meta(description="Of all choices together.")]
+    completion_tokens: Annotated[int, Meta(description="Output tokens of all choices together.")]
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: Annotated[
         CompletionTokensDetails | None,
         Meta(
-            description="Of a chat whose answers are read for reasoning or calls, and of a request with a prediction."
+            description="For chats whose answers are parsed for reasoning or calls, and for requests with a prediction."
         ),
     ] = None
 
@@ -71,26 +69,26 @@ class Generation:
 
     order: RequestSpec
     sequences: list[TextSequence]
-    num_choices: int  # of the sequences, the best ones are the answer
-    first_choice: int = 0  # its first choice's number among those of all prompts of a request
-    every_token: bool = False  # a piece for each token, even when there is no text yet
-    parts_steps: bool = False  # no piece has the text of several tokens that came together
+    num_choices: int  # the number of sequences in the answer: the best ones
+    first_choice: int = 0  # the number of its first choice among the choices of all prompts
+    every_token: bool = False  # a piece for each token, even without text
+    parts_steps: bool = False  # tokens that arrive together get separate pieces
     is_prompt_only: bool = False  # max_tokens 0, with echo
-    new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
-    new_call_id: Callable[..., str] = _no_calls  # of a call's name and its number in the choice
-    hides_reasoning: bool = False  # in all that a client reads of it
-    calls_finish: bool = False  # a choice that makes calls reports it in its finish_reason
+    new_reader: Callable[[], ReplyReader] | None = None  # reads a choice's text that may have reasoning or calls
+    new_call_id: Callable[..., str] = _no_calls  # (a call's name, its number in the choice) -> its id
+    hides_reasoning: bool = False  # from the client
+    calls_finish: bool = False  # a choice with calls has "tool_calls" as its finish_reason
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
-    stream: RequestStream | None = None  # set once it has been sent
+    stream: RequestStream | None = None  # set when the request is sent
     stop: Callable[[int, int], None] = _stop_nothing  # see RequestStream.stop
     fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # the answer's id for clients
     received_s: float | None = None
     owner: RequestOwner = ANYBODY
-    arrived: Callable[[], None] = _nothing  # called when the router has it
-    hold: PixelHold | None = None  # of its pictures
-    kept: KeptStream | None = None  # of a stream that may resume
+    arrived: Callable[[], None] = _nothing  # called when the router has the request
+    hold: PixelHold | None = None  # the memory of its images
+    kept: KeptStream | None = None  # for a stream that clients may resume
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -100,7 +98,7 @@ class Generation:
 
     @property
     def prompt_text(self) -> str:
-        """The text of the prompt's tokens as the request shows tokens, in front of each answer's."""
+        """The prompt's text before each answer, with special tokens shown as the request asks."""
         return self.sequences[0].detokenizer.prompt_text(self.prompt_token_ids)
 
     @property
@@ -109,7 +107,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Counts the prompt's own tokens that were in a cache."""
+        """Counts the prompt's own tokens that were cached."""
         return 0 if self.prompt is None else max(0, self.prompt.num_cached_tokens - self.num_virtual_tokens)
 
     @property
@@ -121,29 +119,29 @@ class Generation:
         return self.order.sampling
 
     def resume(self, order: RequestSpec) -> None:
-        """Takes the order of a request that was sent before, perhaps by another process."""
+        """Takes over the RequestSpec of a request that was sent before, perhaps by another process."""
         self.order = order
         for sequence in self.sequences:
             sequence.detokenizer.follow(self.prompt_token_ids)
 
     def follow_session(self, session: str) -> None:
-        """Has a request that has not been sent yet go where the others of this session go."""
+        """Routes a request, before it is sent, to the instances of this session."""
         self.order = msgspec.structs.replace(self.order, session=session)
 
     @property
     def usage(self) -> Usage:
-        """Counts the sequences that are answered; cached tokens are included once they are known."""
+        """Counts the tokens of the answer's sequences, and cached tokens once they are known."""
         return self.usage_after(None)
 
     def usage_after(self, num_tokens: int | None) -> Usage:
-        """Returns the usage with so many tokens of output; None: all that there are."""
+        """Returns the usage with so many output tokens; None: all so far."""
         num_prompt = len(self.prompt_token_ids)
         num_output = sum(each.num_tokens for each in self.sequences) if num_tokens is None else num_tokens
         cached = None if self.prompt is None else PromptTokensDetails(self.num_cached_tokens)
         return Usage(num_prompt, num_output, num_prompt + num_output, cached, self._details())
 
     def _details(self) -> CompletionTokensDetails | None:
-        """Returns what became of the prediction; None without one."""
+        """Returns how much of the prediction was accepted; None without a prediction."""
         if not self.order.prediction:
             return None
         return CompletionTokensDetails(
@@ -190,7 +188,7 @@ class Generation:
         self.sequences = ranked[: self.num_choices]
 
     def piece_of(self, sequence: TextSequence, text: str) -> Piece:
-        """Returns a sequence's output since its last piece, under the number that its choice has in the answer."""
+        """Returns a sequence's output since its last piece, with the number of its choice in the answer."""
         return sequence.piece(text, self.first_choice + sequence.index)
 
 

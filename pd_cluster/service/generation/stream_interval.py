@@ -1,4 +1,4 @@
-"""A stream of pieces with several tokens in each. Knows nothing of requests."""
+"""Joins a stream's pieces, so that each has several tokens. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd_cluster.service.generation.text_sequence import Piece, joined
 
 
 def spaced(pieces: AsyncGenerator[Piece, None], interval: int) -> AsyncGenerator[Piece, None]:
-    """Joins a choice's pieces until they have `interval` tokens. The first one and the last text do not wait.
+    """Joins a choice's pieces until they have `interval` tokens. The first piece and the last text do not wait.
 
     Closing this closes `pieces`.
     """
@@ -17,7 +17,7 @@ def spaced(pieces: AsyncGenerator[Piece, None], interval: int) -> AsyncGenerator
 
 
 async def _spaced(pieces: AsyncGenerator[Piece, None], interval: int) -> AsyncGenerator[Piece, None]:
-    held: dict[int, list[Piece]] = {}  # choice -> its pieces that wait; no entry before its first
+    held: dict[int, list[Piece]] = {}  # choice -> its waiting pieces; no entry before its first piece
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
             is_first = piece.index not in held

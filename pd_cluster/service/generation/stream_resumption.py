@@ -1,4 +1,4 @@
-"""Streams that clients can resume: their tokens, and what a scheduler needs to write the same chunks again.
+"""Streams that clients can resume: their resume tokens, and the record from which a scheduler repeats the chunks.
 
 docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
 """
@@ -31,13 +31,13 @@ class StreamNotFound(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "no such stream: the token is wrong or another key's, or the stream could be resumed no longer",
+            "no such stream: the token is wrong or belongs to another key, or the stream can no longer be resumed",
             code="stream_not_found",
         )
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Everything besides the order that an answer's chunks depend on. `body`: the request's, as it came."""
+    """All that an answer's chunks depend on, except the RequestSpec. `body`: the request's original body."""
 
     kind: Kind
     body: bytes
@@ -50,9 +50,9 @@ class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StreamTicket:
-    """A client's right to resume one stream. `after`: the index of the last event that it has; -1: none.
+    """A client's right to resume one stream. `after`: the index of the last event that it received; -1: none.
 
-    `owner` stands for the tenant of its API key, where tenants share room.
+    `owner`: identifies the tenant of the client's API key, for limits among tenants.
     """
 
     token: str = field(repr=False)
@@ -62,7 +62,7 @@ class StreamTicket:
 
     @classmethod
     def of(cls, token: str, owner: str, after: int = -1) -> StreamTicket:
-        """`owner`: the tenant of the client's API key."""
+        """Makes the ticket of a resume token. `owner`: the tenant of the client's API key."""
         digest = hmac.digest(token.encode(), PURPOSE + owner.encode(), "sha256")
         return cls(token, digest, after, wire.owner_of(owner))
 
@@ -71,12 +71,12 @@ class StreamTicket:
         return cls.of(secrets.token_hex(TOKEN_NBYTES), owner)
 
     def draws(self) -> Callable[[int], bytes]:
-        """Returns a source of bytes that is the same whenever the stream is written."""
+        """Returns a source of bytes that repeats whenever the stream is written again."""
         count = itertools.count()
         return lambda nbytes: hmac.digest(self.digest, f"draw {next(count)}".encode(), "sha256")[:nbytes]
 
     def fix_call_ids(self, generation: Generation) -> None:
-        """Makes the ids of calls those of every other reader, before an answer is made of the generation."""
+        """Makes call ids reproducible; must be called before an answer is made of the generation."""
         generation.new_call_id = partial(generation.new_call_id, draw=self.draws())
 
 
@@ -92,7 +92,7 @@ class StreamResumption:
     def keep(
         self, generation: Generation, ticket: StreamTicket, recipe: ResumeRecord, place: RecordPlace | None = None
     ) -> None:
-        """Has the generation's stream kept. `place`: where it was found, for one that resumes."""
+        """Keeps the generation's stream. `place`: the location of a stream that resumes."""
         written = msgspec.msgpack.encode(recipe)
         keep = wire.Keep(ticket.digest, self._window_s, self._capacity_nbytes, written, owner=ticket.owner)
         generation.kept = KeptStream(keep, place, outlives_client=self._outlives_client)
@@ -104,7 +104,7 @@ class StreamResumption:
 
 
 def may_resume(generations: list[Generation]) -> bool:
-    """Whether chunks follow from one sequence's tokens alone, and memory for them is small."""
+    """Whether the chunks depend only on one sequence's tokens, and need little memory."""
     if len(generations) != 1:
         return False
     (generation,) = generations

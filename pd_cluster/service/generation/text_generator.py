@@ -1,4 +1,4 @@
-"""From generations to pieces of text, over the router: streamed, or whole. Knows nothing of requests' fields."""
+"""Runs generations over the router, and yields or returns pieces of text. Knows nothing of requests' fields."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pd_cluster.service.generation.text_sequence import Piece, joined
 from pd_cluster.service.media.pixel_budget import PixelHold
 from pd_cluster.types import TokenOutput
 
-MOST_TOKENS_OF_PIECE = 64  # of an answer that is read only once whole
+MOST_TOKENS_OF_PIECE = 64  # for answers that are not streamed
 
 
 class TextGenerator:
-    """`log`: of requests, where one is kept. `interval`: tokens of a choice in each piece of a request's stream."""
+    """`log`: the log of requests, if enabled. `interval`: tokens of a choice in each piece of a stream."""
 
     def __init__(self, router: Router, log: RequestLog | None, interval: int) -> None:
         self._router, self._log, self._interval = router, log, interval
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
+        """Yields the pieces of all prompts of a request as they arrive. The first error, or closing this, ends all."""
         streams = [self._stream(generation) for generation in generations]
         return spaced(self._logged(generations, merged(streams, partial(_fail, generations))), self._interval)
 
     def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
-        """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""
+        """Yields a piece when a sequence has text, and a last piece with its finish_reason. Closing this aborts."""
         return self._logged([generation], self._stream(generation))
 
     async def complete(self, generations: list[Generation]) -> list[Piece]:
@@ -81,7 +81,7 @@ class TextGenerator:
         return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
 
     async def _whole(self, generation: Generation) -> AsyncGenerator[Piece, None]:
-        """Yields few, large pieces, for callers that read to the end, where only the engine ends an answer."""
+        """Yields few, large pieces, for callers that read to the end; only the engine may end the answer."""
         arrived: dict[int, list[TokenOutput]] = {sequence.index: [] for sequence in generation.sequences}
         async with contextlib.aclosing(self._tokens(generation, gathers=True)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
@@ -98,7 +98,7 @@ class TextGenerator:
         return tokens if generation.hold is None else _releasing(tokens, generation.hold)
 
     async def _learn_of_prompt(self, generation: Generation) -> None:
-        """Has the prompt computed if its logprobs were requested, and nothing after it."""
+        """Computes the prompt without an answer, if its logprobs are requested."""
         if generation.sampling.prompt_logprobs is None:
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
@@ -106,9 +106,9 @@ class TextGenerator:
 
 
 def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
-    """Yields a piece for a token and its earlier ones, if it has something to show.
+    """Yields a piece for a token and the tokens that came with it, if there is something to show.
 
-    A stream that may resume has one for each token: its events must not depend on which tokens came together.
+    A resumable stream gets a piece for each token: its events must not depend on which tokens came together.
     """
     is_kept = generation.kept is not None
     sequence, text = generation.sequences[token.index], ""
@@ -128,7 +128,7 @@ def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
 
 
 async def _releasing(tokens: AsyncIterator[TokenOutput], hold: PixelHold) -> AsyncGenerator[TokenOutput, None]:
-    """Yields the tokens, and then gives its pictures' bytes back."""
+    """Yields the tokens, and then releases the memory of the images."""
     try:
         async with contextlib.aclosing(tokens):  # type: ignore[type-var]
             async for token in tokens:
@@ -138,6 +138,6 @@ async def _releasing(tokens: AsyncIterator[TokenOutput], hold: PixelHold) -> Asy
 
 
 def _fail(generations: list[Generation], error: BaseException) -> None:
-    """Ends all prompts of a request with the error of one, so that it does not count as a client's disconnect."""
+    """Ends all prompts of a request with one prompt's error, so that it does not count as a client's disconnect."""
     for generation in generations:
         generation.fail(GenerationError(f"another prompt of the request failed: {error}"))

@@ -1,4 +1,4 @@
-"""One sequence of an answer: tokens in, final text out, until it ends. Knows nothing of HTTP or of its siblings."""
+"""One sequence of an answer: tokens in, final text out, until it ends. Knows nothing of HTTP or other sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pd_cluster.types import DraftReport, FinishReason, Logprobs, TokenOutput
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs` is None for a prompt's first token, and where only places in the text are wanted; `text_offset` counts
-    characters of the text before the token.
+    """`logprobs` is None for a prompt's first token, and if only text offsets are needed. `text_offset`: characters of
+    the text before the token.
     """
 
     token_id: int
@@ -23,7 +23,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """New text of one choice, and its tokens since its last piece. Its last piece has a finish_reason."""
+    """New text of one choice, and its tokens since the previous piece. The last piece has a finish_reason."""
 
     index: int
     text: str
@@ -35,9 +35,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TextSequence:
-    """`shows_stop_token` tells whether a token that ends the answer is part of its text.
+    """`shows_stop_token`: whether a token that ends the answer is part of its text.
 
-    `keeps_places`: its pieces say for each token where its text is, also without logprobs.
+    `keeps_places`: pieces have the text offset of each token even without logprobs.
     """
 
     index: int
@@ -47,14 +47,14 @@ class TextSequence:
     shows_stop_token: bool = False
     keeps_places: bool = False
     num_tokens: int = 0
-    num_chars: int = 0  # of text, whether shown or held back
+    num_chars: int = 0  # of text, including text that is held back
     cumulative_logprob: float = 0.0
-    stop_token_ids: frozenset[int] = frozenset()  # that are reported as a stop_reason
+    stop_token_ids: frozenset[int] = frozenset()  # reported as a stop_reason
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_accepted: int = 0  # tokens of the request's prediction, as drafts
+    num_accepted: int = 0  # accepted draft tokens of the request's prediction
     num_rejected: int = 0
-    draft_steps: list[tuple[int, int]] = field(default_factory=list)  # see DraftReport; as far as they are reported
+    draft_steps: list[tuple[int, int]] = field(default_factory=list)  # reported steps; see DraftReport
     token_ids: list[int] = field(default_factory=list)  # since the last piece
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -85,13 +85,13 @@ class TextSequence:
         return text
 
     def end(self, finish_reason: FinishReason) -> str:
-        """Ends without a token. Returns the text that the prompt leaves unfinished."""
+        """Ends without a token. Returns the text of a character that the prompt left incomplete."""
         self.finish_reason = finish_reason
         return self.detokenizer.finish()
 
     def add_all(self, tokens: list[TokenOutput]) -> str:
-        """Returns the texts of `add` for all, joined. No stop string may end the answer within these tokens."""
-        if tokens[0].logprobs is not None or self.keeps_places:  # they record how much text was before each
+        """Returns the joined texts of `add` for all tokens. No stop string may end the answer within them."""
+        if tokens[0].logprobs is not None or self.keeps_places:  # each token records the text before it
             return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
         for token in before:
@@ -106,13 +106,13 @@ class TextSequence:
         return text + self.add(last)
 
     def note_drafts(self, report: DraftReport, num_dropped: int = 0) -> None:
-        """`num_dropped`: tokens that came with the report and are not part of the answer; the last was no draft."""
+        """`num_dropped`: tokens that came with the report but are not part of the answer; the last is not a draft."""
         self.num_accepted += max(0, report.num_accepted - max(0, num_dropped - 1))
         self.num_rejected += report.num_rejected
         self.draft_steps += report.steps
 
     def piece(self, text: str, index: int) -> Piece:
-        """Returns the piece since the last one, with this text, as that choice's."""
+        """Returns a piece with this text and the tokens since the last piece. `index`: the choice's number."""
         piece = Piece(index, text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)
         self.token_ids, self.logprobs = [], []
         return piece

@@ -1,1 +1,1 @@
-"""Guides are tried in child processes before anything is computed."""
+"""Checks guides in child processes before anything is computed."""

@@ -1,6 +1,6 @@
-"""Checks whether a guide can be followed, where it can do no harm: in a child process that has a deadline.
+"""Checks whether a guide can be used, in a child process with a deadline, where it can do no harm.
 
-Verdicts are cached. Knows nothing of HTTP, or of a guide's contents.
+Verdicts are cached. Knows nothing of HTTP or of a guide's contents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CheckSettings(msgspec.Struct, frozen=True):
 
 
 class CheckAnswer(msgspec.Struct, frozen=True):
-    """`error` is empty for a good guide, and for the line that reports that the child is ready."""
+    """`error` is empty for a valid guide, and for the line that reports a ready child."""
 
     error: str = ""
 
@@ -42,7 +42,7 @@ class _Check:
 
 
 class GuideCheck:
-    """Separates good guides from bad ones. `num_checked` counts guides without a cached verdict."""
+    """Rejects invalid guides. `num_checked` counts guides without a cached verdict."""
 
     def __init__(
         self, tokenizer_file: Path, vocab_size: int, eos_token_ids: frozenset[int], timeout_s: float = 4.0
@@ -52,11 +52,11 @@ class GuideCheck:
             "pd_cluster.service.guides.guide_child", msgspec.json.encode(settings), timeout_s, "guide", _started
         )
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest of a guide -> its error, or ""
-        self._running: dict[tuple[str, bytes], _Check] = {}  # by client, too: each has its own turn
+        self._running: dict[tuple[str, bytes], _Check] = {}  # (client, digest): each client has its own turn
         self.num_checked = 0
 
     async def check(self, guide: Guide) -> None:
-        """Raises GuideError for a bad guide, NoCapacity when too many are being checked."""
+        """Raises GuideError for an invalid guide, NoCapacity if too many guides are being checked."""
         key = hashlib.sha256(msgspec.json.encode(guide)).digest()
         error = self._verdicts.get(key)
         if error is None:
@@ -74,7 +74,7 @@ class GuideCheck:
         await self.children.close()
 
     async def _new_verdict(self, key: bytes, guide: Guide) -> str:
-        """Shares one check among a client's requests with the same guide; it ends when all of them have left."""
+        """Shares one check among a client's requests with the same guide; the check ends when all have left."""
         by = (current_client.get(), key)
         check = self._running.get(by)
         if check is None:
@@ -89,7 +89,7 @@ class GuideCheck:
                 check.task.cancel()
 
     async def _checked(self, key: bytes, guide: Guide) -> str:
-        """Checks a guide. Lack of time or memory may be temporary, so such a verdict is not kept."""
+        """Checks a guide. A lack of time or memory may be temporary, so such a verdict is not cached."""
         self.num_checked += 1
         try:
             answer = await self.children.ask(msgspec.json.encode(guide))

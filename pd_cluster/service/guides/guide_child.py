@@ -1,9 +1,8 @@
 """Checks guides: `python -m pd_cluster.service.guides.guide_child FD`. A process, because a thread cannot be stopped.
 
 FD is one end of a socket pair. The child reads its settings, then one guide per line; it writes a line when it is
-ready, and one per guide. End of file ends it, and so does its parent's death. Its address space is limited: a guide
-that exceeds it ends the child, and the parent knows the cause. A guide is good when it compiles and some outputs can be
-begun.
+ready, and a line per guide. End of file, or its parent's death, ends it. A guide that exceeds its limited address
+space ends the child after an answer with the cause. A guide is valid if it compiles and some random outputs can begin.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from pd_cluster.service.guides.guide_check import CheckAnswer, CheckSettings
 from pd_cluster.text.grammar import Compiler, Matcher, Words
 from pd_cluster.types import Guide
 
-MAX_NBYTES = 2 << 30  # of address space, beyond the process's use when it is ready
-STACK_NBYTES = 4 << 20  # less than the engine's threads have: a stack overflow happens here first
+MAX_NBYTES = 2 << 30  # of address space, in addition to the use of a ready process
+STACK_NBYTES = 4 << 20  # less than the engine's threads have, so that a stack overflow happens here first
 NICENESS = 10  # generation has priority
 NUM_WALKS = 3
 NUM_WALK_TOKENS = 24
@@ -40,7 +39,7 @@ def check(compiler: Compiler, guide: Guide) -> None:
 
 
 def _walk(matcher: Matcher, compiler: Compiler, rng: random.Random) -> None:
-    """Accepts some possible tokens one after the other. Raises GuideError."""
+    """Follows the guide along random possible tokens. Raises GuideError."""
     words = np.zeros(compiler.num_words, dtype=np.uint32)
     for _ in range(NUM_WALK_TOKENS):
         matcher.write_mask(words)

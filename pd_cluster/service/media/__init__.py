@@ -1,1 +1,1 @@
-"""Pictures and videos of prompts: fetched, prepared and held within bounds."""
+"""Fetches, prepares and holds the images and videos of prompts within bounds."""

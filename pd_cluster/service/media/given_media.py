@@ -1,4 +1,4 @@
-"""Pictures and videos that a caller in this process gives beside a prompt, as sources for its intake."""
+"""Converts images and videos that a caller in this process passes with a prompt to sources for their preparation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd_cluster.settings.media_settings import IMAGES, VIDEOS
 def given_sources(
     pictures: Sequence[Any], options: Callable[[Mapping[str, Any], str], ReadOptions]
 ) -> tuple[list[Source], list[Any]]:
-    """Returns the sources of objects or URLs, and the objects. `options`: `MediaPreparation.options`.
+    """Returns the sources of objects or URLs, and the objects. `options`: the result of `MediaPreparation.options`.
 
     Raises RequestError.
     """

@@ -1,7 +1,7 @@
-"""Pictures and videos that were read already, so that the same data: URL is not decoded again.
+"""Caches images and videos, so that the same data: URL is not decoded again.
 
-Only data: URLs are kept: what is behind another one may change. An item that comes with its sender's own name (`uuid`)
-is kept by that name, too. Tenants never find each other's.
+Only data: URLs are cached, because the content of another URL may change. An item with its sender's own name (`uuid`)
+is also cached under that name. Tenants never share items.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _digest(what: str, source: _Source, salt: str, text: str) -> bytes:
 
 
 class MediaCache:
-    """Keeps up to `most_nbytes` of pixels, least recently used out first."""
+    """Keeps up to `most_nbytes` of pixels; evicts the least recently used first."""
 
     def __init__(self, most_nbytes: int) -> None:
         self._most_nbytes = most_nbytes
@@ -53,7 +53,7 @@ class MediaCache:
         self._kept: OrderedDict[bytes, Item] = OrderedDict()
 
     async def key(self, source: _Source, salt: str) -> bytes | None:
-        """Returns what an item is kept by; None: it is not kept."""
+        """Returns the key of an item by its URL; None: the item is not cached."""
         if not self._most_nbytes or not source.url.startswith("data:"):
             return None
 
@@ -63,11 +63,11 @@ class MediaCache:
         return await asyncio.to_thread(work) if len(source.url) > SHORT_NUM_CHARS else work()
 
     def name_of(self, source: _Source, salt: str) -> bytes | None:
-        """Returns what an item is kept by under its sender's name; None: it has none, or nothing is kept."""
+        """Returns the key of an item by its sender's name; None: it has no name, or the cache is off."""
         return _digest("uuid", source, salt, source.uuid) if source.uuid and self._most_nbytes else None
 
     def replace(self, key: bytes, item: Item) -> None:
-        """Keeps an item in the place of what had its name."""
+        """Stores an item, in place of an earlier item of this key."""
         if (former := self._kept.pop(key, None)) is not None:
             self._nbytes -= num_bytes_of(former)
         self.put(key, item)

@@ -1,7 +1,7 @@
-"""Fetches, decodes and resizes pictures and videos of prompts: `python -m pd_cluster.service.media.media_child FD`.
+"""Fetches, decodes and resizes images and videos of prompts: `python -m pd_cluster.service.media.media_child FD`.
 
-See concurrency/child_pool.py. A decoder that a file deceives takes this process with it, and no other. Its settings
-are the model's rules; a job is a URL.
+See concurrency/child_pool.py. A file that crashes a decoder ends only this process. Its settings are the model's rules;
+a job is a URL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pd_cluster.media.video_files import fitted, frames_of, frames_of_pictures
 from pd_cluster.media.video_rules import Video
 from pd_cluster.types import Image
 
-MAX_NBYTES = 1536 << 20  # of address space, beyond the process's use when it is ready
+MAX_NBYTES = 1536 << 20  # of address space, in addition to the use of a ready process
 NICENESS = 10
 
 
@@ -40,7 +40,7 @@ class PictureSettings(msgspec.Struct, frozen=True):
 
 
 class PictureJob(msgspec.Struct, frozen=True):
-    """`refused`: addresses of the cluster, which are never connected to. `max_frames`: of a video, if it says so."""
+    """`refused`: the cluster's addresses, to which it never connects. `max_frames`: a video's limit, if it has one."""
 
     url: str
     refused: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class PictureJob(msgspec.Struct, frozen=True):
 
 
 class ReadPicture(msgspec.Struct, frozen=True):
-    """A picture as its model reads it and its digest, a video, or an `error` for its sender."""
+    """An image as its model reads it and its digest, a video, or an `error` for the client."""
 
     image: Image | None = None
     digest: bytes = b""

@@ -1,4 +1,4 @@
-"""Pictures and videos of prompts: prepared by child processes, and put in the places of their placeholders.
+"""Prepares images and videos of prompts in child processes, and replaces their placeholders.
 
 Knows nothing of how a conversation names them, or of tensors.
 """
@@ -28,27 +28,27 @@ from pd_cluster.service.media.pixel_budget import PixelBudget, PixelHold
 from pd_cluster.settings.media_settings import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.text.control_tokens import PromptText
 
-MAX_NBYTES = 56 << 20  # of a prompt's pictures, as their model reads them: they travel in one message
-NUMBERS_NBYTES = 20  # of a token's id and its three positions, beside them
+MAX_NBYTES = 56 << 20  # of a prompt's images, as their model reads them; they are sent in one message
+NUMBERS_NBYTES = 20  # of a token's id and its three positions in the same message
 MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
 MAX_UUID_NUM_CHARS = 256
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
 FETCHES = SlowJobs(6, wait=True)
-GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
+GIVEN = "given:"  # the URL scheme of images that a caller in this process passes as objects
 
 
 class MediaCounts(Protocol):
-    """Counts what becomes of media."""
+    """Counts events of media."""
 
     def medium(self, kind: str, is_read: bool) -> None:
-        """Counts a picture or video of a prompt; a repeated one of the same prompt counts once."""
+        """Counts an image or video of a prompt; a repeated item of the same prompt counts once."""
 
     def kept_medium(self, is_found: bool) -> None:
-        """Counts a search for one that was read earlier."""
+        """Counts a lookup in the cache."""
 
     def read_medium(self, fetch_s: float, decode_s: float) -> None:
-        """Counts one that a child has fetched and decoded."""
+        """Counts an item that a child has fetched and decoded."""
 
 
 class _Uncounted:
@@ -63,9 +63,9 @@ UNCOUNTED = _Uncounted()
 
 
 class Source(NamedTuple):
-    """A picture or video by its URL; `where` is its place in the request, for errors. `max_frames`: of a video.
+    """An image or video by its URL. `where`: its place in the request, for errors. `max_frames`: a video's limit.
 
-    `uuid`: its sender's name of it. Without a URL, it is the one that the same tenant sent last by that name.
+    `uuid`: the sender's name for it. Without a URL, the source is the item that the tenant last sent under that name.
     """
 
     where: str
@@ -77,14 +77,14 @@ class Source(NamedTuple):
 
 
 class PromptWithMedia(NamedTuple):
-    """A prompt in tokens with its pictures; None: it holds none."""
+    """A prompt's tokens with its images. `hold`: the memory of its images; None: it holds no memory."""
 
     prompt: PromptWithImages
     hold: PixelHold | None = None
 
 
 class MediaPreparation:
-    """`vision` None: the model takes none."""
+    """`vision` None: the model takes no images."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class MediaPreparation:
         counts: MediaCounts = UNCOUNTED,
         encode: Callable[[str], list[int]] = lambda text: [],
     ) -> None:
-        """`addresses`: those of the cluster, which are never fetched from. `encode` returns the tokens of a text."""
+        """`addresses`: the cluster's addresses, from which media are never fetched. `encode`: text -> tokens."""
         self._vision, self._config, self._addresses, self._counts = vision, config, addresses, counts
         self._encode = encode
         self._options = ReadOptions.of(config.processor, "mm_processor_kwargs")
         self._budget = PixelBudget(int(config.memory_gb * GIB), config.spill_path, int(config.spill_gb * GIB))
         self._kept = MediaCache(int(config.cache_gb * GIB))
-        self.children: dict[tuple[str, str], ChildPool] = {}  # by kind and where they come from
+        self.children: dict[tuple[str, str], ChildPool] = {}  # by (kind, origin)
         if vision is not None:
             try:
                 self._options.rules(vision.rules, "--mm-processor-kwargs")
@@ -121,11 +121,11 @@ class MediaPreparation:
 
     @property
     def is_able(self) -> bool:
-        """Whether the model takes pictures."""
+        """Whether the model takes images."""
         return self._vision is not None
 
     def options(self, given: Mapping[str, Any], name: str) -> ReadOptions:
-        """Returns what a request and the server's settings say of how media are read. Raises RequestError."""
+        """Returns the options for reading media, from a request and the server's settings. Raises RequestError."""
         found = ReadOptions.of(given, name)
         if self._vision is None:
             if given:
@@ -136,7 +136,7 @@ class MediaPreparation:
         return found
 
     def check(self, sources: Sequence[Source]) -> None:
-        """Checks a prompt's pictures before any work. Raises RequestError."""
+        """Checks a prompt's images before any work. Raises RequestError."""
         if not sources:
             return
         if self._vision is None:
@@ -163,7 +163,7 @@ class MediaPreparation:
                 )
 
     def spelled(self, prompt: PromptText, sources: Sequence[Any]) -> PromptText:
-        """Returns a prompt with pictures as its model's tokenizer expects it."""
+        """Returns a prompt with images in the form that the model's tokenizer expects."""
         if self._vision is None or not sources or not (text := self._vision.rules.text):
             return prompt
         places = prompt.own
@@ -188,10 +188,9 @@ class MediaPreparation:
     async def place(
         self, token_ids: list[int], sources: Sequence[Source], param: str, given: Sequence[Any] = (), salt: str = ""
     ) -> PromptWithMedia:
-        """Returns the prompt with its media. `given`: those that callers of this process have as objects.
+        """Returns the prompt with its media. `given`: media that callers in this process pass as objects.
 
-        Items that were read are kept for requests of the same `salt`. Raises RequestError that names the item, or
-        Unavailable.
+        Items are cached for requests of the same `salt`. Raises RequestError that names the item, or Unavailable.
         """
         if self._vision is None:
             self.check(sources)
@@ -225,7 +224,7 @@ class MediaPreparation:
         return PromptWithMedia(msgspec.structs.replace(placed, images=held), hold)
 
     def _check_size(self, source: Source, item: Item) -> None:
-        """Raises RequestError for what a request's options made larger than the model's folder allows."""
+        """Raises RequestError for an item that a request's options made larger than the model's folder allows."""
         assert self._vision is not None
         for image in item.images if isinstance(item, Video) else item[:1]:
             if problem := self._vision.rules.size_problem(image):
@@ -250,7 +249,7 @@ class MediaPreparation:
             self._counts.kept_medium(named is not None)
             if named is None:
                 why = f"no {source.kind} of this uuid is kept; send it with its URL"
-                raise _refusal(source, why if source.uuid else "empty; send a URL, or the uuid of what was sent before")
+                raise _refusal(source, why if source.uuid else "empty; send a URL, or the uuid of an item sent before")
             return named
         found = await self._kept_or_read(source, salt)
         if name is not None:

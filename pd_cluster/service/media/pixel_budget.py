@@ -1,7 +1,7 @@
-"""Bounds the memory of pictures whose prompts are not answered yet. Knows nothing of what is in them.
+"""Bounds the memory of images whose prompts are not answered yet. Knows nothing of their contents.
 
-Beyond the limit, pixels go to files if there is a folder for them: of mode 0600, without a name from the moment they
-are opened, mapped into memory, and gone with the request.
+Beyond the limit, pixels go to files, if a folder is set: unnamed files of mode 0600, mapped into memory, which vanish
+with the request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 from pd_cluster.types import Image
 
-MAX_HELD_NBYTES = 2 << 30  # kept in case an instance is lost
+MAX_HELD_NBYTES = 2 << 30  # held until the answer's end, in case an instance is lost
 
 
 class PixelBudget:
-    """Counts the bytes of all pictures that this process holds, in memory and in files of a folder, if any."""
+    """Counts the bytes of all images that this process holds, in memory and in files of a folder, if any."""
 
     def __init__(self, most: int = MAX_HELD_NBYTES, folder: str = "", most_in_files: int = 0) -> None:
         """Raises ConfigError for a folder in which no file can be made."""
@@ -38,7 +38,7 @@ class PixelBudget:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
     def take(self, nbytes: int) -> PixelHold:
-        """Raises NoCapacity if the current client has no memory left now, RequestError if it never will."""
+        """Takes memory. Raises NoCapacity if the current client's share is used up, RequestError if it is too small."""
         client, memory = current_client.get(), self.in_memory
         if not memory.has_capacity(client, nbytes):
             if not memory.taken_nbytes:
@@ -52,7 +52,7 @@ class PixelBudget:
         return PixelHold(memory, client, nbytes)
 
     async def hold(self, images: Sequence[Image]) -> tuple[tuple[Image, ...], PixelHold]:
-        """Returns the images, with pixels in memory or in a file, and their place. Raises NoCapacity without room."""
+        """Returns the images, with pixels in memory or in a file, and their PixelHold. Raises NoCapacity."""
         nbytes = sum(len(image.pixels) for image in images)
         client = current_client.get()
         if self.in_memory.has_capacity(client, nbytes) or not self.in_files.has_capacity(client, nbytes):
@@ -67,12 +67,12 @@ class PixelBudget:
 
 class _Shares(FairByteBudget):
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """A caller in this process, "", may have all."""
+        """Whether the client may take so many further bytes; a caller in this process, "", may take all."""
         return super().has_capacity(client, nbytes + (0 if client else -self.of("")))
 
 
 class PixelHold:
-    """Bytes of pictures that a prompt keeps until it is answered."""
+    """Bytes of images that a prompt holds until it is answered."""
 
     def __init__(self, shares: FairByteBudget, client: str, nbytes: int) -> None:
         self._shares: FairByteBudget | None = shares
@@ -80,7 +80,7 @@ class PixelHold:
         shares.take(client, nbytes)
 
     def release(self) -> None:
-        """Further calls do nothing."""
+        """Releases the bytes; further calls do nothing."""
         if self._shares is not None:
             self._shares.give_back(self._client, self._nbytes)
             self._shares = None
@@ -90,7 +90,7 @@ class PixelHold:
 
 
 def _in_file(images: Sequence[Image], folder: str) -> tuple[Image, ...]:
-    """Writes all pixels to one file, and returns images that read them from there. Raises OSError."""
+    """Writes all pixels to one file, and returns images that map it. Raises OSError."""
     descriptor = _nameless(folder)
     with os.fdopen(descriptor, "w+b") as file:
         for image in images:
@@ -106,10 +106,10 @@ def _in_file(images: Sequence[Image], folder: str) -> tuple[Image, ...]:
 
 
 def _nameless(folder: str) -> int:
-    """Opens a file of mode 0600 that no path leads to. Raises OSError."""
+    """Opens an unnamed file of mode 0600. Raises OSError."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # file systems that have none
+    except OSError:  # the file system has no unnamed files
         descriptor, name = tempfile.mkstemp(prefix="pd-cluster-media-", dir=folder)
         Path(name).unlink()
         return descriptor

@@ -1,1 +1,1 @@
-"""Prompts that are computed and not continued: embeddings, scores, reranking."""
+"""Pooling requests, which compute prompts without generating: embeddings, scores, reranking."""

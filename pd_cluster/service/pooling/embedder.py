@@ -1,4 +1,4 @@
-"""Prompts to vectors: tokens, limits, and the checkpoint's way to pool. Knows nothing of HTTP."""
+"""Converts prompts to vectors: tokens, limits, and the checkpoint's kind of pooling. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EmbeddingInput(PoolingInput):
 
 
 class Embedding(NamedTuple):
-    """`values`: [dimensions] float32 numbers."""
+    """`values`: float32 [dimensions]."""
 
     prompt_token_ids: list[int]
     values: list[float]
@@ -91,7 +91,7 @@ class Embedder:
             raise RequestError(f"this model cannot embed: {error}") from error
 
     async def token_ids(self, ask: EmbeddingInput) -> list[int]:
-        """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
+        """Returns the prompt's tokens, truncated if requested. Raises RequestError."""
         limit, keep, prompt, place = self._encoder.limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
         if isinstance(prompt, str):
             param = place.partition("[")[0]

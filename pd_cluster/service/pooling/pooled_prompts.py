@@ -1,6 +1,6 @@
-"""Prompts that are computed and not continued, over the router: terms of a request, limits, vectors back.
+"""Computes prompts without generating, over the router: parameters, limits, and vectors back.
 
-Knows nothing of HTTP, nor of what the numbers of a vector mean.
+Knows nothing of HTTP or of the meaning of vectors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pd_cluster.types import NO_SAMPLING, PooledOutput, Pooling, PromptOutput, R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingInput:
-    """The terms that requests for vectors share.
+    """The fields that pooling requests share.
 
-    `received_s`: the arrival time, for the request's timeline, and `client_id` its name there. `variant`: the digest
-    of an adapter.
+    `received_s`: the arrival time, for the request's timeline. `client_id`: its name there. `variant`: the digest of an
+    adapter.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -72,10 +72,10 @@ async def _pooled(router: Router, generation: Generation) -> PooledOutput:
 
 
 def numbers_of(vector: bytes, num_numbers: int | None) -> list[float]:
-    """Returns the numbers of a PooledOutput. Raises GenerationError for bytes that are not so many float32."""
+    """Returns the values of a PooledOutput. Raises GenerationError unless it is `num_numbers` float32 values."""
     found = array("f")
     if len(vector) % found.itemsize or not vector or num_numbers not in (None, len(vector) // found.itemsize):
-        raise GenerationError(f"an instance sent {len(vector)} bytes in place of a vector")
+        raise GenerationError(f"an instance sent {len(vector)} bytes instead of a vector")
     found.frombytes(vector)
     if sys.byteorder == "big":
         found.byteswap()

@@ -1,7 +1,7 @@
-"""How well a document answers a query, in Qwen3-Reranker's way: the model's probability of "yes" beside "no".
+"""Scores how well a document answers a query, as Qwen3-Reranker does: the model's probability of "yes" against "no".
 
-The prompt is that of the model's card. Query, document and instruction are plain text in it: the text of a control
-token in them stays text. Knows nothing of HTTP.
+The prompt is that of the model's card. Query, document and instruction are plain text: a control token's text in them
+stays text. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ PREFIX = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-WORDS = ("no", "yes")  # the answers; the score is the share of the second
+WORDS = ("no", "yes")  # the answers; the score is the probability of the second
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-PAIRS_A_TURN = 16  # that are prepared before other tasks have their turn
+PAIRS_A_TURN = 16  # to prepare before other tasks get a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreInput(PoolingInput):
     """Pairs of a query and a document.
 
-    `truncate_prompt_tokens`: how many tokens a prompt may have; the document loses its last ones. -1: as many as the
+    `truncate_prompt_tokens`: the most tokens of a prompt; longer documents lose their last tokens. -1: as many as the
     context has; None: a pair that is too long is refused. `fields`: the names of queries and documents in errors.
     """
 
     pairs: Sequence[tuple[str, str]]
-    instruction: str | None = None  # None: the card's
-    is_probability: bool = True  # otherwise the difference of two logits
+    instruction: str | None = None  # None: that of the model's card
+    is_probability: bool = True  # otherwise the score is the difference of two logits
     fields: tuple[str, str] = ("query", "documents")
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The tokens around each pair, and those of the two answers."""
+    """The tokens around each pair, and the tokens of the two answers."""
 
     prefix: list[int]
     suffix: list[int]
@@ -62,7 +62,7 @@ class _Frame:
 
 
 class Reranker:
-    """`guard`: None where clients' texts may have control tokens."""
+    """Scores pairs. `guard` None: clients' texts may have control tokens."""
 
     def __init__(self, encoder: PromptEncoder, guard: ControlTokenGuard | None, has_priorities: bool) -> None:
         self._encoder, self._guard, self._has_priorities = encoder, guard, has_priorities
@@ -82,7 +82,7 @@ class Reranker:
         num_frame = len(frame.prefix) + len(frame.suffix)
         if keep is not None and keep <= num_frame:
             raise RequestError(
-                f"truncate_prompt_tokens: {ask.truncate_prompt_tokens}; the prompt around a pair alone has {num_frame} "
+                f"truncate_prompt_tokens: {ask.truncate_prompt_tokens}; the prompt without the pair has {num_frame} "
                 f"tokens; give more",
                 param="truncate_prompt_tokens",
             )
@@ -103,7 +103,7 @@ class Reranker:
         return found
 
     def scores(self, ask: ScoreInput, vectors: Sequence[PooledOutput]) -> list[float]:
-        """Returns a score for each pair: P("yes") beside "no", or else the difference of the two logits.
+        """Returns a score for each pair: P("yes") against "no", or the difference of the two logits.
 
         Raises GenerationError.
         """
@@ -117,7 +117,7 @@ class Reranker:
 
 
 def logistic(number: float) -> float:
-    """Returns 1 / (1 + exp(-number)); no number is too large."""
+    """Returns 1 / (1 + exp(-number)), without overflow."""
     if number >= 0:
         return 1.0 / (1.0 + math.exp(-number))
     small = math.exp(number)

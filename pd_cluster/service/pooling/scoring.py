@@ -1,4 +1,4 @@
-"""How near a document is to a query: by a model that judges pairs (reranking.py), or by the angle of two vectors.
+"""Scores pairs of a query and a document: by a reranking model (reranking.py), or by the cosine of two vectors.
 
 A checkpoint with sentence-transformers' pooling file is an embedding model and compares vectors. Knows nothing of HTTP.
 """
@@ -29,7 +29,7 @@ NAMES = ("query", "documents")  # of a pair's texts, in errors
 
 
 class Scorer:
-    """`folder` is the checkpoint's."""
+    """Scores pairs with either kind of model. `folder`: the checkpoint's."""
 
     def __init__(self, embedder: Embedder, reranker: Reranker, encoder: PromptEncoder, folder: Path) -> None:
         self.embedder, self._reranker, self._encoder, self._folder = embedder, reranker, encoder, folder
@@ -116,7 +116,7 @@ def scorer_of(
     log: RequestLog | None,
     settings: PoolerConfig,
 ) -> Scorer:
-    """Makes the scorer of a process, and its embedder. `folder` is the checkpoint's."""
+    """Makes the scorer of a process, and its embedder. `folder`: the checkpoint's."""
     encoder, has_priorities = intake.encoder, intake.has_priorities
     rules = EmbedderRules(intake.limits.vocab_size, folder, has_priorities, settings)
     return Scorer(Embedder(router, encoder, rules, log), Reranker(encoder, guard, has_priorities), encoder, folder)

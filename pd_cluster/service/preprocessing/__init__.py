@@ -1,1 +1,1 @@
-"""From parsed requests to generations: token ids, sampling parameters, limits."""
+"""Converts parsed requests to generations: token ids, sampling parameters, limits."""

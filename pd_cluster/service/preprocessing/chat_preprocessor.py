@@ -1,4 +1,4 @@
-"""From chats to generations: the template's prompt with its pictures, and the guide and reader of the reply."""
+"""Converts chats to generations: the template's prompt with its images, and the guide and reader of the reply."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pd_cluster.settings.process_configs import ApiConfig
 from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.tokenizer import Tokenizer
 
-MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
-OF_TEXT = ("json_object", "json_schema")  # forms of an answer's text: calls alone have none, so clients may send both
-NUM_END_TOKENS = 256  # of a prompt, decoded to see whether an answer begins with reasoning
+MESSAGE_NUM_CHARS = 8  # the least that a template adds to each further message
+OF_TEXT = ("json_object", "json_schema")  # constrain text only, so clients may combine them with required calls
+NUM_END_TOKENS = 256  # of a prompt, decoded to find out if the answer begins with reasoning
 
 
 class _Plan(NamedTuple):
-    """All that a chat's generation is made of. `end`: the prompt's, for a reader. `reads`: whether there is one."""
+    """The parts of a chat's generation. `end`: the end of the prompt, for a reader. `reads`: whether there is one."""
 
     asked: RequestedTools
     shown: PromptWithMedia
@@ -36,7 +36,9 @@ class _Plan(NamedTuple):
 
 
 class ChatPreprocessor:
-    """`guard` keeps control tokens out of chats, unless `allows_control_tokens` or a caller in this process does."""
+    """Prepares chats. `guard` keeps control tokens out of chats, unless `allows_control_tokens` or an in-process caller
+    permits them.
+    """
 
     def __init__(
         self,
@@ -68,8 +70,7 @@ class ChatPreprocessor:
     ) -> Generation:
         """Prepares a chat. `answer`: the guide that the request asks for. Raises RequestError.
 
-        `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
-        process.
+        `allows_control_tokens` None: the service's setting. In-process callers pass `pictures` and `variant`.
         """
         may_be_cut = request.truncate_prompt_tokens is not None
         plan = await self._planned(request, answer, may_be_cut, caller, allows_control_tokens, pictures, variant)
@@ -86,9 +87,9 @@ class ChatPreprocessor:
         return generation
 
     async def num_tokens(self, request: ChatCompletionRequest, answer: Asked | None, caller: Caller = NOBODY) -> int:
-        """Returns the size of a chat's prompt, which may exceed the context.
+        """Returns the number of tokens of a chat's prompt, which may exceed the context.
 
-        Raises RequestError for all else that `generation` refuses.
+        Raises RequestError for everything else that `generation` refuses.
         """
         plan = await self._planned(request, answer, True, caller)
         number = len(plan.shown.prompt.token_ids)
@@ -105,7 +106,7 @@ class ChatPreprocessor:
         pictures: Sequence[Any] = (),
         variant: str | None = None,
     ) -> _Plan:
-        """`may_be_cut`: the prompt may be longer than the context. Raises RequestError."""
+        """Returns the parts. `may_be_cut`: the prompt may be longer than the context. Raises RequestError."""
         form = self._form
         asked = tools_of(request, bool(form.tool_parser))
         if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
@@ -161,9 +162,9 @@ class ChatPreprocessor:
         return (await self._prompts.render(request, guard=self.guard)).text
 
     async def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
-        """Returns the generation prompt's last mark of reasoning for a reader, "" if it has none.
+        """Returns the last reasoning mark of the generation prompt for a reader; "" if there is none.
 
-        A continued answer may have begun its reasoning long before.
+        A continued answer may have begun its reasoning much earlier.
         """
         form = self._form
         if not form.reasoning_parser:
@@ -178,7 +179,7 @@ class ChatPreprocessor:
         return await self._generation_mark(request) if request.opens_answer else ""
 
     async def _generation_mark(self, request: ChatCompletionRequest) -> str:
-        """Renders the conversation with and without the generation prompt: other marks are text of its messages."""
+        """Returns the mark of the generation prompt, by rendering the conversation with and without that prompt."""
         whole, _ = await self._prompts.render(request)
         without, _ = await self._prompts.render(request.model_copy(update={"add_generation_prompt": False}))
         num_shared = min(len(whole), len(without))
@@ -198,7 +199,7 @@ def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer, model_type: str) -> 
 def chats_of(
     intake: RequestPreprocessor, pictures: MediaPreparation, form: ReplyFormat, settings: ApiConfig
 ) -> ChatPreprocessor:
-    """Makes the chats of a process."""
+    """Makes the chat preprocessor of a process."""
     chat, tokenizer = settings.chat, intake.tokenizer
     control = intake.encoder.control
     prompts = ChatPrompts.make(

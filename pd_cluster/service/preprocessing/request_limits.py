@@ -1,4 +1,4 @@
-"""Checks that need the model or the server's own limits: ids, lengths, numbers of logprobs.
+"""Checks that need the model or the server's limits: ids, lengths, counts of logprobs.
 
 Every refusal is a RequestError that names the field, its value and the remedy. Knows nothing of HTTP.
 """
@@ -24,13 +24,13 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
 DEFAULT_MAX_LOGPROBS = RequestSettings().max_logprobs
-MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of prompts: they are written at once, while other streams wait
-OUTPUT_TOKENS_COUNTED = 16_384  # per sequence: a single one may always be as long as the context
-MAX_STREAMED_NBYTES = 256 << 20  # of /generate with several texts, whose frames repeat all of them
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of a prompt; they are written at once, while other streams wait
+OUTPUT_TOKENS_COUNTED = 16_384  # per sequence, so that a single sequence may always fill the context
+MAX_STREAMED_NBYTES = 256 << 20  # of a streamed /generate with several texts; each frame repeats all texts
 
 
 class Limits(NamedTuple):
-    """The limits of one server and its model, apart from the context's length."""
+    """The limits of one server and its model, except the context's length."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -51,7 +51,7 @@ class Limits(NamedTuple):
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
         logprobs = self._num_logprobs(name, sampling.logprobs)
         prompt_logprobs = self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        # A word with an id outside of the vocabulary never occurs.
+        # A bad word with an id outside of the vocabulary can never occur.
         words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
         if (logprobs, prompt_logprobs, words) != (sampling.logprobs, sampling.prompt_logprobs, sampling.bad_words):
             sampling = msgspec.structs.replace(
@@ -74,7 +74,7 @@ class Limits(NamedTuple):
             raise RequestError(f"{name}: {outside_of_vocabulary(outside, self.vocab_size)}", param=name)
 
     def _num_logprobs(self, name: str, asked: int | None) -> int | None:
-        """Returns how many to tell, at most as many as there are tokens. Raises RequestError."""
+        """Returns the number of logprobs, at most the size of the vocabulary. Raises RequestError."""
         if asked is None:
             return None
         number = self.vocab_size if asked == ALL_LOGPROBS else asked
@@ -102,13 +102,13 @@ class Limits(NamedTuple):
             )
 
     def _check_something_is_left(self, sampling: Sampling) -> None:
-        """Raises RequestError where every token is forbidden."""
+        """Raises RequestError if every token is forbidden."""
         forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
-        if sampling.min_tokens and sampling.guide is None:  # within a guide's text no token is an end
+        if sampling.min_tokens and sampling.guide is None:  # a guide decides about end tokens itself
             forbidden |= {*sampling.stop_token_ids, *self.eos_token_ids}
         if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
             raise RequestError(
-                "allowed_token_ids: bad_words and min_tokens forbid every one of them; allow one more",
+                "allowed_token_ids: bad_words and min_tokens forbid all of them; allow another token",
                 param="allowed_token_ids",
             )
         if not sampling.allowed_token_ids and len(forbidden) >= self.vocab_size:
@@ -116,7 +116,7 @@ class Limits(NamedTuple):
 
 
 def _check_size(request: GenerationRequest, sampling: Sampling, num_prompt_tokens: int, num_prompts: int) -> None:
-    """Limits the size of an answer, which is assembled in memory. Raises RequestError."""
+    """Limits the size of an answer, which is built in memory. Raises RequestError."""
     num_entries = 0  # assumes that all prompts are as long as this one
     if sampling.prompt_logprobs is not None:
         num_told = request.num_choices if isinstance(request, CompletionRequest) else 1
@@ -126,17 +126,17 @@ def _check_size(request: GenerationRequest, sampling: Sampling, num_prompt_token
         num_told = sampling.logprobs + len(sampling.logprob_token_ids) + 1
         num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * num_told * sampling.n
     num_entries *= num_prompts
-    if request.stream and sampling.prompt_logprobs is not None:  # they are echoed
+    if request.stream and sampling.prompt_logprobs is not None:  # the stream echoes them
         num_told = num_prompt_tokens * (sampling.prompt_logprobs + 1) * request.num_choices
         if num_told > MAX_STREAMED_LOGPROB_ENTRIES:
             raise RequestError(
-                f"logprobs: a stream that begins with {num_told} of the prompt's is too much at once, at most "
-                f"{MAX_STREAMED_LOGPROB_ENTRIES} are given; leave out stream, or ask for fewer",
+                f"logprobs: a stream would begin with {num_told} logprobs of the prompt, more than the "
+                f"{MAX_STREAMED_LOGPROB_ENTRIES} allowed; leave out stream, or ask for fewer",
                 param="logprobs",
             )
     if num_entries > MAX_LOGPROB_ENTRIES:
         raise RequestError(
-            f"logprobs: the answer could have {num_entries} of them, at most {MAX_LOGPROB_ENTRIES} are given; ask for "
+            f"logprobs: the answer could have {num_entries}, more than the {MAX_LOGPROB_ENTRIES} allowed; ask for "
             f"fewer logprobs, fewer choices or a shorter answer",
             param="logprobs",
         )
@@ -147,9 +147,9 @@ def check_streamed_texts(num_texts: int, num_prompt_chars: int, max_tokens: int)
     nbytes = num_texts * max_tokens * num_texts * (num_prompt_chars + 4 * max_tokens)
     if num_texts > 1 and nbytes > MAX_STREAMED_NBYTES:
         raise RequestError(
-            f"n: {num_texts} texts of up to {max_tokens} tokens, each behind {num_prompt_chars} characters of prompt, "
-            f"would be {nbytes >> 20} MiB of frames, at most {MAX_STREAMED_NBYTES >> 20} are sent; ask for fewer, or "
-            f"without stream",
+            f"n: {num_texts} texts of up to {max_tokens} tokens, each after {num_prompt_chars} characters of prompt, "
+            f"would take {nbytes >> 20} MiB of frames, more than the {MAX_STREAMED_NBYTES >> 20} allowed; ask for "
+            f"fewer, or leave out stream",
             param="n",
         )
 
@@ -165,7 +165,7 @@ def _check_greedy(request: GenerationRequest, sampling: Sampling) -> None:
 
 
 def truncated(request: GenerationRequest, token_ids: list[int], limit: int, default_max_tokens: int) -> list[int]:
-    """Returns the last tokens of a prompt, or the first, as many as the request keeps. Raises RequestError."""
+    """Truncates a prompt to the last or first tokens, as many as the request keeps. Raises RequestError."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return token_ids
@@ -184,9 +184,9 @@ def truncated(request: GenerationRequest, token_ids: list[int], limit: int, defa
 def max_tokens_of(
     request: GenerationRequest, num_prompt: int, limit: int, default_max_tokens: int | None, param: str
 ) -> int:
-    """Returns the most output tokens of this request: those that it wants, or as many as the context has room for.
+    """Returns the most output tokens of this request: as many as it asks for, or as many as fit the context.
 
-    Raises RequestError if there is room for none, or if what it wants exceeds the context by itself.
+    Raises RequestError if not even one fits, or if the requested number alone exceeds the context.
     """
     if not num_prompt:
         raise RequestError(f"{param}: no tokens", param=param)
@@ -217,9 +217,9 @@ def max_tokens_of(
 
 
 def check_priority(priority: int, has_priorities: bool) -> None:
-    """Raises RequestError for a priority where requests are served as they come."""
+    """Raises RequestError for a priority if the server ignores priorities."""
     if priority and not has_priorities:
         raise RequestError(
-            f"priority: {priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+            f"priority: {priority}; this server serves requests in order of arrival (--scheduling-policy fcfs)",
             param="priority",
         )

@@ -1,4 +1,4 @@
-"""From parsed requests to generations: token ids, sampling, limits. Knows nothing of chats, of routers or of HTTP."""
+"""Converts parsed requests to generations: token ids, sampling, limits. Knows nothing of chats, routers or HTTP."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.types import Guide, RequestSpec, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
-MAX_PREDICTED_TOKENS = 1 << 20  # of a prediction times the prompts that it applies to; the rest is left out
-MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
+MAX_PREDICTED_TOKENS = 1 << 20  # tokens of a prediction times the number of prompts; the rest is ignored
+MAX_GUIDES_NUM_CHARS = 1 << 20  # characters of a guide times the number of prompts, which have copies
 
 
 class SharedFields(NamedTuple):
-    """The common part of all prompts of a request. `bad_words` and `prediction`: in tokens."""
+    """The fields that all prompts of a request share. `bad_words` and `prediction`: in tokens."""
 
     guide: Guide | None
     bad_words: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class SharedFields(NamedTuple):
 
 
 class RequestPreprocessor:
-    """Closes its `encoder` and its `guides`. `names` knows the digest of the adapter that a request names."""
+    """Owns and closes its `encoder` and its `guides`. `names` maps a request's model name to an adapter's digest."""
 
     def __init__(
         self, encoder: PromptEncoder, guides: GuideCheck, limits: Limits, names: ServedNames, config: ServiceConfig
@@ -77,9 +77,9 @@ class RequestPreprocessor:
         caller: Caller = NOBODY,
         variant: str | None = None,
     ) -> SharedFields:
-        """Makes the part that all prompts share. Raises RequestError.
+        """Makes the fields that all prompts share. Raises RequestError.
 
-        `markers` are special tokens to be read. `variant`: that of callers in this process; None: of the adapter that
+        `markers`: special tokens that a reader needs. `variant`: an in-process caller's; None: that of the adapter that
         the request names as its model.
         """
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
@@ -99,7 +99,7 @@ class RequestPreprocessor:
         return SharedFields(guide, bad_words, markers, num_prompts, caller, variant, prediction)
 
     async def _prediction(self, request: GenerationRequest, num_prompts: int, caller: Caller) -> tuple[int, ...]:
-        """Returns the tokens that the answer is expected to have, up to one that the model lacks."""
+        """Returns the predicted tokens of the answer, up to a token that the model lacks."""
         if request.prediction is None:
             return ()
         most = MAX_PREDICTED_TOKENS // num_prompts
@@ -117,7 +117,7 @@ class RequestPreprocessor:
         param: str,
         shared: SharedFields,
     ) -> Generation:
-        """Checks the limits. Raises RequestError."""
+        """Makes a generation and checks the limits. Raises RequestError."""
         num_virtual, prompt = num_virtual_tokens(shared.variant), shown.prompt
         limit = self._limit() - num_virtual
         if num_virtual and prompt.images:
@@ -125,7 +125,7 @@ class RequestPreprocessor:
         token_ids = truncated(request, prompt.token_ids, limit, default_max_tokens or 1)
         if prompt.images and len(token_ids) < len(prompt.token_ids):
             raise RequestError(
-                "truncate_prompt_tokens: a prompt with images is never cut; send a shorter one",
+                "truncate_prompt_tokens: a prompt with images cannot be truncated; send a shorter one",
                 param="truncate_prompt_tokens",
             )
         if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self.limits.vocab_size:
@@ -164,7 +164,7 @@ class RequestPreprocessor:
         )
 
     def check(self, request: GenerationRequest, num_tokens: int, param: str, shared: SharedFields) -> None:
-        """Checks the limits as `generation` does, but for the prompt's own length. Raises RequestError."""
+        """Checks the limits as `generation` does, except the prompt's length. Raises RequestError."""
         most = self._limit() - num_virtual_tokens(shared.variant) - 1
         num_tokens = min(num_tokens, most)
         self._sampling(request, self._max_tokens(request, num_tokens, None, param, shared), num_tokens, shared)
@@ -180,13 +180,13 @@ class RequestPreprocessor:
         """`num_tokens`: the prompt's. Raises RequestError."""
         limit = self._limit() - num_virtual_tokens(shared.variant)
         wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
-        if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
+        if self._most_tokens is not None:  # limits every request, as in vLLM's server
             wanted = min(wanted, int(self._most_tokens))
             least = request.min_tokens or 0
             if least > wanted:
                 raise RequestError(
-                    f"min_tokens: {least} is more than {wanted}, to which this server limits answers (its "
-                    f"generation config has max_new_tokens); lower it",
+                    f"min_tokens: {least} is more than {wanted}, this server's limit for answers (max_new_tokens of "
+                    f"its generation config); lower it",
                     param="min_tokens",
                 )
         return wanted
@@ -200,7 +200,7 @@ class RequestPreprocessor:
     def _sequences(
         self, request: GenerationRequest, sampling: Sampling, markers: Collection[str], token_ids: list[int]
     ) -> list[TextSequence]:
-        """`token_ids`: the prompt's."""
+        """Makes the sequences of a prompt. `token_ids`: the prompt's."""
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
@@ -220,19 +220,19 @@ class RequestPreprocessor:
         ]
 
     def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
-        """Raises RequestError for parameters that need a tokenizer where there is none."""
+        """Raises RequestError for parameters that need a tokenizer if there is none."""
         if self.tokenizer.has_text:
             return
         given = {"stop": request.stops, "bad_words": request.bad_words, "prediction": request.prediction}
         field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
         if field:
             raise RequestError(
-                f"{field}: there is no tokenizer (--skip-tokenizer-init), and so no text to look at; leave it out",
+                f"{field}: needs a tokenizer, which this server lacks (--skip-tokenizer-init); leave it out",
                 param=field.partition(".")[0],
             )
 
     async def _check_guide(self, asked: Asked | None) -> None:
-        """Checks a guide before the request goes anywhere. Raises RequestError that names the field, or Unavailable."""
+        """Checks a guide before the request is sent. Raises RequestError that names the field, or Unavailable."""
         if asked is None:
             return
         try:
@@ -244,7 +244,7 @@ class RequestPreprocessor:
 def preprocessor_of(
     checkpoint: Checkpoint, encoder: PromptEncoder, names: ServedNames, config: ServiceConfig
 ) -> RequestPreprocessor:
-    """Makes the intake of a process."""
+    """Makes the request preprocessor of a process."""
     settings, eos_token_ids = config.settings, checkpoint.eos_token_ids
     vocab_size = int(checkpoint.config.get("vocab_size", encoder.tokenizer.vocab_size))
     most, width, generates = settings.max_logprobs, settings.engine.max_num_seqs, not checkpoint.is_classifier

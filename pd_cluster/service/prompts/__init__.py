@@ -1,1 +1,1 @@
-"""From messages to tokens."""
+"""Converts messages to tokens."""

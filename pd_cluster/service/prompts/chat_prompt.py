@@ -1,6 +1,6 @@
-"""Chat requests to prompts: by the server's template or, where that is allowed, by the request's own.
+"""Renders chat requests to prompts: with the server's template or, if allowed, with the request's template.
 
-Knows nothing of token ids; guarded_prompt.py finds out which control tokens are the template's own.
+Knows nothing of token ids; guarded_prompt.py finds the template's own control tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from pd_cluster.text.control_tokens import PromptText
 
-MANY_MESSAGES = 256  # more are prepared on a thread, too
+MANY_MESSAGES = 256  # more messages are also prepared on a thread
 LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
 
 Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to render, and receives the text
 
 
 class ChatPrompts:
-    """`children` render the templates of requests; None where requests may not have any."""
+    """Renders prompts. `children` render the templates of requests; None: requests may not send templates."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChatPrompts:
         config: ChatConfig = AS_GIVEN,
         takes_images: bool = False,
     ) -> ChatPrompts:
-        """`timeout_s`: of the templates of requests, where they are trusted."""
+        """Makes the renderer of a process. `timeout_s`: for the templates of requests, if they are allowed."""
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
         children = ChildPool(module, settings, timeout_s, "template") if config.trusts_request_templates else None
@@ -63,9 +63,9 @@ class ChatPrompts:
         check: Callable[[int], None] = lambda num_chars: None,
         guard: ControlTokenGuard | None = None,
     ) -> PromptText:
-        """Returns the prompt. `check` receives a lower bound of its characters before any work.
+        """Returns the prompt. `check` receives a lower bound of the prompt's characters before any work.
 
-        Without a `guard`, clients' texts may have control tokens. Raises RequestError.
+        Without a `guard`, clients' texts may contain control tokens. Raises RequestError.
         """
         if request.chat_template is not None:
             return await self._render_own(request.chat_template, request, check, guard)
@@ -115,7 +115,7 @@ class ChatPrompts:
         return work() if len(request.messages) <= MANY_MESSAGES else await asyncio.to_thread(work)
 
     async def _ask(self, children: ChildPool, source: str, conversation: Conversation | None = None) -> Rendered:
-        """Has a child render the template. Raises RequestError."""
+        """Renders the template in a child process. Raises RequestError."""
         try:
             answer = await children.ask(msgspec.json.encode(RenderJob(source, conversation)))
         except ChildTimeout as error:

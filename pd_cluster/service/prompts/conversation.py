@@ -1,4 +1,4 @@
-"""From a chat request to its template's input. Every refusal is a RequestError that names the field.
+"""Converts a chat request to its template's input. Every refusal is a RequestError that names the field.
 
 Knows nothing of tokens or of answers.
 """
@@ -21,7 +21,7 @@ def _texts(content: Any) -> list[str]:
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The input of a template, and how its text is tokenized."""
+    """The input of a template, and how to tokenize the rendered text."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
@@ -30,12 +30,12 @@ class Conversation(msgspec.Struct, frozen=True):
 
     @property
     def num_chars(self) -> int:
-        """A lower bound of the prompt's characters."""
+        """A lower bound of the number of the prompt's characters."""
         return sum(len(text) for message in self.messages for text in _texts(message.get("content")))
 
     @property
     def nbytes(self) -> int:
-        """The size of everything that a template may have to write."""
+        """The size of all texts that a template may write."""
         return len(msgspec.json.encode(self)) if self.variables else self.num_chars
 
     def render(self, template: ChatTemplate) -> str:
@@ -54,10 +54,10 @@ def conversation_of(
     checks_none: bool = False,
     roles: frozenset[str] = frozenset(),
 ) -> Conversation:
-    """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError.
+    """Makes the template's input. `known`: the template's variables; fields without one are refused.
 
-    `checks_none`: the template knows messages with calls by having None as their content; others get an empty one.
-    `roles`: those that the template names, beside the API's.
+    `checks_none`: the template expects None as the content of messages with calls; other templates get "".
+    `roles`: the template's roles, in addition to the API's. Raises RequestError.
     """
     _check_roles(request, roles | {config.response_role})
     in_parts = config.content_format == "openai"
@@ -70,7 +70,7 @@ def conversation_of(
         ]
     if continues and request.opens_answer:
         raise RequestError(
-            "continue_final_message: an answer cannot both continue the last message and begin anew; leave out "
+            "continue_final_message: an answer cannot both continue the last message and start a new one; leave out "
             "add_generation_prompt",
             param="continue_final_message",
         )
@@ -80,13 +80,13 @@ def conversation_of(
         )
     variables = {**config.template_kwargs, **(request.chat_template_kwargs or {})}
     for name in (name for name in OWN_VARIABLES if name in variables):
-        raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs.{name}: is a separate field", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
     if (tools := request.offered_tools) and _shows_tools(request, known, config):
         given["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
     for name, value in given.items():
         if value and name not in known:
-            raise RequestError(f"{name}: this model's chat template has no place for them", param=name)
+            raise RequestError(f"{name}: this model's chat template does not use them; leave it out", param=name)
     variables |= {name: value for name, value in given.items() if value}
     variables |= _effort(request.reasoning_effort, known)
     if in_parts:
@@ -95,19 +95,20 @@ def conversation_of(
 
 
 def _check_roles(request: ChatFields, named: frozenset[str]) -> None:
-    """Templates write roles between their own control tokens, so that any text there could begin a turn."""
+    """Rejects unknown roles: templates write roles between control tokens, where any text could begin a turn."""
     for at, message in enumerate(request.messages):
         if message.role not in ROLES and message.role not in named:
             known = ", ".join([*ROLES, *sorted(named.difference(ROLES))])
             raise RequestError(
-                f"messages[{at}].role: {reprlib.repr(message.role)} is no role of this model; give one of {known}",
+                f"messages[{at}].role: {reprlib.repr(message.role)} is not a role of this model; give one of {known}",
                 param="messages",
             )
 
 
 def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:
-    """Tools that the answer may not call are shown, so that a conversation's prompts begin alike, unless the config
-    excludes them or the template has no place for them."""
+    """Whether the prompt shows the tools. Tools that the answer may not call are shown, too, so that a conversation's
+    prompts share a prefix, unless the config excludes them or the template does not use tools.
+    """
     return request.tool_choice != "none" or ("tools" in known and not config.excludes_barred_tools)
 
 
@@ -121,9 +122,9 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
-    """Maps an effort to the template's variable: several efforts, or whether to think at all.
+    """Maps an effort to the template's variable for efforts, or to its switch for thinking.
 
-    Clients send one to every model; where the template knows none, the model thinks as it does.
+    Clients send efforts to every model, so a template without either ignores them.
     """
     if effort is None:
         return {}
@@ -133,10 +134,10 @@ def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
 
 
 def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """Decodes calls' arguments to objects, which templates format; reasoning gets both names."""
+    """Decodes the arguments of calls to objects, which templates format, and gives reasoning both names."""
     message = with_both_reasonings(message)
     calls = message.get("tool_calls")
-    if not calls:  # also an empty list: templates only test whether the key exists
+    if not calls:  # removes an empty list, too: templates only test whether the key exists
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         raise _wrong_call(at, "", "must be a list")
@@ -155,7 +156,7 @@ def _call(call: Any, at: int, place: str) -> dict[str, Any]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Decodes arguments, or returns them as they are: a model's text need not be JSON."""
+    """Decodes arguments, or returns them unchanged, because a model's text may not be JSON."""
     try:
         decoded = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

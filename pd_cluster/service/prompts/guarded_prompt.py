@@ -1,8 +1,8 @@
-"""Conversations to prompts in which only the template's own control tokens are control tokens.
+"""Renders conversations to prompts in which only the template's own control tokens are control tokens.
 
-Clients' texts (contents, documents, tools, variables of the template) are rendered with marks in them, which are
-removed afterwards (control_tokens.py). An assistant's content keeps the marks of its reasoning and calls. A
-conversation without such texts is rendered unchanged, so its tokens are unchanged. Knows nothing of tokenizers.
+Clients' texts (contents, documents, tools, template variables) are rendered with marks, which are removed afterwards
+(control_tokens.py). An assistant's content keeps the control tokens of its reasoning and calls. A conversation without
+texts of control tokens is rendered unchanged. Knows nothing of tokenizers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, pattern_of
 
-OWN_FIELDS = ("role", "content")  # of every message; clients name the others
+OWN_FIELDS = ("role", "content")  # of every message; clients choose the names of other fields
 Change = Callable[[str, bool], str]  # arguments: a text, and whether it is an assistant's content
 
 
 class ControlTokenGuard:
-    """`kept`: the texts that stay control tokens in an assistant's content.
+    """`kept`: control tokens that stay control tokens in an assistant's content.
 
-    `normalized`: the tokenizer's normalization before it looks for control tokens, if it has one.
+    `normalized`: the tokenizer's normalization before it matches control tokens, if it has one.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class ControlTokenGuard:
     def prompt(self, conversation: Conversation) -> Generator[Conversation, str, PromptText]:
         """Yields conversations to render, and receives their texts. Raises RequestError.
 
-        The first text has marks in whole control tokens. The second has them in every character that a control token
-        needs. If this shows other control tokens, the template has assembled one from pieces of clients' texts, or
-        tested for these; then the second text is used.
+        The first conversation has marks in whole control tokens, the second in every character that a control token
+        needs. If the second text shows other control tokens, the template has assembled one from pieces of clients'
+        texts, or tested for one; then the second text is used.
         """
         control, texts = self.control, [text for text, _ in _texts(conversation)]
         if not control.texts:
@@ -56,7 +56,7 @@ class ControlTokenGuard:
         marks = control.draw_marks(texts)
         if marks is None:
             raise RequestError(
-                "messages: they have nearly all private-use characters of Unicode, of which some are needed to render "
+                "messages: they contain nearly all private-use characters of Unicode, but rendering needs some of "
                 "them; leave some out",
                 param="messages",
             )
@@ -69,7 +69,7 @@ class ControlTokenGuard:
         return control.prompt_of(rendered, marks) if is_hidden or hidden != conversation else PromptText(rendered)
 
     def plain(self, text: str) -> PromptText:
-        """Returns a text of a client as a prompt, or a part of one, that has no control tokens."""
+        """Returns a client's text as a prompt, or part of one, without control tokens."""
         control, normalized = self.control, self._normalized
         shown = text if normalized is None else normalized(text)
         has_any = bool(control.texts) and any(control.pattern.search(each) for each in (text, shown))
@@ -84,7 +84,7 @@ def _changed(conversation: Conversation, change: Change) -> Conversation:
         is_reply = fields.get("role") == "assistant"
         return {
             name if name in OWN_FIELDS else change(name, False): value
-            if name == "role"  # one of those that conversation.py allows
+            if name == "role"  # conversation.py has checked it
             else _each(value, change, is_reply and name == "content")
             for name, value in fields.items()
         }

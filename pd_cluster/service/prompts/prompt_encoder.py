@@ -1,4 +1,4 @@
-"""Texts to token ids, on a thread where it takes long. Knows nothing of requests."""
+"""Encodes texts to token ids; long texts on a thread. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pd_cluster.text.control_tokens import ControlTokens, PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
-TRUNCATED_NUM_CHARS = 1 << 20  # the most characters of a text that will be truncated, if the context allows fewer
-# A text with more characters than this per token of the context has only that many tokenized first.
+TRUNCATED_NUM_CHARS = 1 << 20  # the most characters of a text to truncate, unless the context allows more
+# A text with more characters than this per token of the context is first tokenized only up to that many.
 PROBED_CHARS_PER_TOKEN = 16
-PROBE_MARGIN = 2  # a beginning with this many times the context's tokens is proof, wherever it was cut
+PROBE_MARGIN = 2  # a beginning with this many times the context's tokens proves that a text is too long
 
 T = TypeVar("T")
 
 
 class PromptEncoder:
-    """`limit` returns the current number of tokens in the context. Clients take turns with long texts."""
+    """`limit` returns the current size of the context in tokens. Clients take turns with long texts."""
 
     def __init__(self, tokenizer: Tokenizer, limit: Callable[[], int], control: ControlTokens) -> None:
         self.tokenizer = tokenizer
@@ -35,10 +35,11 @@ class PromptEncoder:
     async def encode(
         self, texts: list[str], special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
     ) -> list[list[int]]:
-        """Encodes a text. Raises RequestError, before any work, for one that cannot fit the context."""
+        """Encodes a text. Raises RequestError, before any work, for a text that cannot fit the context."""
         if texts and not self.tokenizer.has_text:
             raise RequestError(
-                f"{param}: a text, and there is no tokenizer (--skip-tokenizer-init); give token ids", param=param
+                f"{param}: a text, but this server has no tokenizer (--skip-tokenizer-init); give token ids",
+                param=param,
             )
         for text in texts:
             self.check(len(text), may_be_cut, param)
@@ -70,7 +71,7 @@ class PromptEncoder:
         return await self._pool.run(caller.client, work, len(prompt.text))
 
     async def prediction(self, text: str, most_tokens: int, caller: Caller = NOBODY) -> tuple[int, ...]:
-        """Encodes the beginning of a text that an answer is expected to have, as much as the context has room for."""
+        """Encodes the beginning of a predicted text, as much as fits the context."""
         most_tokens = min(most_tokens, self.limit())
         text = text[: PROBED_CHARS_PER_TOKEN * most_tokens]
         found = await self.run(lambda: self.tokenizer.encode(text, False), len(text), caller)
@@ -80,7 +81,7 @@ class PromptEncoder:
         return await self.run(lambda: self.tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
 
     async def run(self, work: Callable[[], T], num_chars: int, caller: Caller) -> T:
-        """Runs short work at once, without a turn."""
+        """Runs work on a thread in the client's turn; runs short work at once."""
         if num_chars <= SHORT_NUM_CHARS:
             return work()
         return await self._pool.run(caller.client, work, num_chars)
@@ -91,7 +92,7 @@ class PromptEncoder:
         most = limit * longest
         if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
             raise RequestError(
-                f"{param}: {num_chars} characters are too many to tokenize, even for truncate_prompt_tokens; "
+                f"{param}: {num_chars} characters are too many to tokenize, even with truncate_prompt_tokens; "
                 f"send at most {most}",
                 param=param,
             )

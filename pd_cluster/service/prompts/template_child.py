@@ -1,7 +1,7 @@
 """Renders clients' chat templates: `python -m pd_cluster.service.prompts.template_child FD` (see child_pool.py).
 
-The sandbox keeps a template from reaching out; this process limits its time and memory. Its settings are the model's
-special tokens; a job is a template and a conversation.
+The sandbox keeps a template from accessing the system; this process limits its time and memory. Its settings are the
+model's special tokens; a job is a template and a conversation.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.chat_template import ChatTemplate
 
-MAX_NBYTES = 512 << 20  # of address space, beyond the process's use when it is ready
+MAX_NBYTES = 512 << 20  # of address space, in addition to the use of a ready process
 MAX_NUM_CHARS = 8 << 20  # of a prompt
 NICENESS = 10
 
 
 class RenderJob(msgspec.Struct, frozen=True):
-    """Without a conversation only the template's variables and roles are returned."""
+    """A template and a conversation; None: only the template's variables and roles are returned."""
 
     source: str
     conversation: Conversation | None = None
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """`error` describes a fault of the template or the conversation, and `param` is the field to blame."""
+    """The result. `error`: a fault of the template or the conversation; `param`: the field at fault."""
 
     text: str = ""
     variables: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
     except ModelError as error:
         return Rendered(error=f"chat_template: {error}", param="chat_template")
     except RequestError as error:
-        if error.param == "messages":  # the template came with the messages
+        if error.param == "messages":  # the fault may be the template's, which came with the messages
             return Rendered(error=f"chat_template: {error}", param="chat_template")
         return Rendered(error=str(error), param=error.param)
     except MemoryError:

@@ -1,1 +1,1 @@
-"""Requests and answers in clients' formats."""
+"""Schemas of requests, and errors, in clients' formats."""

@@ -1,4 +1,4 @@
-"""The parts of a conversation: messages, tools, and other input of a chat template.
+"""The schema of a conversation: messages, tools, and other input of a chat template.
 
 Knows nothing of how a template renders them (conversation.py) or of the answer.
 """
@@ -15,20 +15,20 @@ from pd_cluster.service.schema.completion_protocol import FAIL_FAST, Count, Gene
 from pd_cluster.service.schema.tagged_types import unless_empty
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents' manuals of their tools have more than 16,384
+MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents describe tools with more than 16,384 characters
 MAX_TEMPLATE_NUM_CHARS = 65_536
 MAX_PLACE_NUM_CHARS = 128
 MEDIA = ("image", "video")
-OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
+OWN_NAME_PARTS = ("refusal", "thinking")  # types of parts whose text field has the type's name
 TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the API; a template may name further ones
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # the API's; a template may name more
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
 class Medium(NamedTuple):
-    """`where`: its place in the request. `uuid`: a name that its sender gave it; then its `url` may be ""."""
+    """`where`: its place in the request. `uuid`: the sender's name for it; with a uuid, `url` may be ""."""
 
     where: str
     url: str
@@ -38,9 +38,9 @@ class Medium(NamedTuple):
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Annotated[str, Field(min_length=1, max_length=64)]  # conversation.py checks it: templates may name some
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # checked in conversation.py, with the template's roles
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
-    refusal: str | None = None  # the content of a message that has no other
+    refusal: str | None = None  # used as the content of a message without content
     audio: Annotated[Any, AfterValidator(unless_empty("nothing is heard here; send its transcript as content"))] = None
     function_call: Annotated[Any, AfterValidator(unless_empty("calls are sent in tool_calls"))] = None
 
@@ -51,7 +51,7 @@ class ChatMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content's text parts, as the template gets them if `to_template` accepts the others."""
+        """The content's text parts, joined as for the template."""
         if self.content is None or isinstance(self.content, str):
             return self.content or self.refusal or ""
         parts = self._parts(0, takes_images=True)
@@ -60,7 +60,7 @@ class ChatMessage(BaseModel):
     def media(self, index: int) -> list[Medium]:
         """Returns the images and videos among the content's parts, if `to_template` accepts them.
 
-        A part that was made of another API's has the `place` that it had there.
+        A part that was converted from another API keeps the `place` that it had there.
         """
         found = []
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
@@ -71,14 +71,14 @@ class ChatMessage(BaseModel):
         return found
 
     def to_template(self, index: int, takes_images: bool = False, in_parts: bool = False) -> dict[str, Any]:
-        """Returns the message for chat templates: texts joined, or a list of parts if there are media among them or
-        they stay `in_parts`, then with all their fields.
+        """Returns the message for chat templates: joined texts, or a list of parts if there are media among them or if
+        `in_parts` is set; then parts keep all fields.
 
-        Raises RequestError for other parts.
+        Raises RequestError for unsupported parts.
         """
         fields = {**(self.model_extra or {}), "role": self.role}
         message = {name: value for name, value in fields.items() if value is not None}
-        # Templates for calls look for None; others expect text.
+        # Templates for calls test for None; others expect text.
         said = self.content if self.content is not None else self.refusal
         message["content"] = said if said is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
@@ -88,7 +88,7 @@ class ChatMessage(BaseModel):
         return message
 
     def _parts(self, index: int, takes_images: bool, with_fields: bool = False) -> list[dict[str, Any]]:
-        """Returns the parts of a list of them, as templates know them. `with_fields`: texts keep further ones.
+        """Returns the content's parts in the templates' form. `with_fields`: text parts keep further fields.
 
         Raises RequestError.
         """
@@ -112,7 +112,7 @@ class ChatMessage(BaseModel):
 
 
 def _no_part(kind: Any, place: str, takes_images: bool) -> RequestError:
-    """Says why a part cannot be taken."""
+    """Returns the error for an unsupported part."""
     name = str(kind).removesuffix("_url")
     if kind in TEXT_PARTS:
         why = f"{kind if kind in OWN_NAME_PARTS else 'text'}: must be a string"
@@ -125,15 +125,15 @@ def _no_part(kind: Any, place: str, takes_images: bool) -> RequestError:
 
 
 def _own_place(part: dict[str, Any]) -> str | None:
-    """Returns the place that a part which was made of another API's had there."""
+    """Returns the place of a part in the other API's request from which it was converted, if any."""
     own = part.get("place")
     return own if isinstance(own, str) and len(own) <= MAX_PLACE_NUM_CHARS else None
 
 
 def _medium(part: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Returns the kind, URL and uuid of a part that is an image or a video; None for another one.
+    """Returns the kind, URL and uuid of an image or video part; None for other parts.
 
-    A part of no medium with a uuid is one that was sent before.
+    A part with a uuid but without an image or video refers to one that was sent before.
     """
     kind, uuid = str(part.get("type")).removesuffix("_url"), part.get("uuid")
     given = part.get(f"{kind}_url")
@@ -144,7 +144,7 @@ def _medium(part: dict[str, Any]) -> tuple[str, str, str] | None:
 
 
 class Function(BaseModel):
-    """One that a model may call. `parameters` is a JSON schema of its arguments; without one, any object will do."""
+    """A function that a model may call. `parameters`: a JSON schema of its arguments; None: any object is valid."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: Name
@@ -185,7 +185,7 @@ class AllowedTools(BaseModel):
 
 
 def form_of(choice: Any) -> str | None:
-    """Returns which form of tool_choice a value has: a word, or an object by its type."""
+    """Returns the form of a tool_choice: a word, or the type of an object."""
     kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "word")
     return kind if isinstance(kind, str) else None
 
@@ -220,9 +220,9 @@ class ChatFields(BaseModel):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model is shown: all, so that prompts begin alike. A guide keeps it to those allowed.
+        """The tools that the model sees: all of them, so that prompts share a prefix. A guide enforces allowed tools.
 
-        Raises RequestError for an allowed one that is not among them.
+        Raises RequestError for an allowed tool that is not in `tools`.
         """
         tools = self.tools or []
         for name in sorted((self.allowed_names or frozenset()) - {tool.function.name for tool in tools}):
@@ -231,14 +231,14 @@ class ChatFields(BaseModel):
 
     @property
     def allowed_names(self) -> frozenset[str] | None:
-        """The tools that tool_choice allows, if it names some."""
+        """The names of tools that tool_choice allows, if it lists any."""
         if not isinstance(self.tool_choice, AllowedTools):
             return None
         return frozenset(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends where an answer of the assistant begins."""
+        """Whether the prompt ends with the beginning of an assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 

@@ -1,8 +1,8 @@
 """The schema of requests: OpenAI's chat and completion schemas with vLLM's extra parameters.
 
-A parameter is honoured, or refused with a 400 that names it; one that is not supported yet is refused unless its value
-means "as if not given". Unknown fields are accepted and logged once. Checks that need the model or the server's limits
-(ids, lengths) are in request_limits.py.
+A parameter is honoured, or refused with a 400 that names it; an unsupported parameter is refused unless its value asks
+for nothing. Unknown fields are accepted and logged once. Checks that need the model or the server's limits (ids,
+lengths) are in request_limits.py.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
 MAX_SESSION_NUM_CHARS = 1024
 MAX_LOGIT_BIAS = 100.0
-MOST_NAMED = 10  # of wrong keys in an error
-ALL_LOGPROBS = -1  # those of the whole vocabulary, as in vLLM
-DRAWN_SEED = -1  # as if none was given, as in vLLM
-MIN_TEMPERATURE = 1e-5  # lower ones are greedy, as in vLLM
+MOST_NAMED = 10  # wrong keys listed in an error
+ALL_LOGPROBS = -1  # logprobs of the whole vocabulary, as in vLLM
+DRAWN_SEED = -1  # a random seed, as in vLLM
+MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy, as in vLLM
 
 # Parameters of other servers that are not supported yet -> the values that ask for nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -83,7 +83,7 @@ SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
         ({"type": "auto"}, {"type": "adaptive"}),
         'give chat_template_kwargs, such as {"enable_thinking": false}, or reasoning_effort',
     ),
-    "separate_reasoning": ((True,), "reasoning is told apart by --reasoning-parser; leave it out"),
+    "separate_reasoning": ((True,), "--reasoning-parser separates reasoning; leave it out"),
     "stream_reasoning": ((True,), "reasoning is streamed as it comes; leave it out"),
     "session_params": (({},), "give session_id and the whole prompt"),
     "custom_logit_processor": ((), "give logit_bias, bad_words or structured_outputs"),
@@ -92,13 +92,13 @@ SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_prompt_token_ids": ((False,), "give return_token_ids"),
     "return_meta_info": ((False,), "give include_metrics"),
 }
-# Parameters that say nothing about the answer; they are accepted without effect.
+# Parameters that do not concern the answer; they are accepted without effect.
 HARMLESS = frozenset(
     {"metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
-    | {"mm_payload", "return_mm_kwargs"}  # vLLM's, of the form of images that rendered requests have
+    | {"mm_payload", "return_mm_kwargs"}  # vLLM's, for the form of images in rendered requests
 )
-# The same for parameters that mean something only in a chat.
+# The same for parameters of chats only.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -111,23 +111,27 @@ CHAT_ONLY: dict[str, tuple[Any, ...]] = {
 }
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 
-DERIVED_FROM = {"stop", "logit_bias", *GuideFields.__annotations__}  # by the cached properties of a request
+DERIVED_FROM = {
+    "stop",
+    "logit_bias",
+    *GuideFields.__annotations__,
+}  # the fields that a request's cached properties read
 
-MAX_MESSAGES = 4096  # of a request, or items: validating them holds the interpreter, some microseconds for each
-MAX_PARTS = 8192  # of all their contents, with calls
-FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions blocks the interpreter for seconds
+MAX_MESSAGES = 4096  # or items of a request: validating each holds the interpreter's lock for some microseconds
+MAX_PARTS = 8192  # of all contents of a request, including calls
+FAIL_FAST = Field(fail_fast=True)  # only one error is reported; collecting millions blocks the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
 Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-SessionId = Annotated[str, Field(max_length=MAX_SESSION_NUM_CHARS)]  # vLLM's prompt_cache_key; "" is none
+SessionId = Annotated[str, Field(max_length=MAX_SESSION_NUM_CHARS)]  # vLLM's prompt_cache_key; "": no session
 NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
 
 
 def few(messages: Any) -> Any:
-    """Counts a request's messages, also those of several conversations, and their parts, before any is validated."""
+    """Limits the messages of a request, even in several conversations, and their parts, before validation."""
     found = messages if isinstance(messages, list) else []
     if any(isinstance(each, list) for each in found):
         found = [message for each in found if isinstance(each, list) for message in each]
@@ -144,7 +148,7 @@ def _check_few(number: int, most: int, what: str) -> None:
 
 
 def named(values: Sequence[str]) -> str:
-    """Names the first of them, and counts the others."""
+    """Lists the first values, and counts the others."""
     more = f" and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
     return f"{', '.join(values[:MOST_NAMED])}{more}"
 
@@ -158,12 +162,12 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = True  # as in vLLM: a client that sends options wants the usage
     continuous_usage_stats: bool | None = (
-        False  # vLLM's: in every chunk, for its prompt so far; only beside include_usage
+        False  # vLLM's: usage in every chunk, for the prompt of its choice; only with include_usage
     )
 
 
 class GenerationRequest(BaseModel):
-    """Fields that chat, completions and /generate share. None means the server's default."""
+    """The fields that chat, completions and /generate share. None means the server's default."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -202,7 +206,7 @@ class GenerationRequest(BaseModel):
     session_id: SessionId | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    truncation_side: Literal["left", "right"] | None = None  # what is cut off
+    truncation_side: Literal["left", "right"] | None = None  # the side to cut off
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
@@ -222,7 +226,7 @@ class GenerationRequest(BaseModel):
     include_metrics: bool | None = None
     prediction: Prediction | None = None
     speculative: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # of the routes that take handles
+    kv_transfer_params: dict[str, Any] | None = None  # only for routes that take handles
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -230,12 +234,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def wanted_name(self) -> str:
-        """The field that says how many tokens are wanted."""
+        """The name of the field that limits the output tokens."""
         return "max_tokens"
 
     @property
     def wants_whole_context(self) -> bool:
-        """Whether max_tokens is an explicit null, which asks for all the room of the context, as in vLLM."""
+        """Whether max_tokens is an explicit null, which asks for as many tokens as fit the context, as in vLLM."""
         return self.max_tokens is None and "max_tokens" in self.model_fields_set
 
     @property
@@ -248,17 +252,17 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_sequences(self) -> int:
-        """The sequences to generate, or a beam search's width; the best `num_choices` of them are answered."""
+        """The number of sequences to generate, or a beam search's width; the answer has the best `num_choices`."""
         return self.best_of or self.num_choices
 
     @property
     def beam_width(self) -> int:
-        """0 without beam search."""
+        """The width of a beam search; 0: no beam search."""
         return self.num_sequences if self.use_beam_search else 0
 
     @property
     def num_logprobs(self) -> int | None:
-        """The most likely tokens to return with each token of the answer; None: not even its own logprob."""
+        """The number of most likely tokens to return with each output token; None: no logprobs at all."""
         return None
 
     @property
@@ -271,7 +275,7 @@ class GenerationRequest(BaseModel):
         return ()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Keeps values derived from the fields, unless one of these changes."""
+        """Copies the request; keeps values derived from fields, unless one of these fields changes."""
         copy = super().model_copy(update=update, deep=deep)
         if not DERIVED_FROM.isdisjoint(update or ()):
             for name in ("stops", "biases", "asked"):
@@ -285,7 +289,7 @@ class GenerationRequest(BaseModel):
 
     @cached_property
     def stops(self) -> list[str]:
-        """Stop strings. Raises RequestError for empty ones and too many."""
+        """The stop strings. Raises RequestError for an empty string, and for too many."""
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"stop: {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
@@ -294,7 +298,7 @@ class GenerationRequest(BaseModel):
                 f"stop: a string of {longest} characters, at most {MAX_STOP_NUM_CHARS} are allowed", param="stop"
             )
         if "" in stops:
-            raise RequestError("stop: an empty string would stop everything", param="stop")
+            raise RequestError("stop: an empty string would stop every answer; leave it out", param="stop")
         return stops
 
     def sampling(
@@ -307,13 +311,13 @@ class GenerationRequest(BaseModel):
     ) -> Sampling:
         """Returns the sampling parameters. `defaults` are the server's (sampling_defaults.py).
 
-        `bad_words`: in tokens. `guide`: the one that was made of the request.
+        `bad_words`: in tokens. `guide`: the request's compiled guide.
         """
 
         def choose(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else defaults.get(name, default)
 
-        if self.beam_width:  # nothing is drawn: the model's defaults for drawing do not apply
+        if self.beam_width:  # beam search does not sample, so the model's sampling defaults do not apply
             defaults = {name: value for name, value in defaults.items() if name == "repetition_penalty"}
         temperature = float(choose(self.temperature, "temperature", 0.0 if self.beam_width else 1.0))
         num_sequences = self.num_choices if self.beam_width else self.num_sequences
@@ -357,7 +361,7 @@ class GenerationRequest(BaseModel):
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def check_biases(self, vocab_size: int | None = None) -> None:
-        """Raises RequestError that names all keys that are no ids, and those outside of the vocabulary."""
+        """Raises RequestError that names all keys that are not ids, and all ids outside of the vocabulary."""
         wrong, outside = [], []
         for key in self.logit_bias or {}:
             if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0")):
@@ -366,7 +370,7 @@ class GenerationRequest(BaseModel):
                 outside.append(key)
         faults = []
         if wrong:
-            what = "is not a token id" if len(wrong) == 1 else "are no token ids"
+            what = "is not a token id" if len(wrong) == 1 else "are not token ids"
             faults.append(f'{named(wrong)} {what}; keys are ids, as in {{"5": -100}}')
         if outside:
             faults.append(outside_of_vocabulary(outside, vocab_size or 0))
@@ -383,7 +387,9 @@ class GenerationRequest(BaseModel):
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-_PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  # checked with a message of its own
+_PROMPTS = Field(
+    fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS}
+)  # checked in `prompts`, with a better message
 
 
 class CompletionRequest(GenerationRequest):
@@ -394,11 +400,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def include_usage(self) -> bool:
-        """As in vLLM, empty options ask for it in a chat only."""
+        """Whether the stream includes usage; as in vLLM, empty options ask for it in a chat only."""
         return super().include_usage and "include_usage" in (self.stream_options or StreamOptions()).model_fields_set
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns one or many. Raises RequestError for none, and for more choices than one answer has room for."""
+        """Returns the prompts. Raises RequestError if there are none, or more choices than one answer may have."""
         prompt = self.prompt
         if not prompt and not isinstance(prompt, str):
             raise RequestError("prompt: empty; give a text, a list of token ids, or a list of these", param="prompt")
@@ -422,7 +428,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The prompt's logprobs to return; `echo` shows them too."""
+        """The number of prompt logprobs to return; `echo` asks for them, too."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
@@ -462,7 +468,7 @@ class TokensCompletionRequest(CompletionRequest):
 
 
 class GenerateRequest(GenerationRequest):
-    """vLLM's plain API, `USE_OPENAI=0`."""
+    """A request to vLLM's plain API, `USE_OPENAI=0`."""
 
     prompt: str | TokenIds
     logprobs: NumLogprobs | None = None

@@ -1,6 +1,4 @@
-"""Errors as clients see them: the HTTP status, which is also used elsewhere, and the body, in OpenAI's or Anthropic's
-shape.
-"""
+"""Errors for clients: the HTTP status, and the body in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from pd_cluster.errors import (
     Unavailable,
 )
 
-MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body after the answer
+MAX_BODY_NBYTES = 32 << 20  # also the most of a body that is read and ignored after the answer
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # with Anthropic's shapes
@@ -36,10 +34,12 @@ MESSAGES_ERRORS = {  # status -> Anthropic's type of error
 
 
 class ErrorDetails(Struct):
-    message: Annotated[str, Meta(description="What is wrong, with names and numbers.")]
+    message: Annotated[str, Meta(description="The fault, with names and numbers.")]
     type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error or service_unavailable.")]
-    param: Annotated[str | None, Meta(description="The field of the request that is wrong.")]
-    code: Annotated[str | None, Meta(description="For programs, such as context_length_exceeded or invalid_api_key.")]
+    param: Annotated[str | None, Meta(description="The field of the request at fault.")]
+    code: Annotated[
+        str | None, Meta(description="A code for programs, such as context_length_exceeded or invalid_api_key.")
+    ]
 
 
 class Error(Struct):
@@ -54,7 +54,9 @@ class Unsupported(Struct):
 class MessageErrorDetails(Struct, omit_defaults=True):
     type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error or overloaded_error.")]
     message: str
-    details: Annotated[Unsupported | None, Meta(description="Without them, clients try the same again.")] = None
+    details: Annotated[
+        Unsupported | None, Meta(description="An unsupported feature; tells clients not to retry with it.")
+    ] = None
 
 
 class MessageError(Struct):
@@ -80,7 +82,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(error: Exception) -> Error:
-    """Unexpected exceptions reveal nothing internal."""
+    """Returns the body in OpenAI's format. The body of an unexpected exception reveals nothing internal."""
     kind, param, code = "internal_error", None, None
     message = "internal error; the server's log has the details"
     if isinstance(error, RequestError):
@@ -101,7 +103,7 @@ def error_body(error: Exception) -> Error:
 
 
 def messages_error_body(error: Exception, status: int | None = None) -> MessageError:
-    """Returns the body in Anthropic's shape. `status`: the error's own, if None."""
+    """Returns the body in Anthropic's format. `status` None: the error's own."""
     status = status_of(error) if status is None else status
     kind = MESSAGES_ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
     own = error_body(error).error
@@ -110,7 +112,7 @@ def messages_error_body(error: Exception, status: int | None = None) -> MessageE
 
 
 def error_body_at(path: str, error: Exception, status: int | None = None) -> Error | MessageError:
-    """Returns the body in the shape of the route at this path, which may have a root path in front."""
+    """Returns the body in the format of the route at this path, which may begin with a root path."""
     if path.endswith(MESSAGES_PATHS):
         return messages_error_body(error, status)
     return error_body(error)

@@ -1,4 +1,4 @@
-"""Errors of a chat that was made of another API's request, with the fields' names of that API."""
+"""Renames the fields in errors of a chat that was converted from another API's request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.errors import RequestError
 
 @contextmanager
 def with_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the fields in RequestErrors of the block. `names`: a chat's field -> what the client calls it."""
+    """Renames the fields in RequestErrors of the block. `names`: a chat's field -> the client's name for it."""
     try:
         yield
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""JSON bodies of requests, decoded within bounds on their counts, so that no one body holds the interpreter for long.
+"""Decodes JSON bodies with limits on the numbers of their values, so that no body blocks the interpreter for long.
 
-Decoding holds the interpreter's lock from beginning to end, and its time depends on counts rather than on bytes. So
-these are counted first, in chunks, between which other threads have their turn. Knows nothing of requests.
+Decoding holds the interpreter's lock throughout, and its time depends on the number of values rather than of bytes. So
+values are counted first, in chunks, between which other threads may run. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 from pd_cluster.errors import RequestError
 
 MAX_CONTAINERS = 50_000  # arrays and objects
-MAX_NAMES = 32_768  # of objects' values: each is a string that is made and hashed
-MAX_STRINGS = 100_000  # with the names
-MAX_VALUES = 1_000_000  # enough for as many token ids
-MAX_ESCAPES = 1_500_000  # backslashes in strings: for a text of as many characters that are escaped one by one
+MAX_NAMES = 32_768  # names in objects, each of which is allocated and hashed
+MAX_STRINGS = 100_000  # including names
+MAX_VALUES = 1_000_000  # enough for a million token ids
+MAX_ESCAPES = 1_500_000  # backslashes in strings; enough for a text of that many escaped characters
 MAX_DEPTH = 64  # nesting of arrays and objects
-CHUNK_NBYTES = 256 << 10  # counted within about a millisecond
+CHUNK_NBYTES = 256 << 10  # counting a chunk takes about a millisecond
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]},:'))
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 
@@ -35,7 +35,7 @@ def decoded(body: bytes) -> Any:
     for _ in range(MAX_DEPTH):
         if not brackets:
             return data
-        brackets = brackets.replace(b"[]", b"")  # removes the innermost ones
+        brackets = brackets.replace(b"[]", b"")  # removes the innermost pairs
     if brackets:
         raise RequestError(f"the body is nested more than {MAX_DEPTH} deep")
     return data
@@ -44,7 +44,7 @@ def decoded(body: bytes) -> Any:
 def structure(body: bytes) -> bytes:
     """Returns all brackets and braces outside of strings, as brackets, without decoding.
 
-    Raises RequestError where a body has more of something than any request needs.
+    Raises RequestError if a count exceeds its limit.
     """
     num_quotes = num_escapes = num_commas = num_names = num_brackets = 0
     found: list[bytes] = []
@@ -74,7 +74,7 @@ def structure(body: bytes) -> bytes:
 
 
 def _stop_of_chunk(body: bytes, start: int) -> int:
-    """Returns where a chunk ends: never between a backslash and the character that it escapes."""
+    """Returns the end of a chunk, which is never between a backslash and the character that it escapes."""
     stop = start + CHUNK_NBYTES
     if stop >= len(body) or body[stop - 1] != ord("\\"):
         return stop

@@ -1,6 +1,6 @@
-"""Numbers that a client wrote in another form: "16" and 16.0 for 16, as pydantic's lax mode and vLLM take them.
+"""Converts numbers in other forms, such as "16" and 16.0 for 16, as pydantic's lax mode and vLLM do.
 
-Everything else stays as it is, so that the strict models refuse it: true is no number here.
+Other values stay unchanged, so that the strict models refuse them: true is not a number.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-PATTERN = r"^\s*[+-]?[0-9]{1,32}(\.[0-9]{0,32})?([eE][+-]?[0-9]{1,3})?\s*$"  # the form of a number in a string
+PATTERN = r"^\s*[+-]?[0-9]{1,32}(\.[0-9]{0,32})?([eE][+-]?[0-9]{1,3})?\s*$"  # a number in a string
 _NUMBER = re.compile(PATTERN)
-MOST_CHANGED = 1024  # items of a list
+MOST_CHANGED = 1024  # converted items of a list
 
 
 def with_numbers(data: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the data with numbers in place of their other forms, in fields that take numbers."""
+    """Returns the data with converted numbers, in fields that take numbers."""
     fields, changed = number_fields(kind), {}
     for name, value in data.items():
         wanted = fields.get(name)
@@ -43,7 +43,7 @@ def _wanted(annotation: Any) -> type[int] | type[float] | None:
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the types that values and items may have; the keys of an object are always texts."""
+    """Returns the types of values and items; an object's keys are always texts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _leaves(args[0])
@@ -53,7 +53,7 @@ def _leaves(annotation: Any) -> set[Any]:
 
 
 def _number(value: Any, wanted: type[int] | type[float]) -> Any:
-    """Returns the number that was meant, or the very value."""
+    """Returns the number in the wanted type, or the unchanged value."""
     if isinstance(value, list) and len(value) <= MOST_CHANGED:
         items = [_number(each, wanted) for each in value]
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value

@@ -1,4 +1,4 @@
-"""OpenAI's `prediction`: text that an answer is expected to have. It saves time where it is right."""
+"""OpenAI's `prediction`: the expected text of an answer, which saves time where it is right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PredictionPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # prompts are cached in any case
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # has no effect: prompts are always cached
 
 
 class Prediction(BaseModel):

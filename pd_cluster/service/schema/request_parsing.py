@@ -1,4 +1,4 @@
-"""From a request's body to a request: JSON, refusals by name, conflicting fields."""
+"""Parses a request's body: JSON, refused fields, conflicting fields."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pd_cluster.types import Sampling, ShapesDraws
 
 log = logging.getLogger(__name__)
 
-MAX_FIELDS = 1024  # of a request: unknown ones are kept, too, one by one
-_NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwise
+MAX_FIELDS = 1024  # of a request, including unknown fields, which are kept
+_NEUTRAL = {  # the values that beam search, which does not sample, accepts for sampling fields
     name: mark.neutral
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
     for mark in getattr(hint, "__metadata__", ())
@@ -101,7 +101,7 @@ def checked(
 
 
 def _refuse(data: dict[str, Any], names: dict[str, tuple[Any, ...]], why: str) -> None:
-    """Raises RequestError for one of these parameters that asks for something."""
+    """Raises RequestError if one of these parameters asks for something."""
     for name, neutral in names.items() if not names.keys().isdisjoint(data) else ():
         value = data.get(name)
         if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
@@ -118,7 +118,7 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
     _check_beams(request)
     if request.stream and best_of > n and not request.beam_width:
         raise RequestError(
-            f"best_of: {best_of} with n {n} cannot be streamed, since the best are known at the end; "
+            f"best_of: {best_of} with n {n} cannot be streamed, because the best are known only at the end; "
             f"leave out stream or best_of",
             param="best_of",
         )
@@ -128,15 +128,15 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
             param="prompt_logprobs",
         )
     if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options: only beside stream: true; leave it out", param="stream_options")
+        raise RequestError("stream_options: only with stream: true; leave it out", param="stream_options")
     if isinstance(request, GenerateRequest) and request.stream_options is not None:
         raise RequestError(
-            "stream_options: this API tells no usage; leave it out, or use a server with USE_OPENAI=1",
+            "stream_options: this API reports no usage; leave it out, or use a server with USE_OPENAI=1",
             param="stream_options",
         )
     if request.truncate_prompt_tokens == 0:
         raise RequestError(
-            "truncate_prompt_tokens: 0 would leave nothing; give how many of the last tokens to keep, or -1 for as "
+            "truncate_prompt_tokens: 0 would leave no prompt; give how many of the last tokens to keep, or -1 for as "
             "many as fit",
             param="truncate_prompt_tokens",
         )
@@ -145,7 +145,7 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
 
 
 def _check_beams(request: GenerationRequest) -> None:
-    """Refuses values that beam search determines itself, and values that mean nothing without it."""
+    """Refuses values that conflict with beam search, and values that need it."""
     if not request.use_beam_search:
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
             if (value := getattr(request, name)) not in (None, neutral):
@@ -164,25 +164,26 @@ def _check_beams(request: GenerationRequest) -> None:
     if request.beam_width < 2:
         name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
         value = True if name == "use_beam_search" else request.beam_width
-        raise RequestError(f"{name}: {value} is no beam search without n or best_of of at least 2", param=name)
+        raise RequestError(f"{name}: {value} needs n or best_of of at least 2 for a beam search", param=name)
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name)
         is_greedy = name == "temperature" and value is not None and value < MIN_TEMPERATURE
         if value not in (None, neutral) and not is_greedy:
             raise RequestError(
-                f"{name}: {value} is not for beam search, which draws nothing; give {neutral:g}, or none", param=name
+                f"{name}: {value} is not for beam search, which does not sample; give {neutral:g}, or leave it out",
+                param=name,
             )
 
 
 def _check_top_logprobs(request: GenerationRequest) -> None:
-    """Checks chat's `logprobs`, a switch beside `top_logprobs`; elsewhere it is the number."""
+    """Checks `logprobs`: in chats it is a switch for `top_logprobs`, elsewhere the number of logprobs."""
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs and not request.logprobs:
-            raise RequestError(
-                f"top_logprobs: {request.top_logprobs} needs logprobs: true beside it", param="top_logprobs"
-            )
+            raise RequestError(f"top_logprobs: {request.top_logprobs} needs logprobs: true", param="top_logprobs")
     elif top := (request.model_extra or {}).get("top_logprobs"):
-        raise RequestError(f"top_logprobs: {reprlib.repr(top)} is chat's; here use logprobs: N", param="top_logprobs")
+        raise RequestError(
+            f"top_logprobs: {reprlib.repr(top)} is for chats; here use logprobs: N", param="top_logprobs"
+        )
 
 
 def _check_named_logprobs(request: GenerationRequest) -> None:
@@ -200,7 +201,7 @@ def _check_named_logprobs(request: GenerationRequest) -> None:
 
 
 def _kin(value: Any) -> tuple[type, ...]:
-    """Returns the types that equal values may have: JSON writes 0.0 as 0, but True is not 1."""
+    """Returns the types of values that count as equal: JSON writes 0.0 as 0, but True is not 1."""
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
 
 

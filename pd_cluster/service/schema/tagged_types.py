@@ -1,6 +1,6 @@
-"""Objects that are told apart by a field called `type`: items, parts of contents, blocks.
+"""Objects with a field `type` that tells their kind: items, parts of contents, blocks.
 
-A type that is not served is refused by its name, with a way out; so is a field that asks for something else.
+An unsupported type is refused by its name, with a way out; so is a field that asks for an unsupported feature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from pd_cluster.errors import RequestError
 
-Harmless = Any  # the type of a field that says nothing about the answer
+Harmless = Any  # the type of a field without effect
 
 
 def _unless_number(value: Any) -> Any:
@@ -24,17 +24,17 @@ def _unless_number(value: Any) -> Any:
     return value
 
 
-Off = Annotated[Literal[False], BeforeValidator(_unless_number)]  # a Literal alone takes 0 and 0.0, too
+Off = Annotated[Literal[False], BeforeValidator(_unless_number)]  # a plain Literal would also accept 0 and 0.0
 
 
 class TypedFields(BaseModel):
-    """The fields of one type, or of a few. Others are clients' own, and have no effect."""
+    """The fields of one type, or of a few. Unknown fields have no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 def unless_empty(way_out: str) -> Callable[[Any], Any]:
-    """Returns a validator that refuses all but null and what is empty. `way_out`: why, and what to do instead."""
+    """Returns a validator that refuses all but null and empty values. `way_out`: the reason, and what to do instead."""
 
     def check(value: Any) -> Any:
         if any(value.values()) if isinstance(value, Mapping) else value:
@@ -44,20 +44,20 @@ def unless_empty(way_out: str) -> Callable[[Any], Any]:
     return check
 
 
-@dataclass(frozen=True, eq=False)  # its hash is its own: annotations are hashed
+@dataclass(frozen=True, eq=False)  # hashed by identity, because pydantic hashes annotations
 class TaggedTypes:
-    """`noun`: what one is called. `refused`: a known type that is not served -> what to do instead.
+    """`noun`: the name of one object. `refused`: a known but unsupported type -> what to do instead.
 
-    As the metadata of a field it says what is in the field, which is read later, one by one.
+    As the metadata of a field, it declares the field's objects, which are read later, one by one.
     """
 
     noun: str
     served: Mapping[str, type[TypedFields]]
     refused: Mapping[str, str] = field(default_factory=dict)
-    way_out: str = "leave it out"  # of types that nobody knew
+    way_out: str = "leave it out"  # for unknown types
 
     def check(self, kind: Any, place: str) -> type[TypedFields]:
-        """Returns the type's fields. Raises RequestError."""
+        """Returns the class of the type's fields. Raises RequestError."""
         model = self.served.get(kind) if isinstance(kind, str) else None
         if model is None:
             way_out = self.refused.get(kind, self.way_out) if isinstance(kind, str) else self.way_out
@@ -87,5 +87,5 @@ def read_as(model: type[TypedFields], value: Any, place: str) -> TypedFields:
 
 
 def field_of(place: str) -> str:
-    """Returns the field of the request that a place is in."""
+    """Returns the request's field that contains a place."""
     return place.partition("[")[0]

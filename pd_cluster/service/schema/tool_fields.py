@@ -1,6 +1,6 @@
-"""From a chat request's fields to the tools that its answer may call. Every refusal is a RequestError.
+"""Reads the tools that a chat's answer may call. Every refusal is a RequestError.
 
-Knows nothing of how a call is written (parsers/).
+Knows nothing of the format of calls (parsers/).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pd_cluster.service.schema.structured_outputs.json_schemas import without_re
 
 
 class RequestedTools(NamedTuple):
-    """`most_calls` is None where any number is allowed. `are_some`: the model is shown others beside these."""
+    """`most_calls` None: any number is allowed. `are_some`: the model sees further tools, which it may not call."""
 
     tools: list[Tool]
     choice: ToolChoice
@@ -28,7 +28,7 @@ NO_TOOLS = RequestedTools([], "none")
 
 
 def tools_of(request: ChatCompletionRequest, has_parser: bool) -> RequestedTools:
-    """`has_parser`: the server can find calls in a text that need not have any. Raises RequestError."""
+    """`has_parser`: the server can find calls in free text. Raises RequestError."""
     tools = _tools(request)
     are_some = False
     choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"
@@ -63,7 +63,7 @@ def _tools(request: ChatCompletionRequest) -> list[Tool]:
     for at, tool in enumerate(request.offered_tools):
         function = tool.function
         if function.name in found:
-            raise RequestError(f"tools[{at}]: a second tool is called {function.name!r}", param="tools")
+            raise RequestError(f"tools[{at}]: another tool is also called {function.name!r}", param="tools")
         parameters = function.parameters or {}
         if is_deeper(parameters, MAX_SCHEMA_DEPTH):
             raise RequestError(

@@ -1,6 +1,6 @@
-"""Routes for routers and frameworks in front: tokens in and out, prompts as tokens, batches of chats, one for all.
+"""Routes for external routers and frameworks: tokens in and out, rendered prompts, batches of chats, /invocations.
 
-Tokens are generated from as they are: no template, and no text, takes part.
+Requests of tokens use neither a template nor text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from pd_cluster.service.schema.tokens.tokens_protocol import (
 )
 from pd_cluster.service.text_service import TextService
 
-NUM_CHATS_A_TURN = 16  # of a batch, between which other tasks have their turn
+NUM_CHATS_A_TURN = 16  # of a batch, to prepare before other tasks get a turn
 FEW_CHATS = 4  # larger answers are built on a thread
 
 
 class _Kinds(msgspec.Struct):
-    """The fields of a body that tell requests of different routes apart."""
+    """The fields of a body that identify its route."""
 
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -79,7 +79,7 @@ INVOKED = {  # the route for a body that has this field
 def inference_routes(service: TextService) -> APIRouter:
     routes, vocab_size = APIRouter(route_class=GeneratingRoute), service.vocab_size
     of_tokens = Operation("Tokens in, tokens out.", GeneratedTokens, TokensRequest, request_examples.TOKENS)
-    of_chats = "Answer several conversations, each by a choice."
+    of_chats = "Answer several conversations, with a choice for each."
 
     @routes.post("/inference/v1/generate", openapi_extra=of_tokens.chunks(GeneratedTokensChunk))
     async def generate_tokens(http: Request) -> Response:
@@ -119,13 +119,13 @@ def _completion_of(body: bytes) -> TokensCompletionRequest:
 
 
 class _Chats(NamedTuple):
-    """Conversations of a batch, each with its answer's shape."""
+    """Conversations of a batch, each with its answer."""
 
     generations: list[Generation]
     answers: list[ChatAnswer]
 
     def whole(self, pieces: list[Piece]) -> ChatCompletion:
-        """Returns one answer, whose choices are numbered as the conversations are."""
+        """Returns one answer, whose choices have the numbers of the conversations."""
         wholes = [answer.whole([piece]) for answer, piece in zip(self.answers, pieces, strict=True)]
         return msgspec.structs.replace(
             wholes[0],
@@ -154,7 +154,7 @@ def _add_invocations(routes: APIRouter, service: TextService) -> None:
     endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
 
     operation = Operation(
-        "Answer whichever of these requests the body is.",
+        "Answer a body of any of these requests.",
         (ChatCompletion, Completion, Embeddings, Reranked, Scores),
         (ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
         request_examples.INVOCATION,
@@ -170,12 +170,12 @@ def _add_invocations(routes: APIRouter, service: TextService) -> None:
 
 
 def _field_of(body: bytes) -> str:
-    """Returns the field that says what is asked; any route refuses a body that is no object. Raises RequestError."""
+    """Returns the field that identifies the route. Raises RequestError unless the body has one."""
     try:
         form = msgspec.json.decode(body, type=_Kinds)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "messages"
     found = next((name for name in INVOKED if getattr(form, name)), None)
     if found is None:
-        raise RequestError(f"the body has none of {', '.join(INVOKED)}; one of them says what is asked")
+        raise RequestError(f"the body has none of {', '.join(INVOKED)}; give one of them")
     return found

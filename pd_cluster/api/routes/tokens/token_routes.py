@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the served model's tokenizer: /tokenize and /detokenize. No instance takes part."""
+"""/tokenize and /detokenize: text to token ids and back, with the served model's tokenizer, without instances."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Tokenized(msgspec.Struct, omit_defaults=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: Annotated[list[str] | None, Meta(description="Each token's text; U+FFFD for half a character.")] = None
+    token_strs: Annotated[list[str] | None, Meta(description="Each token's text; U+FFFD for part of a character.")] = (
+        None
+    )
 
 
 class Detokenized(msgspec.Struct):
@@ -61,7 +63,7 @@ class Detokenized(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """The fields of a body that tell the two forms apart."""
+    """The fields of a body that distinguish the two forms."""
 
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
@@ -115,7 +117,7 @@ def token_routes(service: TextService) -> APIRouter:
 
 
 def _info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the folder's tokenizer_config.json with the chat template in effect, and without files' names."""
+    """Returns the folder's tokenizer_config.json with the chat template in use, and without file names."""
     shown = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_file", "name_or_path"))}
     source = {"chat_template": tokenizer.template.source} if tokenizer.template is not None else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **shown, **source}
@@ -127,11 +129,11 @@ def _tokenized(body: bytes) -> TokenizeChatRequest | TokenizeCompletionRequest:
 
 
 def _is_chat(body: bytes) -> bool:
-    """Raises RequestError if the body has both forms; a body that is not an object is left to `parse`."""
+    """Whether the body is a chat; `parse` refuses a body that is not an object. Raises RequestError for both forms."""
     try:
         form = msgspec.json.decode(body, type=_Form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     if form.prompt and form.messages:
-        raise RequestError("prompt: there are messages, too; give one of the two", param="prompt")
+        raise RequestError("prompt: messages are also given; give one of the two", param="prompt")
     return bool(form.messages)

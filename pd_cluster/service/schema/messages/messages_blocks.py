@@ -9,11 +9,11 @@ from pydantic import AfterValidator
 from pd_cluster.service.schema.tagged_types import Harmless, TaggedTypes, TypedFields, unless_empty
 
 NOT_RUN = "this server runs no tools; leave it out, or send its text"
-NO_TOOLSET = unless_empty("the client's own tools are in no set; leave it out")
+NO_TOOLSET = unless_empty("this server has no toolsets; leave it out")
 
 
 class TextBlock(TypedFields):
-    """`citations` say where a text came from that another server wrote."""
+    """A text. `citations` of a text from another server have no effect."""
 
     type: Literal["text"]
     text: str
@@ -41,7 +41,7 @@ SOURCES = TaggedTypes(
 
 
 class Transformations(TypedFields):
-    """Images are scaled to what the model takes in any case."""
+    """Has no effect: images are always scaled to the model's sizes."""
 
     oversized_image: Literal["downsize"] | None = None
 
@@ -54,7 +54,7 @@ class ImageBlock(TypedFields):
 
 
 class ThinkingBlock(TypedFields):
-    """Signatures are not checked."""
+    """Reasoning. Signatures are not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -62,14 +62,14 @@ class ThinkingBlock(TypedFields):
 
 
 class RedactedThinkingBlock(TypedFields):
-    """Another server's, which nobody can read here. Clients must send it back as it came."""
+    """Encrypted reasoning of another server, which this server cannot read; clients must send it back."""
 
     type: Literal["redacted_thinking"]
     data: Harmless = None
 
 
 class ToolUseBlock(TypedFields):
-    """`caller`: who made this call, which is over."""
+    """A call. `caller` has no effect, because the call has ended."""
 
     type: Literal["tool_use"]
     id: str
@@ -90,7 +90,7 @@ OF_OTHERS = {
     "browser_state": "send it as text",
     "compaction": "nothing is compacted here; send the messages that it stands for, or a summary as text",
     "container_upload": "files are not kept here; send its text",
-    "fallback": "no other model answers here; leave it out",
+    "fallback": "this server has no fallback model; leave it out",
 }
 
 

@@ -1,6 +1,6 @@
 """The schema of /v1/messages and /v1/messages/count_tokens: Anthropic's requests.
 
-Knows nothing of chats; messages_to_chat.py makes one of a request.
+Knows nothing of chats; messages_to_chat.py converts a request to a chat.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.types import INT32_MAX
 MIN_THINKING_TOKENS = 1024
 
 Blocks = Annotated[list[dict[str, Any]], FAIL_FAST, BLOCKS]
-OF_REQUEST = unless_empty("is the same for all messages here; give it beside messages")
+OF_REQUEST = unless_empty("applies to all messages; give it next to messages")
 
 
 class MessageTurn(BaseModel):
@@ -30,7 +30,7 @@ class MessageTurn(BaseModel):
 
 
 class MessageTool(BaseModel):
-    """One that a model may call; the client runs it. `eager_input_streaming`: its input is sent as it is written."""
+    """A tool that a model may call; the client runs it. `eager_input_streaming`: its input is streamed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["custom"] | None = None  # first, so that errors name it for tools that a server would run
@@ -42,7 +42,7 @@ class MessageTool(BaseModel):
     defer_loading: Off | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    cache_control: dict[str, Any] | None = None  # says nothing about the answer
+    cache_control: dict[str, Any] | None = None  # has no effect
 
 
 class MessageToolChoice(BaseModel):
@@ -53,8 +53,8 @@ class MessageToolChoice(BaseModel):
 
 
 class ThinkingConfig(BaseModel):
-    """`budget_tokens` is a hint, which changes nothing here: max_tokens bounds thinking and answer together. Neither
-    does `block_binding`: earlier thinking is not signed.
+    """`budget_tokens` has no effect: max_tokens bounds thinking and answer together. Neither has `block_binding`,
+    because earlier thinking is not signed.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -83,7 +83,7 @@ class AllThinking(BaseModel):
 
 
 class KeptThinking(BaseModel):
-    """Asks for what happens anyway: no thinking of earlier turns is left out."""
+    """Has no effect: the thinking of earlier turns is always kept."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["clear_thinking_20251015"]
@@ -96,7 +96,7 @@ class ContextManagement(BaseModel):
 
 
 class MessagesPrompt(BaseModel):
-    """A request to /v1/messages; /v1/messages/count_tokens takes it without `max_tokens`, too."""
+    """A request to /v1/messages; for /v1/messages/count_tokens, `max_tokens` is optional."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -124,19 +124,19 @@ class MessagesPrompt(BaseModel):
     fallbacks: Annotated[list[Any], Field(max_length=0)] | None = None
     fallback_credit_token: None = None
     inference_geo: None = None
-    # vLLM's, with the meanings that they have in a chat
+    # vLLM's fields, with the same meaning as in a chat
     cache_salt: str | None = None
-    speculative: bool | None = None  # this server's
+    speculative: bool | None = None  # this server's own field
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     watermarking: Off | None = None
-    # These say nothing about the answer.
-    mm_payload: Any = None  # vLLM's, of the form of images that rendered requests have
+    # These fields have no effect on the answer.
+    mm_payload: Any = None  # vLLM's, for the form of images in rendered requests
     return_mm_kwargs: Any = None
     metadata: dict[str, Any] | None = None
-    diagnostics: dict[str, Any] | None = None  # of a cache that others keep
+    diagnostics: dict[str, Any] | None = None  # for a cache that this server does not have
     cache_control: dict[str, Any] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None

@@ -1,4 +1,4 @@
-"""From a request in Anthropic's form to the chat that it asks for. Every refusal is a RequestError.
+"""Converts a request in Anthropic's format to a chat. Every refusal is a RequestError.
 
 Knows nothing of templates, tokens or answers.
 """
@@ -32,18 +32,18 @@ from pd_cluster.service.schema.tagged_types import TypedFields
 
 Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-TAKEN: dict[str, tuple[type[TypedFields], ...]] = {  # the blocks of a turn, by its role
+TAKEN: dict[str, tuple[type[TypedFields], ...]] = {  # role -> the types of blocks in a turn
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
-ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's names -> this API's
+ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's field names -> this API's
 
 
 def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> ChatCompletionRequest:
-    """`variables`: those of the chat template. `reads_reasoning`: the server can find the model's thinking.
+    """`variables`: the chat template's variables. `reads_reasoning`: the server can separate the model's thinking.
 
-    Raises RequestError, in the words of a chat where chats have the same field: see `with_field_names`.
+    Raises RequestError, with a chat's field name if chats have the same field: see `with_field_names`.
     """
     if request.thread is not None:
         raise RequestError(
@@ -56,8 +56,8 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
     if last["role"] == "assistant":
         if last.get("tool_calls") or not last["content"]:
             raise RequestError(
-                f"messages[{len(request.messages) - 1}]: the last message is the assistant's, and has no text to go "
-                "on with; end with a user's message",
+                f"messages[{len(request.messages) - 1}]: the last message is the assistant's, but has no text to "
+                "continue; end with a user's message",
                 param="messages",
             )
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -82,7 +82,7 @@ def _system(request: MessagesPrompt) -> list[Json]:
 
 
 def _messages(turns: list[MessageTurn]) -> list[Json]:
-    """Joins neighbours of one role: some chat templates accept nothing else, and the API means the same by it."""
+    """Joins adjacent turns of one role, as the API defines and some chat templates require."""
     found: list[Json] = []
     for at, turn in enumerate(turns):
         for message in _of_turn(turn, f"messages[{at}]"):
@@ -96,7 +96,7 @@ def _messages(turns: list[MessageTurn]) -> list[Json]:
 
 
 def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
-    """Yields the turn's messages: results of tools are messages of their own."""
+    """Yields the turn's messages; results of tools become separate messages."""
     if not turn.content:
         raise RequestError(f"{place}.content: empty; leave the message out", param="messages")
     texts: list[Json] = []
@@ -122,10 +122,10 @@ def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
 
 
 def _read(block: Json, place: str, taken: tuple[type[TypedFields], ...]) -> TypedFields:
-    """Returns one of the taken types of blocks. Raises RequestError."""
+    """Returns a block of one of the `taken` types. Raises RequestError."""
     found = BLOCKS.read(block, place)
     if not isinstance(found, taken):
-        raise BLOCKS.refusal(block["type"], place, "it has another place, send its text")
+        raise BLOCKS.refusal(block["type"], place, "blocks of this type are not allowed here; send its text")
     return found
 
 
@@ -134,14 +134,14 @@ def _text(block: TextBlock) -> Json:
 
 
 def _image(block: ImageBlock, place: str) -> Json:
-    """Returns an image as chats have it. `place` is kept for errors that are found when it is read."""
+    """Returns an image as a chat's part. `place` is kept for errors when the image is read."""
     match SOURCES.read(block.source, f"{place}.source"):
         case Base64Source(media_type=kind, data=data):
             url = f"data:{kind};base64,{data}"
         case UrlSource(url=url):
             pass
         case other:
-            raise AssertionError(f"{other}: a source that nothing makes an image of")
+            raise AssertionError(f"{other}: an unknown source of images")
     return {"type": "image_url", "image_url": {"url": url}, "place": place}
 
 
@@ -161,7 +161,7 @@ def _result(block: ToolResultBlock, place: str) -> Json:
         raise RequestError(f"{place}.content: must be a string or a list of blocks", param="messages")
     parts = [_part(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
     if block.is_error and not any(part.get("text", True) for part in parts):
-        parts = [{"type": "text", "text": "error"}]  # otherwise the model would not learn of it
+        parts = [{"type": "text", "text": "error"}]  # otherwise the model would not learn of the error
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
 
 
@@ -169,7 +169,7 @@ def _part(block: Json, place: str) -> Json:
     found = RESULT_BLOCKS.read(block, place)
     if isinstance(found, ImageBlock):
         return _image(found, place)
-    assert isinstance(found, TextBlock), f"{found}: a block that nothing makes a part of"
+    assert isinstance(found, TextBlock), f"{found}: an unknown type of block"
     return _text(found)
 
 
@@ -204,16 +204,16 @@ def _tools(request: MessagesPrompt) -> Json:
 
 
 def _thinking(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> Json:
-    """Returns the template's variables that switch thinking on or off, as far as the template has any."""
+    """Returns the template's variables that switch thinking on or off, if it has any."""
     thinking = request.thinking
     if thinking is None or thinking.type == "adaptive":
         return {}
     if thinking.type == "enabled":
         if not reads_reasoning:
             raise RequestError(
-                "thinking: this server cannot tell thinking from text (--reasoning-parser); leave it out",
+                "thinking: this server cannot separate thinking from text (--reasoning-parser); leave it out",
                 param="thinking",
             )
         if thinking.budget_tokens is None:
-            raise RequestError("thinking.budget_tokens: missing; or give the type adaptive", param="thinking")
+            raise RequestError("thinking.budget_tokens: missing; give it, or the type adaptive", param="thinking")
     return {"enable_thinking": thinking.type == "enabled"} if "enable_thinking" in variables else {}

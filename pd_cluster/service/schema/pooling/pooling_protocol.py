@@ -1,6 +1,6 @@
-"""The schema of requests whose prompts are computed and not continued: embeddings, scores, reranking.
+"""The schema of pooling requests: embeddings, scores, reranking.
 
-Names are OpenAI's, and vLLM's beyond those. Limits that need the model are in service/pooling/pooled_prompts.py.
+Fields are OpenAI's, and further ones of vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PoolingRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "mm_processor_kwargs": (({},), "is for images, which this server does not take"),
-        "chat_template": ((), "is not supported here; send the text that the model shall see"),
-        "chat_template_kwargs": (({},), "is not supported here; send the text that the model shall see"),
+        "chat_template": ((), "is not supported here; send the rendered text"),
+        "chat_template_kwargs": (({},), "is not supported here; send the rendered text"),
         "messages": ((), "is not supported here; send texts or token ids"),
         "padding": (("do_not_pad",), "is not supported; prompts are not padded"),
     }
@@ -73,7 +73,7 @@ class InputRequest(PoolingRequest):
     truncation_side: Literal["left", "right"] | None = None
 
     def inputs(self) -> list[str | list[int]]:
-        """Returns one or many. Raises RequestError for none, and for too many."""
+        """Returns the inputs. Raises RequestError if there are none or too many."""
         given = self.input
         if not given:
             raise RequestError("input: empty; give a text, a list of token ids, or a list of either", param="input")
@@ -102,8 +102,8 @@ class EmbeddingRequest(InputRequest):
         given = {each for each in (self.normalize, self.use_activation) if each is not None}
         if len(given) == 2:
             raise RequestError(
-                f"use_activation: {self.use_activation}, and normalize is {self.normalize}; they mean the same for "
-                f"vectors, give one of them",
+                f"use_activation: {self.use_activation}, but normalize is {self.normalize}; they mean the same for "
+                f"vectors; give one of them",
                 param="use_activation",
             )
         return given.pop() if given else None
@@ -142,7 +142,7 @@ class ScoreRequest(PairsRequest):
         names = [("text_1", "text_2"), ("queries", second), ("data_1", "data_2")]
         if self.items is not None and self.documents is not None:
             raise RequestError(
-                "items: another name of documents, which are given, too; give one of them", param="items"
+                "items: another name for documents, which are also given; give one of them", param="items"
             )
         given = [pair for pair in names if any(getattr(self, name) is not None for name in pair)]
         if len(given) != 1:
@@ -157,7 +157,7 @@ class ScoreRequest(PairsRequest):
             queries *= len(documents)
         if len(queries) != len(documents):
             raise RequestError(
-                f"{one}: {len(queries)} texts, and {two} has {len(documents)}; give one, or as many", param=one
+                f"{one}: {len(queries)} texts, but {two} has {len(documents)}; give one, or as many", param=one
             )
         _check_pairs(len(documents), two)
         return list(zip(queries, documents, strict=True)), fields

@@ -8,18 +8,18 @@ from pydantic import AfterValidator, Field
 
 from pd_cluster.service.schema.tagged_types import Harmless, Off, TaggedTypes, TypedFields, unless_empty
 
-NOT_RUN = "this server runs no tools; leave it out, or send what came of it as a message"
-NOT_A_FUNCTION = "only functions are called here; send a function_call or a function_call_output"
-NOT_ENCRYPTED = "nothing is encrypted or compacted here; send the items that it stands for, or a summary"
+NOT_RUN = "this server runs no tools; leave it out, or send its result as a message"
+NOT_A_FUNCTION = "only functions are supported; send a function_call or a function_call_output"
+NOT_ENCRYPTED = "this server cannot read encrypted or compacted items; send the original items, or a summary"
 NO_FILES = "files are not kept or read here; send its text"
 
 
 class TextPart(TypedFields):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Harmless = None  # say where a text came from that another server wrote
+    annotations: Harmless = None  # sources of a text from another server
     logprobs: Harmless = None
-    prompt_cache_breakpoint: Harmless = None  # prompts are cached in any case
+    prompt_cache_breakpoint: Harmless = None  # has no effect: prompts are always cached
 
 
 class RefusalPart(TypedFields):
@@ -28,7 +28,7 @@ class RefusalPart(TypedFields):
 
 
 class InputImagePart(TypedFields):
-    """`detail` says nothing: the model's folder decides how large an image may be."""
+    """An image. `detail` has no effect: the model's folder decides the size of images."""
 
     type: Literal["input_image"]
     file_id: Annotated[Any, AfterValidator(unless_empty("files are not kept here; send an image_url"))] = None
@@ -41,13 +41,13 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_te
 PARTS = TaggedTypes(
     "a part",
     {**dict.fromkeys(TEXT_PARTS, TextPart), "refusal": RefusalPart, "input_image": InputImagePart},
-    {"input_file": NO_FILES, "input_audio": "this server hears nothing; send its text"},
+    {"input_file": NO_FILES, "input_audio": "audio is not supported; send its text"},
     way_out="send its text",
 )
 
 
 class MessageItem(TypedFields):
-    """`phase` is a label of the client's, which chat templates do not know."""
+    """A message. `phase` is a client's label, which has no effect."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -58,9 +58,9 @@ class MessageItem(TypedFields):
 
 
 class ReasoningItem(TypedFields):
-    """`encrypted_content` is another server's: what it hides may be readable beside it, or is left out.
+    """Reasoning. `encrypted_content` is another server's, and ignored; the same reasoning may be readable in `content`.
 
-    Clients send it back at every turn, so a conversation that began elsewhere can go on here.
+    Clients send it back at every turn, so a conversation that began at another server can continue here.
     """
 
     type: Literal["reasoning"]
@@ -77,14 +77,14 @@ class FunctionCallItem(TypedFields):
     arguments: str
     call_id: str
     namespace: str | None = None
-    caller: Harmless = None  # of a call that is over
+    caller: Harmless = None  # has no effect: the call has ended
     is_async: Off | None = Field(default=None, alias="async")
     id: Harmless = None
     status: Harmless = None
 
 
 class FunctionOutputItem(TypedFields):
-    """`name` and `namespace`: the function's, which the call has, too."""
+    """The output of a call. `name` and `namespace` repeat the call's."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -116,13 +116,13 @@ ITEMS = TaggedTypes(
         **dict.fromkeys(("compaction", "compaction_trigger"), NOT_ENCRYPTED),
         "item_reference": "send the item itself, or a previous_response_id",
         "additional_tools": "give them in tools",
-        "configuration_update": "give its fields beside input",
+        "configuration_update": "give its fields next to input",
     },
 )
 
 
 def kind_of(item: dict[str, Any]) -> Any:
-    """Returns an item's type. Clients may leave out those of messages and of references."""
+    """Returns an item's type, which clients may leave out for messages and references."""
     kind = item.get("type")
     if kind is None:
         return "item_reference" if "id" in item and "role" not in item else "message"

@@ -1,4 +1,4 @@
-"""The items of /v1/responses: what a request has as its input, and how a kept response lists it.
+"""The items of /v1/responses: the input of a request, and the list of a stored response's items.
 
 Every refusal is a RequestError that names the item.
 """
@@ -23,8 +23,8 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functio
 
 
 def items_of(request: ResponsesRequest) -> list[Json]:
-    """Returns the input as items; a text is a user's message. Without an input, nothing follows a previous response;
-    the model answers an empty text where there is none.
+    """Returns the input as items; a text becomes a user's message. Without an input, returns no items after a previous
+    response, otherwise an empty message.
     """
     given = request.input
     if given is None:
@@ -35,12 +35,12 @@ def items_of(request: ResponsesRequest) -> list[Json]:
 
 
 def listed(items: list[Json]) -> list[Json]:
-    """Returns items that a chat was made of as a list of them shows them: each has an id, and contents are parts."""
+    """Returns a chat's items in the form of a list: each item has an id, and contents are lists of parts."""
     return [_listed(item) for item in items]
 
 
 def without_logprobs(items: list[Json]) -> list[Json]:
-    """Returns a kept response's items for those that follow it, which need the texts alone."""
+    """Returns a stored response's items without logprobs, for the responses that continue it."""
     return [
         {**item, "content": [{**part, "logprobs": []} if part.get("logprobs") else part for part in item["content"]]}
         if item.get("type") == "message"
@@ -67,7 +67,7 @@ def _listed(item: Json) -> Json:
 
 
 def parts_of(content: Any, place: str, takes_images: bool = False) -> list[Json]:
-    """Returns text parts, and images where they are taken, as chats have them."""
+    """Returns the text parts, and images if they are allowed, in the form of a chat."""
     if isinstance(content, str):
         return text_parts(content)
     if not isinstance(content, list):
@@ -79,9 +79,7 @@ def _part(part: Any, place: str, takes_images: bool) -> list[Json]:
     match PARTS.read(part, place):
         case TextPart(text=text) | RefusalPart(refusal=text):
             return text_parts(text)
-        case InputImagePart(image_url=url) if (
-            takes_images
-        ):  # the place is kept for errors that are found when it is read
+        case InputImagePart(image_url=url) if takes_images:  # the place is kept for errors when the image is read
             return [{"type": "image_url", "image_url": {"url": url}, "place": place}]
         case other:
             way_out = "images go into messages of the user and outputs of calls"

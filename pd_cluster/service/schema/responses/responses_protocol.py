@@ -1,7 +1,7 @@
 """The schema of /v1/responses: OpenAI's requests.
 
-Fields of features that this server lacks accept only values that ask for nothing.
-Knows nothing of chats; responses_to_chat.py makes one of a request.
+Fields of unsupported features accept only values that ask for nothing.
+Knows nothing of chats; responses_to_chat.py converts a request to a chat.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = Annotated[str, Field(max_length=512)]
 
 
 class ResponseTool(BaseModel):
-    """A function that the model may call; the client runs it. `output_schema` says nothing to the model."""
+    """A function that the model may call; the client runs it. `output_schema` has no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", serialize_by_alias=True)
     type: Literal["function"]
@@ -49,7 +49,7 @@ class NamespaceTool(BaseModel):
 
 OF_TYPES = Discriminator(
     form_of,
-    custom_error_type="tool",  # pydantic's own repeats what was given, at any length
+    custom_error_type="tool",  # pydantic's message would repeat the value, at any length
     custom_error_message="expected a tool of type 'function' or 'namespace'",
 )
 AnyTool = Annotated[Annotated[ResponseTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")], OF_TYPES]
@@ -75,7 +75,7 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """`verbosity` is a hint, which changes nothing here."""
+    """`verbosity` has no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     format: TextFormat | None = None
@@ -83,8 +83,8 @@ class TextConfig(BaseModel):
 
 
 class ResponseReasoning(BaseModel):
-    """Summaries are never made: reasoning is shown as the model wrote it. `context` changes nothing here: the chat
-    template decides which turns' reasoning the model sees again.
+    """Reasoning is shown as the model wrote it, never summarized. `context` has no effect: the chat template decides
+    which turns' reasoning the model sees again.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -124,7 +124,7 @@ class ResponsesRequest(BaseModel):
         Annotated[list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], FAIL_FAST] | None
     ) = None
     metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
-    client_metadata: dict[str, Any] | None = None  # Codex's, about itself
+    client_metadata: dict[str, Any] | None = None  # sent by Codex
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     safety_identifier: str | None = None
     user: str | None = None
@@ -142,9 +142,9 @@ class ResponsesRequest(BaseModel):
     context_management: None = None
     moderation: None = None
     access_programs: None = None
-    prompt_cache_options: dict[str, Any] | None = None  # of a cache that others keep
+    prompt_cache_options: dict[str, Any] | None = None  # for a cache that this server does not have
     prompt_cache_retention: str | None = None
-    # vLLM's, with the meanings and limits that they have in a chat
+    # vLLM's fields, with the meanings and limits of a chat's
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -160,12 +160,12 @@ class ResponsesRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     request_id: str | None = Field(
-        default=None, description="resp_ and this is its name in logs and timelines. The response's id is another one."
+        default=None, description="Its name in logs and timelines is resp_ and this. The response's id is different."
     )
     cache_salt: str | None = None
     session_id: SessionId | None = None
     priority: int | None = None
-    speculative: bool | None = None  # this server's
+    speculative: bool | None = None  # this server's own field
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     enable_response_messages: bool | None = None

@@ -1,4 +1,4 @@
-"""From a request to /v1/responses to the chat that it asks for. Every refusal is a RequestError that names the item.
+"""Converts a request to /v1/responses to a chat. Every refusal is a RequestError that names the item.
 
 Knows nothing of templates, tokens or answers.
 """
@@ -28,7 +28,7 @@ SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "mm_processor_kwargs", "speculative"),
 )
-ITS_NAMES = {  # a chat's names -> this API's
+ITS_NAMES = {  # a chat's field names -> this API's
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",
@@ -36,9 +36,9 @@ ITS_NAMES = {  # a chat's names -> this API's
 
 
 def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset[str]) -> ChatCompletionRequest:
-    """`earlier`: the items before those of the request. `variables`: those of the chat template.
+    """`earlier`: the items before the request's. `variables`: the chat template's variables.
 
-    Raises RequestError, in the words of a chat where chats have the same field: see `with_field_names`.
+    Raises RequestError, with a chat's field name if chats have the same field: see `with_field_names`.
     """
     messages = [{"role": "system", "content": text_parts(request.instructions)}] if request.instructions else []
     _add_messages(earlier, "previous_response_id", messages)
@@ -66,7 +66,7 @@ def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset
 
 
 def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
-    """Adds the items' messages to `found`. The parts of one turn of the model become one message."""
+    """Appends the items' messages to `found`. Consecutive items of the model become one message."""
     for at, item in enumerate(items):
         place = f"{name}[{at}]"
         match read_as(ITEMS.check(kind_of(item), place), item, place):
@@ -128,7 +128,7 @@ def _tools(request: ResponsesRequest) -> Json:
 
 
 def _effort(request: ResponsesRequest, variables: frozenset[str]) -> Json:
-    """Returns the effort as the template's variable; a template without one does not know of efforts."""
+    """Returns the effort as the template's variable, if the template has one."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
         return {}

@@ -1,4 +1,4 @@
-"""Tools of /v1/responses as the functions of a chat, and back. A namespace's functions have its name before their own.
+"""Converts tools of /v1/responses to functions of a chat, and back. The namespace's name prefixes its functions' names.
 
 Every refusal is a RequestError that names the tool.
 """
@@ -16,12 +16,12 @@ MAX_NAME_NUM_CHARS = 64
 
 
 def known_as(name: str, namespace: str | None) -> str:
-    """Returns the name by which the model knows a function."""
+    """Returns a function's name for the model."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def names_of(request: ResponsesRequest) -> dict[str, Json]:
-    """Returns how calls name the functions of namespaces, by the names that the model knows."""
+    """Returns a function's name for the model -> the fields that name it in calls, for functions in namespaces."""
     return {
         known_as(function.name, namespace.name): {"name": function.name, "namespace": namespace.name}
         for _, function, namespace in _functions(request)

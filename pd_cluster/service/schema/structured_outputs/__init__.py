@@ -1,1 +1,1 @@
-"""From a request's fields to the guide that its answer must follow."""
+"""Converts a request's fields to the guide that its answer must follow."""

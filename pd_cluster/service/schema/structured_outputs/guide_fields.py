@@ -1,6 +1,6 @@
-"""From a request's fields to the one guide that they ask for: vLLM's names, old and new, or OpenAI's.
+"""Converts a request's fields, vLLM's old and new ones or OpenAI's, to the guide that they ask for.
 
-Every refusal is a RequestError that names the field. guide_check finds out whether a guide can be followed.
+Every refusal is a RequestError that names the field. guide_check finds out whether a guide is usable.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_NUM_CHARS = 256
 NO_WHITESPACE = ""
-OPTIONS = "x-guidance"  # the key under which a schema carries its whitespace; not for clients
+OPTIONS = "x-guidance"  # llguidance's key for a schema's whitespace; not for clients
 NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # of structured_outputs: name -> values that ask for nothing
-    "disable_fallback": (False, True),  # there is one library
+    "disable_fallback": (False, True),  # there is only one library
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False, True),  # read beforehand
     "whitespace_pattern": (),
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 
 class GuideFields(Protocol):
-    """The fields of a request that a guide follows from."""
+    """The fields of a request that determine its guide."""
 
     guided_json: str | dict[str, Any] | None
     guided_regex: str | None
@@ -61,19 +61,19 @@ def guide_of(request: GuideFields) -> Asked | None:
     backend = request.guided_decoding_backend
     if backend is not None and backend not in GUIDED_BACKENDS:
         raise RequestError(
-            f"guided_decoding_backend: {reprlib.repr(backend)} is not here; "
+            f"guided_decoding_backend: {reprlib.repr(backend)} is unknown; "
             f"expected one of {', '.join(GUIDED_BACKENDS)}",
             param="guided_decoding_backend",
         )
     found = [*_guided(request), *_structured_outputs(request), *_response_format(request)]
     if len(found) > 1:
         raise RequestError(
-            f"{found[1].field}: {found[0].field} constrains the output too; give one of the two",
+            f"{found[1].field}: {found[0].field} also constrains the output; give one of the two",
             param=found[1].field.partition(".")[0],
         )
     if request.guided_whitespace_pattern is not None and not (found and found[0].guide.kind.startswith("json")):
         raise RequestError(
-            "guided_whitespace_pattern: goes with a constraint to JSON, such as guided_json",
+            "guided_whitespace_pattern: needs a constraint to JSON, such as guided_json",
             param="guided_whitespace_pattern",
         )
     for field, guide in found:
@@ -102,7 +102,7 @@ def _structured_outputs(request: GuideFields) -> list[Asked]:
     )
     if given.get("disable_any_whitespace") is True:
         if whitespace is not None:
-            raise _wrong("structured_outputs.disable_any_whitespace", "leaves no room for a whitespace_pattern")
+            raise _wrong("structured_outputs.disable_any_whitespace", "conflicts with whitespace_pattern; give one")
         whitespace = NO_WHITESPACE
     found = []
     for name, value in given.items():
@@ -120,7 +120,7 @@ def _structured_outputs(request: GuideFields) -> list[Asked]:
 
 
 def _response_format(request: GuideFields) -> list[Asked]:
-    """Reads OpenAI's field. A schema beside `json_object` is enforced as well."""
+    """Reads OpenAI's field. A schema given with `json_object` is enforced, too."""
     given = request.response_format
     if given is None or given.get("type") == "text":
         return []
@@ -143,7 +143,7 @@ def _response_format(request: GuideFields) -> list[Asked]:
 
 
 def compact(asked: Asked) -> Asked:
-    """Returns it without blanks between the parts of JSON, unless the request says which there may be."""
+    """Returns the guide without whitespace between the parts of JSON, unless the request gives a pattern for it."""
     if asked.guide.kind not in ("json", "json_object"):
         return asked
     schema = msgspec.json.decode(asked.guide.text or '{"type":"object"}')
@@ -223,10 +223,10 @@ MAKERS: dict[str, Callable[[str, Any, str | None], Guide]] = {
 
 
 def structured_outputs_of(guide: Guide) -> dict[str, Any]:
-    """Returns the field `structured_outputs` that asks for this guide. Raises RequestError where there is none."""
+    """Returns the field `structured_outputs` that asks for this guide. Raises RequestError if no value can."""
     if guide.kind not in MAKERS:
         raise RequestError(
-            "tools: a guide for calls or behind reasoning has no form in sampling_params; leave out tool_choice "
+            "tools: sampling_params cannot express a guide for calls or after reasoning; leave out tool_choice "
             "and the constraint, or send the request to /v1/chat/completions",
             param="tools",
         )
@@ -240,7 +240,7 @@ def structured_outputs_of(guide: Guide) -> dict[str, Any]:
 
 
 def _decoded(field: str, value: Any) -> Any:
-    """Returns JSON that may come as itself or as a string."""
+    """Returns a JSON value that may be given directly or as a string."""
     if not isinstance(value, str):
         return value
     if len(value) > 2 * MAX_GUIDE_NUM_CHARS:

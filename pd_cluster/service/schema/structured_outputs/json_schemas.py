@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# Formats that describe a text's purpose but do not constrain it; pydantic writes some of them.
+# Formats that describe a text's purpose without constraining it; pydantic writes some of them.
 REMARKS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
 OTHER_NAMES = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string"}
-OTHER_NAMES |= {"dict": "object", "list": "array"}  # of types, as programs have them that write schemas
+OTHER_NAMES |= {"dict": "object", "list": "array"}  # names of types in programs that write schemas
 OF_SCHEMA = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
     *("contains", "propertyNames", "not", "if", "then", "else"),
@@ -17,7 +17,7 @@ OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "
 
 
 def without_remarks(schema: Any) -> Any:
-    """Removes formats that constrain nothing, and gives types their names in JSON schemas.
+    """Removes formats without effect, and replaces other names of types by their JSON schema names.
 
     Values, such as a `const`, are not schemas and stay unchanged.
     """

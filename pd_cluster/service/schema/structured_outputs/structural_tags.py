@@ -1,7 +1,6 @@
-"""vLLM's current form of structural tags: a tree of formats, as a guide of the same kind that replies have.
+"""Converts vLLM's current structural tags, a tree of formats, to a guide of the kind that replies have.
 
-guide_nodes.py in parsers/ says what the guide consists of. The earlier form, with structures and triggers, is in
-guide_fields.py.
+parsers/guide_nodes.py defines the guide's nodes. guide_fields.py reads the earlier form, with structures and triggers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Reader:
         self._num_formats = 0
 
     def node(self, field: str, form: Any, depth: int, end: str | None = None) -> Node:
-        """Returns the node of a format, and of the text `end` that follows it, if any."""
+        """Returns the node of a format and of the text `end` after it, if any."""
         self._num_formats += 1
         if depth > MAX_DEPTH or self._num_formats > MAX_FORMATS:
             raise _wrong(field, f"more than {MAX_DEPTH} deep, or more than {MAX_FORMATS} formats")
@@ -93,7 +92,7 @@ class _Reader:
         return made[0] if len(made) == 1 else ["any", *made]
 
     def triggered(self, field: str, form: Form, depth: int) -> Node:
-        """Allows free text, and behind each trigger the rest of a tag that begins with it."""
+        """Allows free text, and after each trigger the rest of a tag that begins with it."""
         triggers = [_text(f"{field}.triggers", each) for each in _list(f"{field}.triggers", form.get("triggers"))]
         bodies: dict[str, list[Node]] = {trigger: [] for trigger in triggers}
         whole: list[Node] = []
@@ -107,7 +106,7 @@ class _Reader:
             bodies[trigger].append(["seq", ["exact", rest], body] if rest else body)
             whole.append(["seq", ["exact", begin], body])
         later: Node = ["any", *(["seq", ["until", each], ["any", *found]] for each, found in bodies.items() if found)]
-        if form.get("at_least_one"):  # the first tag comes at once
+        if form.get("at_least_one"):  # the output begins with a tag
             first: Node = ["any", *whole]
             return first if form.get("stop_after_first") else ["seq", first, ["repeat", 0, None, later], FREE]
         if form.get("stop_after_first"):

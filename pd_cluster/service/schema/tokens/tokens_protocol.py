@@ -1,6 +1,6 @@
-"""Tokens in, tokens out: vLLM's /inference/v1/generate, the requests that are rendered for it, and batches of chats.
+"""The schema of vLLM's /inference/v1/generate (tokens in, tokens out), of rendered requests, and of batches of chats.
 
-A request of tokens becomes a completion with the same parameters, so that all of them are checked in one place.
+A request of tokens becomes a completion with the same parameters, so that one place checks them all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OF_GUIDE = frozenset(
     | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
 )
 OF_PROMPT = frozenset({"prompt", "messages", "echo", "add_special_tokens", "tools", "chat_template"})
-WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's: how its engine is to answer
+WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's options for its engine's output
 RENDERED = frozenset(GenerationRequest.model_fields) - OF_REQUEST - OF_GUIDE - {"max_tokens", "truncate_prompt_tokens"}
 NAMES = {name: f"sampling_params.{name}" for name in {*TokensCompletionRequest.model_fields} - OF_REQUEST} | {
     "prompt": "token_ids"
@@ -60,7 +60,7 @@ NAMES = {name: f"sampling_params.{name}" for name in {*TokensCompletionRequest.m
 
 
 class TokensRequest(BaseModel):
-    """`sampling_params`: those of vLLM, by the names that they have in a completion."""
+    """A request of tokens. `sampling_params`: vLLM's, with the field names of a completion."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -107,7 +107,7 @@ class TokensRequest(BaseModel):
         for name in self.sampling_params:
             if name in OF_REQUEST or name in OF_PROMPT:
                 raise RequestError(
-                    f"sampling_params.{name}: is no parameter of sampling; give it beside sampling_params, or leave "
+                    f"sampling_params.{name}: is not a sampling parameter; give it next to sampling_params, or leave "
                     f"it out",
                     param="sampling_params",
                 )
@@ -132,10 +132,10 @@ class BatchChatRequest(ChatCompletionRequest):
     def chats(self) -> list[ChatCompletionRequest]:
         """Returns one chat for each conversation. Raises RequestError."""
         for name, value, why in (
-            ("stream", bool(self.stream), "a batch is answered whole"),
+            ("stream", bool(self.stream), "a batch cannot be streamed"),
             ("n", self.num_choices > 1, "a batch has one answer for each conversation"),
-            ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer has no place for them"),
-            ("prediction", self.prediction is not None, "a batch's conversations have answers of their own"),
+            ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer cannot carry them"),
+            ("prediction", self.prediction is not None, "a batch's conversations have different answers"),
         ):
             if value:
                 raise RequestError(f"{name}: {why}; leave it out, or use /v1/chat/completions", param=name)
@@ -179,11 +179,11 @@ def rendered(
     prefix: str,
     offsets: list[list[int]] | None = None,
 ) -> RenderedPrompt:
-    """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
+    """Returns the body of /inference/v1/generate that gives the same answer as the request.
 
     It gets an id that begins with `prefix` if the request has none. `offsets`: of the tokens in their text.
 
-    Raises RequestError for a guide that has no form there.
+    Raises RequestError for a guide that the body cannot express.
     """
     params = request.model_dump(include=set(RENDERED), exclude_none=True)
     params["max_tokens"] = sampling.max_tokens

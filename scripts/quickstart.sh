@@ -6,5 +6,8 @@
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+case " $* " in
+*" --help "* | *" -h "*) if [ ! -d "$root/.venv" ]; then sed -n '2,4s/^# *//p' "$0"; exit 0; fi ;;
+esac
 sh "$root/scripts/setup.sh"
 exec "$root/.venv/bin/python" -P -m pd_cluster.commands.quickstart "$@"

@@ -78,7 +78,7 @@ DESCRIPTIONS = {
     "skip_special_tokens": "Leave special tokens out of the answer's text.",
     "truncate_prompt_tokens": "Keep this many of the prompt's last tokens; -1: as many as fit.",
     "stream": "Answer with an event for each new piece of text.",
-    "stream_options": "include_usage (default: true): the last event has usage; continuous_usage_stats: each has it.",
+    "stream_options": "include_usage (true, if stream_options is given): the last event has usage; continuous_usage_stats: each has it.",
     "cache_salt": "Only requests with the same salt share cached prompts with this one, or can detect them by timing. "
     "Requests of other API keys never do, unless the server is started with --shared-prefix-cache.",
     "prompt_cache_key": "Names a session: its requests go to the same caches, as with the header x-session-id.",
@@ -87,7 +87,7 @@ DESCRIPTIONS = {
     "request_id": "The answer's id ends in this. Default: the header X-Request-Id, otherwise a new id.",
     "spaces_between_special_tokens": "false: adjacent special tokens are shown without spaces between them.",
     "tools": "Functions that the answer may call; the chat template shows them to the model.",
-    "tool_choice": "none, auto (the default; needs --tool-call-parser), required, a function by its name, or "
+    "tool_choice": "none, auto (the default; needs a parser, see --tool-call-parser), required, a function by its name, or "
     "allowed_tools: some of the tools, with auto or required.",
     "parallel_tool_calls": "false: at most one call.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer; token_ids and logprobs "

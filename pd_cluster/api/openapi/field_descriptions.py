@@ -15,8 +15,8 @@ DESCRIPTIONS = {
     "model": "One of the names in /v1/models; default: the first, unless the server requires it.",
     "messages": "The conversation so far, oldest first. Parts: text, and image_url if the model takes it.",
     "prompt": "A text, its token ids, or a list of either.",
-    "max_tokens": "Most output tokens. Default: 16; for null, and in a chat: as many as fit the context.",
-    "max_completion_tokens": "Most output tokens; replaces max_tokens.",
+    "max_tokens": "Maximum number of output tokens. Default in chats, and with null: as many as fit the context; otherwise 16.",
+    "max_completion_tokens": "Maximum number of output tokens; replaces max_tokens.",
     "input": "A text, its token ids, or a list of either.",
     "dimensions": "Keep only this many of a vector's first values, for models that were trained for it.",
     "encoding_format": "float (the default) writes numbers, base64 their bytes.",
@@ -78,7 +78,8 @@ DESCRIPTIONS = {
     "skip_special_tokens": "Leave special tokens out of the answer's text.",
     "truncate_prompt_tokens": "Keep this many of the prompt's last tokens; -1: as many as fit.",
     "stream": "Answer with an event for each new piece of text.",
-    "stream_options": "include_usage (true, if stream_options is given): the last event has usage; continuous_usage_stats: each has it.",
+    "stream_options": "include_usage (default, if stream_options is given): the last event has usage; "
+    "continuous_usage_stats: each event has it.",
     "cache_salt": "Only requests with the same salt share cached prompts with this one, or can detect them by timing. "
     "Requests of other API keys never do, unless the server is started with --shared-prefix-cache.",
     "prompt_cache_key": "Names a session: its requests go to the same caches, as with the header x-session-id.",
@@ -87,8 +88,8 @@ DESCRIPTIONS = {
     "request_id": "The answer's id ends in this. Default: the header X-Request-Id, otherwise a new id.",
     "spaces_between_special_tokens": "false: adjacent special tokens are shown without spaces between them.",
     "tools": "Functions that the answer may call; the chat template shows them to the model.",
-    "tool_choice": "none, auto (the default; needs a parser, see --tool-call-parser), required, a function by its name, or "
-    "allowed_tools: some of the tools, with auto or required.",
+    "tool_choice": "none, auto (the default; needs a parser, see --tool-call-parser), required, a function by its "
+    "name, or allowed_tools: some of the tools, with auto or required.",
     "parallel_tool_calls": "false: at most one call.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer; token_ids and logprobs "
     "then have the content's tokens alone.",

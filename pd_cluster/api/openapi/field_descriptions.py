@@ -15,7 +15,7 @@ DESCRIPTIONS = {
     "model": "One of the names in /v1/models; default: the first, unless the server requires it.",
     "messages": "The conversation so far, oldest first. Parts: text, and image_url if the model takes it.",
     "prompt": "A text, its token ids, or a list of either.",
-    "max_tokens": "Maximum number of output tokens. Default in chats, and with null: as many as fit the context; otherwise 16.",
+    "max_tokens": "Maximum number of output tokens. Default in a chat: as many as fit; otherwise 16.",
     "max_completion_tokens": "Maximum number of output tokens; replaces max_tokens.",
     "input": "A text, its token ids, or a list of either.",
     "dimensions": "Keep only this many of a vector's first values, for models that were trained for it.",

@@ -7,6 +7,7 @@ authenticated CURVE frame.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import math
@@ -116,7 +117,11 @@ class Mailbox:
             except zmq.ZMQError as error:
                 last = error
         else:
-            raise ConfigError(f"cannot bind the control socket at {host} port {ports}: {last}; see {called(setting)}")
+            away = last.errno == errno.EADDRNOTAVAIL
+            why = (
+                f"{host} is not an address of this host: is the local rank table another host's?" if away else str(last)
+            )
+            raise ConfigError(f"cannot bind the control socket at {host} port {ports}: {why}; see {called(setting)}")
         self._router = self._connections.router = router
         self._poller.register(router, zmq.POLLIN)
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -83,3 +83,11 @@ def test_hybrid_instances_join_a_scheduler_without_a_table(tmp_path: Path, monke
         Launch(num_hybrid=2)
     with pytest.raises(ConfigError, match="2: hybrid instances have all experts"):
         Launch(**numbers, unit_sizes={"decode": 2})
+
+
+def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path: Path) -> None:
+    assert Launch().has_chat_template, "the shipped model has one"
+    assert not Launch(str(tmp_path)).has_chat_template
+    assert Launch(str(tmp_path), arguments=["--chat-template=x.jinja"]).has_chat_template
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert Launch(str(tmp_path)).has_chat_template

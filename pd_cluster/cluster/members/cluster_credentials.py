@@ -144,9 +144,9 @@ def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[
         goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
         derived = "; or use --derive-secret, if every user of this single host is trusted"
         raise ConfigError(
-            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it next to the global rank table, for "
-            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for an existing table), or name it with {flag} "
-            f"FILE{derived if name == SECRET_FILE else ''}"
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it next to the global rank table: copy it to "
+            f"{goes_to} (for a table without one, run `pd-ranktable keys --save-dir {folder}` on one host), or name "
+            f"it with {flag} FILE{derived if name == SECRET_FILE else ''}"
         )
     try:
         return file, read(file)

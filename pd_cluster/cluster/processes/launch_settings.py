@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from pd_cluster.engine.start.preloader import forks_are_safe
@@ -63,6 +64,14 @@ class Launch:
     def model_folder(self) -> str:
         """The model's folder or name, as each instance receives it."""
         return self.model or str(SHIPPED_MODEL)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether a flag or the model's folder gives a chat template; without one, only completions are served."""
+        folder = Path(self.model_folder)
+        given = self._value_of("--chat-template") or any(folder.glob("chat_template.*"))
+        file = folder / "tokenizer_config.json"
+        return bool(given) or (file.exists() and '"chat_template"' in file.read_text("utf-8", errors="replace"))
 
     @property
     def remark(self) -> str:

@@ -459,7 +459,10 @@ async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None 
 
 def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     launch = cluster.launch
-    body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
+    route, asked = "chat/completions", '"messages": [{"role": "user", "content": "What is 3 + 4?"}]'
+    if not launch.has_chat_template:
+        route, asked = "completions", '"prompt": "One, two, three,"'
+    body = f'{{{asked}, "temperature": 0, "max_tokens": 32'
     body += f', "model": "{launch.model_name}"}}' if launch.model or launch.served_model_names else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
@@ -479,5 +482,5 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
         f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"
-        f"try: {asking}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"try: {asking}/v1/{route} -H 'Content-Type: application/json'{key} -d '{body}'"
     )

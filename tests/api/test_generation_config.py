@@ -156,7 +156,7 @@ def test_llm_takes_both_by_their_python_names(opinionated: Path, greedy: list[in
 
 
 def test_llm_names_the_argument_that_is_wrong(opinionated: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^override_generation_config: 'temprature' is no .*did you mean temp"):
+    with pytest.raises(ConfigError, match=r"^override_generation_config: 'temprature' is not .*did you mean temp"):
         LLM(str(opinionated), override_generation_config={"temprature": 1})
     with pytest.raises(ModelError, match=r"^generation_config 'nowhere': no folder with"):
         LLM(str(opinionated), generation_config="nowhere")

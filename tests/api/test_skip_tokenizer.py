@@ -49,9 +49,9 @@ def test_logprobs_name_tokens_by_their_ids(cluster: LiveCluster) -> None:
     ("route", "body", "named"),
     [
         ("/v1/completions", {"prompt": "hi"}, "prompt: a text, but this server has no tokenizer (--skip-tok"),
-        ("/v1/completions", {"prompt": PROMPT, "stop": ["a"]}, "stop: there is no tokenizer"),
+        ("/v1/completions", {"prompt": PROMPT, "stop": ["a"]}, "stop: needs a tokenizer"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
-        ("/tokenize", {"prompt": "hi"}, "there is no tokenizer"),
+        ("/tokenize", {"prompt": "hi"}, "this server has no tokenizer"),
         ("/detokenize", {"tokens": [1]}, "tokens: there is no tokenizer"),
     ],
 )

@@ -201,7 +201,7 @@ def test_what_a_worker_refuses_is_told_with_the_names_of_the_call(model: Path) -
 def test_a_link_that_cannot_be_is_no_wait(model: Path) -> None:
     """The prefill instance finds out; its reason has the names of the call."""
     wanted = (
-        r"prefill-0 and decode-0 cannot be a pair: kv_transport ipc is not possible here: .* pool is in host memory"
+        r"prefill-0 and decode-0 cannot be linked: kv_transport ipc is not possible here: .* pool is in host memory"
     )
     with pytest.raises(ConfigError, match=wanted):
         LLM(str(model), kv_transport="ipc", num_blocks=64, max_model_len=256, prefill=1, decode=1)

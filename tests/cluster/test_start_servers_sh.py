@@ -302,7 +302,7 @@ def test_an_operators_mistakes_are_one_line_each(servers: Servers) -> None:
         taken.listen()
         servers.start("a taken port", "1", servers.decode)
         error = servers.error_of("a taken port")
-    assert error.startswith(f"--port {servers.decode}: cannot listen at {HOST}: the port is in use")
+    assert error.startswith(f"--port {servers.decode}: cannot listen at {HOST}: the port is taken")
     (servers.folder / "scheduler.key").unlink()
     servers.start_scheduler()
     assert servers.error_of("scheduler").startswith("scheduler.key: no such file; `pd-ranktable gen` or `merge` ")

@@ -350,7 +350,7 @@ def test_a_taken_port(up: Callable[..., Up]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         cluster = up(port)
-        cluster.await_line(rf"^pd-cluster: --port: cannot listen at \S+:{port}: the port is in use; stop the process")
+        cluster.await_line(rf"^pd-cluster: --port: cannot listen at \S+:{port}: the port is taken; stop the process")
         assert cluster.process.wait(WAIT_S) == 1
 
 

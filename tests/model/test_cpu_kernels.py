@@ -213,7 +213,7 @@ def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
     ops.attend(Heads(0, 2, 1, 16, 0.25), torch.randn(2, 4 * 16), make_rope(batch, 16), batch)
     assert pool.data[2, 0].any()
     assert not pool.data[:2].any()
-    with pytest.raises(ValueError, match="from 3 to 3, wanted 1 from 0 to 2"):
+    with pytest.raises(ValueError, match="from 3 to 3, expected 1 from 0 to 2"):
         build_batch([(Request("probe", RequestSpec([0, 0], ANY), tables=[[3]]), 2)], pool)
 
 

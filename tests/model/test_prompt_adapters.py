@@ -196,7 +196,7 @@ def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
             ({"prompt_adapter_request": PromptAdapterRequest("a", 1, str(other), 5)}, r"rows of 32; this model has 64"),
             (
                 {"prompt_adapter_request": own, "lora_request": LoRARequest("b", 1, str(lora))},
-                r"prompt_adapter_request: not beside lora_request for one prompt",
+                r"prompt_adapter_request: not with lora_request for one prompt",
             ),
         ]
         for given, why in refused:

@@ -328,7 +328,7 @@ def test_experts_that_no_proof_asks_are_checked(tmp_path: Path) -> None:
         make_core(quantized, num_blocks=32)
     save(before, quantized)
     change_config(quantized, intermediate_size=128)
-    with pytest.raises(ModelError, match=r"experts\.gate_up_proj: 192 output .* config\.json says \[4, 256, 64\]"):
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj: 192 output .* config\.json requires \[4, 256, 64\]"):
         make_core(quantized, num_blocks=32)
 
 

@@ -29,7 +29,7 @@ def test_buffers_and_weights_are_those_of_transformers_alone(
 ) -> None:
     opened = Checkpoint.open(str(checkpoint(architecture)))
     found = numbers(opened)
-    monkeypatch.setattr(transformers_modules, "Unfilled", nullcontext)
+    monkeypatch.setattr(transformers_modules, "UninitializedModules", nullcontext)
     expected = numbers(opened)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

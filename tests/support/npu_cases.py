@@ -133,7 +133,7 @@ def test_what_npus_cannot_do_is_refused_at_load(
         ({"num_kv_heads": 8}, {"heads": 8}, "^$"),
         ({"dtype": "int8"}, {}, "--dtype int8"),
         ({}, {"heads": 130}, "^65 query heads"),
-        ({"num_kv_heads": 512}, {"heads": 512}, "^65536 numbers"),
+        ({"num_kv_heads": 512}, {"heads": 512}, "^65536 values"),
         ({"block_size": 24}, {}, "--block-size 24: on NPUs a multiple of 16"),
         ({"planes": keys_and_values(24)}, {}, "head_dim 24: .* multiples of 16"),
         ({}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),

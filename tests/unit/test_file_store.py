@@ -81,7 +81,7 @@ def test_only_this_user_can_read(make: Callable[..., FileStore], tmp_path: Path)
         for name in names:
             assert stat.S_IMODE((Path(folder) / name).stat().st_mode) == 0o600
     (tmp_path / "kept" / CONTENT).chmod(0o750)
-    with pytest.raises(ConfigError, match=r"--files-dir .*content: must be a folder of this user's with mode 0700"):
+    with pytest.raises(ConfigError, match=r"--files-dir .*content: must be a folder of this user with mode 0700"):
         make()
 
 

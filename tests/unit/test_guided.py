@@ -409,7 +409,7 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
     guides = Guides(lambda: compiler)
     try:
         mask = mask_of(guides, guided(Guide("regex", "a")))
-        assert mask.problem.endswith(": the masks of a step took more than 0.1 s")
+        assert mask.problem.endswith(": computing the masks of a step took more than 0.1 s")
         assert ids_of(mask) == []
         monkeypatch.setattr("pd_cluster.model.sampling.grammar_masks.MASKS_TIMEOUT_S", 60.0)
         assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]

@@ -31,7 +31,7 @@ BATCH = BatchObject(id="batch_1", endpoint=URL, input_file_id="file-1", created_
 DECODE = SimpleNamespace(
     role="hybrid",
     takes_requests=True,
-    num_places=8,
+    num_slots=8,
     num_outstanding=0,
     num_sequences_there=0,
     num_sent_since=0,

@@ -52,7 +52,7 @@ def test_a_missing_frame_ends_the_link() -> None:
     opener = Opener(KEY)
     first, _, third = frames()
     assert opener.open(first) is not None
-    with pytest.raises(LinkError, match="frame 2 came when 1 was next") as caught:
+    with pytest.raises(LinkError, match="frame 2 arrived, but 1 was expected") as caught:
         opener.open(third)
     assert caught.value.retry
     assert opener.dropped == {"out of order": 1}

@@ -134,6 +134,6 @@ def test_a_large_gpu_takes_large_steps_by_default(
         device = Device(kind)
         with caplog.at_level("INFO"):
             assert pool_sizing.num_step_tokens(EngineConfig(model="m"), device) == num_tokens
-        assert f"steps of at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
+        assert f"a step has at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
         given = EngineConfig(model="m", max_num_batched_tokens=100)
         assert pool_sizing.num_step_tokens(given, device) == 100

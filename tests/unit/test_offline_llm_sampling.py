@@ -161,7 +161,7 @@ def test_guided_options_go_with_every_prompt(make: MakeLLM) -> None:
 def test_two_guides_are_one_too_many(make: MakeLLM) -> None:
     llm, offline = make("a")
     for guided in ({"regex": "a"}, {"choice": ["a"]}):
-        with pytest.raises(RequestError, match="give only one of them"):
+        with pytest.raises(RequestError, match="give one of the two"):
             llm.generate("x", SamplingParams(guided_decoding=guided), guided_options_request={"regex": "b"})
     assert offline.router.requests == []
     with pytest.raises(TypeError, match="max_token"):

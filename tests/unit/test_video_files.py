@@ -155,7 +155,7 @@ def test_steps_in_time() -> None:
     [
         ('{"video": {"num_frames": 0}}', "num_frames 0: must be a number above 0"),
         ('{"video": {"colors": 1}}', "video.colors: not supported"),
-        ('{"audio": {}}', "audio: not known"),
+        ('{"audio": {}}', "audio: unknown"),
     ],
 )
 def test_settings_that_are_refused(written: str, said: str) -> None:

@@ -78,7 +78,7 @@ def checked(
         _refuse(data, _NOT_YET_BUT_HANDLES if HANDLE in takes else NOT_YET, "is not supported yet by this server")
         for name in [each for each in data if each in SGLANGS]:
             neutral, way_out = SGLANGS[name]
-            _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
+            _refuse(data, {name: neutral}, f"is not a parameter here; {way_out}")
         own = {*kind.model_fields} - {OFFSETS} | {*takes}
         for name in [each for each in data if each in ELSEWHERE and each not in own]:
             neutral, way_out = ELSEWHERE[name]

@@ -33,7 +33,7 @@ DECODE = SimpleNamespace(
     takes_requests=True,
     num_slots=8,
     num_outstanding=0,
-    num_sequences_there=0,
+    num_current_sequences=0,
     num_sent_since=0,
     load=SimpleNamespace(
         prefill_tokens_per_s=0, num_running=0, num_waiting=0, num_expected=0, num_held_blocks=0, num_blocks=0

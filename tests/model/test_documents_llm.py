@@ -285,7 +285,7 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     for said in (
         *("disable_async_output_proc", "disable_custom_all_reduce", "dtype", "metrics_port", "port"),
-        "--cpu-offload-gb 2 changes nothing: on a CPU all weights are in host memory",
+        "--cpu-offload-gb 2 changes nothing: on CPUs all weights are in host memory",
         "max_context_len_to_capture is the older name of max_seq_len_to_capture, which takes precedence",
     ):
         assert len([message for message in told if message.startswith(said + " ") or message == said]) == 1, told

@@ -156,7 +156,7 @@ def _is_cut_header(text: str) -> bool:
 
 
 def _body(stream: TextStream, emit: Emit) -> Steps[str]:
-    """Takes a message's text and end mark. Returns the mark."""
+    """Takes a message's text, and its end mark if any. Returns the mark after the text."""
     marker = yield from stream.until((*ENDS, START, CHANNEL), emit)
     if marker in ENDS:
         stream.take(len(marker))

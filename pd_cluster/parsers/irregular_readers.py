@@ -134,7 +134,7 @@ def read_torn(stream: TextStream, out: CollectedReply, ends: Sequence[str]) -> S
 def close_calls(stream: TextStream, out: CollectedReply, end: str, starts: Sequence[str]) -> Steps[str]:
     """Takes the marker after calls. Text before it is content, except unmatched closing brackets.
 
-    Returns the text of `starts` that comes first; "" for none.
+    Returns which of `starts` comes before the marker; "" for none.
     """
     if (yield from stream.take_after_run(_TOO_MUCH, end)):
         return ""

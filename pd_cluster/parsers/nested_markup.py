@@ -211,7 +211,7 @@ def _member(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _as_json(element: _Element, given: Any, root: Mapping[str, Any]) -> str:
-    """Returns an element's JSON text. Without a schema, texts become strings, and elements become members of an object."""
+    """Returns an element's JSON text. Without a schema, texts become strings, and elements become members."""
     types, text = types_in(given, root), "".join(element.text)
     if not element.children:
         return _leaf(text, types)

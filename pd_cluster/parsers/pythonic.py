@@ -154,7 +154,7 @@ STRICT = PythonValues()
 
 
 def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValues = STRICT) -> Steps[bool]:
-    """Reads `name(key=value, …)`. Returns whether the call is complete; it has begun if the stream stopped keeping text."""
+    """Reads `name(key=value, …)`. Returns whether it is complete; it has begun if the stream stopped keeping text."""
     yield from stream.blanks()
     name: list[str] = []
     yield from stream.run(PYTHON_NAME, name.append)

@@ -95,7 +95,7 @@ TAGGED: dict[str, Format] = {
         close="",
         key=('<param name="', '">'),
         value=("", "</param>"),
-        begins=('<functionname="', '<function\u0120name="'),  # without the blank, as some texts lose it between two tokens
+        begins=('<functionname="', '<function\u0120name="'),  # some texts lose the blank between two tokens
         keys=('<paramname="', '<param\u0120name="'),
         quote=("<![CDATA[", "]]>"),
         wrappers=("arguments", "properties"),

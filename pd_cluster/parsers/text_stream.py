@@ -159,7 +159,7 @@ class TextStream:
         return found
 
     def take_after_blanks(self, text: str) -> Steps[bool]:
-        """Takes this text, or a prefix that the end cuts short, with the blanks before it; otherwise takes nothing. Ends a
+        """Takes this text, or a prefix that the end cuts short, and the blanks before it; takes no other text. Ends a
         `keep`.
         """
         return (yield from self.take_after_run(BLANK_RUN, text))

@@ -106,7 +106,7 @@ class XmlCalls(XmlTags):
         return True
 
     def _between(self, stream: TextStream, out: CollectedReply) -> Steps[str]:
-        """Takes text up to a call's tag: content, without the blanks before the tag and without a tag that the end cuts short."""
+        """Takes text up to a call's tag as content, without blanks before the tag or a cut-off tag at the end."""
         yield from stream.blanks()
         return (yield from stream.until(present(*self._tags, self.body[0]), out.content, drops_cut=True))
 
@@ -201,8 +201,7 @@ class XmlCalls(XmlTags):
         return key
 
     def _value_end(self, stream: TextStream, call: _TagCall, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
-        """Takes a value's text. Returns the end marker that follows, or a tag that shows that it is missing; "" at the end.
-        """
+        """Takes a value. Returns "closed" after its end marker, "open" if a tag shows that it lacks one, "" at the end."""
         closing = self.value[1]
         if self.quote[0] and (yield from stream.begins_after_blanks(self.quote[0])):
             stream.take(len(self.quote[0]))
@@ -219,14 +218,14 @@ class XmlCalls(XmlTags):
             ends = yield from self._ends_value(stream, marker, call)
             stream.put_back()
             if ends:
-                call.out.is_damaged = True  # a guide would still be inside: from here on, only known tools are called
+                call.out.is_damaged = True  # a guide would read on, so only known tools are called from here on
                 return "open"
             emit(stream.take(len(marker)))
         return ""
 
     def _ends_value(self, stream: TextStream, marker: str, call: _TagCall) -> Steps[bool]:
-        """Returns whether a tag within a value belongs to the call rather than to the text: a valid parameter, another call
-        or the end of this call follows.
+        """Returns whether a tag within a value is the call's, not text: it begins a valid parameter or a call, or ends this
+        call.
         """
         if marker in self.all_keys:
             key = yield from self._key(stream, marker)

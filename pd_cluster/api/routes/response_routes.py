@@ -208,7 +208,7 @@ def _id_of(http: Request) -> str:
 
 
 async def _find(http: Request, service: TextService, store: ResponseStore | None, response_id: str) -> KeptResponse:
-    """Returns one of the caller's responses, of a model that the caller may use. Raises RequestNotFound."""
+    """Returns one of the caller's responses, if the caller may use its model. Raises RequestNotFound."""
     if store is None:
         raise not_found(response_id)
     kept = await store.on_thread(store.find, owner_of(http), response_id)
@@ -229,7 +229,7 @@ async def _earlier(
 
 
 def _check_messages(request: ResponsesRequest) -> None:
-    """Raises RequestError for raw messages of an answer whose reasoning is to be hidden."""
+    """Raises RequestError if raw messages would show reasoning that the request hides."""
     if request.enable_response_messages and request.include_reasoning is False:
         name = "enable_response_messages"
         raise RequestError(f"{name}: shows the reasoning that include_reasoning false hides; leave out one", name)

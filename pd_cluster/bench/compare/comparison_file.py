@@ -43,7 +43,7 @@ from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import Panel
 
 PANELS = (Panel.ENGINE, Panel.KV, Panel.SCHEDULER)
-OURS_TO_GIVE = (  # settings of these panels that the comparison or the layout decides
+OURS_TO_GIVE = (  # settings that the comparison or the layout determines
     *("tensor_parallel_size", "data_parallel_size", "uds", "scheduler_lease", "scheduler_index", "lease_duration"),
     *("admin_port", "admin_host", "join_port", "admin_allowed_hosts", "admin_token_file", "scheduler_key_file"),
 )
@@ -97,7 +97,7 @@ def _at(name: str, at: int, number: int) -> str:
 
 
 def _model_of(model: str, folder: Path) -> dict[str, str]:
-    """A folder's path counts from the file's own; any other name may be a hub's model. Raises ConfigError."""
+    """A path is relative to the file's folder; any other name may be a hub model. Raises ConfigError."""
     place = folder / Path(model).expanduser()
     if model and place.is_dir():
         return {"model": str(place)}
@@ -195,7 +195,7 @@ def _check(spec: ComparisonSpec) -> None:
 
 
 def _struct(kind: type[T], raw: Any, where: str, also: Sequence[str] = (), taken: dict[str, Any] | None = None) -> T:
-    """Converts a table. `also`: further names that are near in a typing error. Raises ConfigError."""
+    """Converts a table. `also`: further names to suggest for misspellings. Raises ConfigError."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: {raw!r}: expected a table")
     dot = f"{where}." if where else ""

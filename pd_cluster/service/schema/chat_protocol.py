@@ -28,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
 class Medium(NamedTuple):
-    """`where`: its place in the request. `uuid`: the sender's name for it; with a uuid, `url` may be ""."""
+    """`where`: its path in the request. `uuid`: the client's name for it; with a uuid, `url` may be ""."""
 
     where: str
     url: str
@@ -238,7 +238,7 @@ class ChatFields(BaseModel):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends with the beginning of an assistant's message."""
+        """Whether the prompt ends with the beginning of an assistant message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 

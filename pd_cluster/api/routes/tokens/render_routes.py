@@ -1,4 +1,4 @@
-"""The routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
+"""The routes that convert a request to a body of /inference/v1/generate, with the prompt as tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW_PROMPTS = 4  # larger answers are built on a thread
 
 
 def render_routes(service: TextService) -> APIRouter:
-    """Makes the routes; /v1/responses/render stands beside those that know earlier responses."""
+    """Makes the routes; response_routes.py has /v1/responses/render."""
     routes = APIRouter(route_class=PlainRoute)
     _add_chats(routes, service)
     _add_completions(routes, service)
@@ -66,7 +66,7 @@ def _add_chats(routes: APIRouter, service: TextService) -> None:
 async def rendered_chat(
     http: Request, service: TextService, request: ChatCompletionRequest, name: str, prefix: str
 ) -> RenderedPrompt:
-    """Returns what answers a chat. Raises RequestError, also for one with images."""
+    """Returns the body that answers a chat. Raises RequestError, also for a chat with images."""
     generation = await service.chat(request, caller=caller_of(http))
     if generation.order.images:
         raise RequestError(

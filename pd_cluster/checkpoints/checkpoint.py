@@ -72,9 +72,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 class Checkpoint:
     """A folder with config.json, a tokenizer and *.safetensors.
 
-    `config`: config.json with the overrides. `tokenizer_path`: the tokenizer's folder; None: no text. `identity`: a digest
-    of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether only the text model is
-    served. Processes with equal identity and Numerics can exchange KV cache.
+    `config`: config.json with the overrides. `tokenizer_path`: the tokenizer's folder; None: no text. `identity`: a
+    digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether only the text
+    model is served. Processes with equal identity and Numerics can exchange KV cache.
     """
 
     path: Path

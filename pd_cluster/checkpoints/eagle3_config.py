@@ -37,7 +37,7 @@ PARALLEL = (
     "pard_token",
     "ptd_token_id",
     "mask_token_id",
-)  # of heads that draft all tokens at once
+)  # of heads that draft all at once
 USUAL_TAPS = 3
 WAY_OUT = "give another head, or method ngram or suffix"
 
@@ -46,9 +46,9 @@ WAY_OUT = "give another head, or method ngram or suffix"
 class Eagle3Config:
     """The contents of a head's config.json. `rope`: the fields of its rotary embedding.
 
-    `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of the model's hidden states
-    that `fc` takes; 0: there is no fc, and the head reads the last hidden states. `layers`: the layers with these states
-    as inputs; None: the default ones. `norms_before_fc`: norm of all states together (`input_norm`). `norms_each_tap`:
+    `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of hidden states that `fc`
+    takes; 0: there is no fc, and the head reads the last hidden states. `layers`: the layers with these states as
+    inputs; None: the default ones. `norms_before_fc`: norm of all states together (`input_norm`). `norms_each_tap`:
     norm of each state (`fc_norm`).
     """
 
@@ -138,7 +138,7 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class _Fields(NamedTuple):
-    """An object of a config.json. `place`: the file and the object's path. `nested`: another object that may have its fields."""
+    """An object of a config.json. `place`: the file and the object's path. `nested`: another object with such fields."""
 
     place: str
     values: Mapping[str, Any]
@@ -177,7 +177,7 @@ class _Fields(NamedTuple):
 
 
 def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
-    """Returns the fields of the head and of its layer, with defaults. Raises ModelError unless it is an EAGLE-3 head."""
+    """Returns the fields of the head and of its layer, with defaults. Raises ModelError for other heads."""
     nested = given.get("eagle_config") or {}
     own = _Fields(str(file), given, nested if isinstance(nested, dict) else {})
     if not isinstance(nested, dict):

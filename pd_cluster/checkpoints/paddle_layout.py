@@ -171,7 +171,7 @@ class PaddleSizes(NamedTuple):
         )
 
     def _is_turned(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the weight is transposed, with inputs first. Routers and output layers of some folders differ from their
+        """Whether the weight is transposed, with inputs first. In some folders, routers and output layers differ from
         other layers, as their shapes show.
         """
         if len(shape) != 2 or key.endswith("embed_tokens.weight"):

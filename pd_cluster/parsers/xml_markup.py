@@ -224,8 +224,8 @@ class XmlCalls(XmlTags):
         return ""
 
     def _ends_value(self, stream: TextStream, marker: str, call: _TagCall) -> Steps[bool]:
-        """Returns whether a tag within a value is the call's, not text: it begins a valid parameter or a call, or ends this
-        call.
+        """Returns whether a tag within a value is the call's, not text: it begins a valid parameter or a call, or ends
+        this call.
         """
         if marker in self.all_keys:
             key = yield from self._key(stream, marker)

@@ -138,7 +138,7 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class _Fields(NamedTuple):
-    """An object of a config.json. `place`: the file and the object's path. `nested`: another object with such fields."""
+    """An object of a config.json. `place`: the file and the object's path. `nested`: another source of its fields."""
 
     place: str
     values: Mapping[str, Any]

@@ -91,7 +91,7 @@ class LoraFolder:
 
 
 def _digest_of(settings: LoraSettings) -> Any:
-    """Starts the digest with the settings."""
+    """Returns a digest that begins with the settings."""
     return hashlib.sha256(msgspec.json.encode(settings) + b"\0")
 
 

@@ -133,7 +133,7 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 def _bpe(pieces: list[SentencePiece]) -> dict[str, Any]:
-    """Returns all merges of two pieces to a third, highest-scored results first."""
+    """Returns the BPE model, whose merges are all ways to join two pieces to a third, the highest score first."""
     ids = {piece.text: index for index, piece in enumerate(pieces)}
     can_merge = {piece.text for piece in pieces if piece.kind == NORMAL}
     merges: list[list[str]] = []

@@ -207,7 +207,7 @@ class _Watch:
 
 
 def waited_by(thread: int) -> float:
-    """Returns the seconds waited; 0 for an ended thread. Raises OSError or ValueError if the kernel does not report them."""
+    """Returns the seconds waited; 0 for an ended thread. Raises OSError or ValueError without such counts."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited, *_ = map(int, file.read().split())

@@ -1,9 +1,9 @@
 """Stops OpenMP threads of a user's process from spinning while other programs need the cores. Never imports torch.
 
-A thread that waits for its team spins for milliseconds before it sleeps. That is fastest on free cores, but on busy ones
-it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads only
-when loaded, too late for a program that has imported torch. But libgomp hardly spins while it has more threads than
-cores (GOMP_SPINCOUNT in its manual). So while threads of this process wait for cores, sleeping threads are added.
+A thread that waits for its team spins for milliseconds before it sleeps. That is fastest on free cores, but on busy
+ones it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads
+only when loaded, too late for a program that has imported torch. But libgomp hardly spins while it has more threads
+than cores (GOMP_SPINCOUNT in its manual). So while threads of this process wait for cores, sleeping threads are added.
 """
 
 from __future__ import annotations

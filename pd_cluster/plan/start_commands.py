@@ -1,4 +1,4 @@
-"""The lines that start a layout: on one machine, from rank tables on several, and in Kubernetes.
+"""The commands that start a layout: on one machine, on several with rank tables, and in Kubernetes.
 
 Addresses, ports and folders in them are examples; flags are those of the commands.
 """
@@ -24,7 +24,7 @@ CHART = "deploy/helm/pd-cluster"
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """An instance's place. `index` counts the instances of its host."""
+    """An instance's placement. `index`: its number on its host."""
 
     role: str
     host: int
@@ -38,7 +38,7 @@ class InstancePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCommands:
-    """`devices_per_host`: more devices take another host."""
+    """`devices_per_host`: more devices need another host."""
 
     model: str
     candidate: LayoutCandidate
@@ -47,7 +47,7 @@ class StartCommands:
 
     @property
     def places(self) -> list[InstancePlacement]:
-        """Returns the places of all instances, prefill first; each is on one host."""
+        """Returns the placements of all instances, prefill first; each is on one host."""
         layout, size = self.candidate.layout, self.candidate.tp_size
         roles = ["prefill"] * layout.num_prefill + ["decode"] * (layout.num_decode + layout.num_hybrid)
         of_host = max(1, self.devices_per_host // size)
@@ -75,7 +75,7 @@ class StartCommands:
 
     @property
     def on_this_machine(self) -> list[str]:
-        """Returns the command lines of one host; none where the layout needs several."""
+        """Returns the command lines for one host; empty if the layout needs several."""
         if self.on_several_hosts:
             return []
         layout = self.candidate.layout
@@ -126,7 +126,7 @@ class StartCommands:
         return lines
 
     def _host_comment(self, place: InstancePlacement) -> list[str]:
-        """Returns a comment in front of the first instance of a host, where there are several."""
+        """Returns a comment before the first instance of a host, if there are several hosts."""
         return [f"# on {_address(place.host)}:"] if self.on_several_hosts and not place.index else []
 
     def _gen(self, host: int) -> str:

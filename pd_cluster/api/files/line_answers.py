@@ -77,7 +77,7 @@ class LineAnswers:
         return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
 
     def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
-        """Returns an owner with the prompts and models of the batch's owner, but separate turns, so that a batch does not
+        """Returns an owner with the prompts and models of the batch's owner, but with separate turns: a batch does not
         delay other requests."""
         return Caller(
             client=f"batches of {kept.owner}",

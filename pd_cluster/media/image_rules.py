@@ -194,8 +194,8 @@ class _Laying:
     def video(self, video: Video, following: list[int]) -> int:
         """Adds a video; returns how many of the tokens after its placeholder it also replaces.
 
-        With stamps, each picture gets the tokens around the placeholder, and its time. Marks become part of the first and
-        the last picture.
+        With stamps, each picture gets the tokens around the placeholder, and its time. Marks become part of the first
+        and the last picture.
         """
         rules = self._rules.video
         assert rules is not None

@@ -205,7 +205,7 @@ def _or_fail(failed: asyncio.Future[None], do: Callable[[ScriptLine], None], lin
             failed.set_exception(error)
 
 
-MOST_IDS = 1 << 30  # block ids; further tokens of this number stand for prompts without ids
+MOST_IDS = 1 << 30  # block ids; higher ids stand for prompts without block ids
 
 
 def order_of(arrival: Arrival, number: int) -> RequestSpec:

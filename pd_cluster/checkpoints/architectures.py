@@ -76,7 +76,7 @@ HARMLESS = frozenset(
         *("sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
         *("global_attn_every_n_layers", "decoder_sparse_step", "mlp_layer_types", "chunk_size_feed_forward"),
     )
-)  # the test at load compares their effect on attention with transformers
+)  # the proof at load compares their effect on attention with transformers
 PLAIN_POSITIONS = {"position_embedding_type": ("rope", "rotary", "absolute"), "is_causal": (True,)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PARTS = ("vision_config", "audio_config", "thinker_config", "talker_config", "vision_tower", "mm_vision_tower")

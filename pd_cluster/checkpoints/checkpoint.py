@@ -175,7 +175,7 @@ class Checkpoint:
         return canonical(self.overrides)
 
     def warn_if_unproven(self) -> None:
-        """Warns that only the test at load checks this model."""
+        """Warns that only the proof at load checks this model."""
         if self.is_unproven:
             log.warning(
                 "unproven: model_type %s is not listed; it is served because --try-unlisted asks for it",

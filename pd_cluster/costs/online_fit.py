@@ -15,7 +15,7 @@ from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 DECAY = 0.96  # a step's weight halves after 17 more of its kind
 FADE = 0.999  # by a step of another kind
 LEAST_SHARE = 0.05  # of the weight that a kind keeps
-MOST_UNLIKE = 16.0  # limits how far, as a factor, a step's time may differ from its kind in the weighting
+MAX_TIME_RATIO = 16.0  # limits how far, as a factor, a step's time may differ from its kind in the weighting
 LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
 
 FIRST_HANDOVERS = 3  # open links and register memory
@@ -42,7 +42,7 @@ class _KindSums:
 
     def add(self, columns: tuple[float, ...], took_s: float, predicted_s: float) -> None:
         self.level_s += (1 - DECAY) * (took_s - self.level_s)
-        least_s, most_s = self.level_s / MOST_UNLIKE, self.level_s * MOST_UNLIKE
+        least_s, most_s = self.level_s / MAX_TIME_RATIO, self.level_s * MAX_TIME_RATIO
         weight = (self.level_s / min(max(predicted_s, least_s), most_s)) ** 2
         weighted = [weight * column for column in columns]
         news = [weighted[a] * columns[b] for a, b in PAIRS] + [took_s * column for column in weighted]

@@ -76,8 +76,8 @@ class FloatProducts:
 
 
 def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FloatProducts | None:
-    """Makes the layer of a weight [N, K] packed by oneDNN; None without kernels or AVX-512, or if its size shows another
-    packing. Results must be compared with oneDNN's before use."""
+    """Makes the layer of a weight [N, K] packed by oneDNN; None without kernels or AVX-512, or if its size shows
+    another packing. Results must be compared with oneDNN's before use."""
     function = _function()
     nbytes = -(-shape[0] // LINE) * LINE * -(-shape[1] // LINE_INPUTS) * LINE_INPUTS * 4
     if function is None or torch.ops.mkldnn._nbytes(packed) != nbytes:

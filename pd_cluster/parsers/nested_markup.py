@@ -26,7 +26,7 @@ from pd_cluster.parsers.xml_tags import TEXT
 
 MAX_NAME_NUM_CHARS = 256
 MAX_DEPTH = 64  # nested elements in one argument; deeper ones are text
-BESIDE = "$text"  # the member for text next to elements
+TEXT_MEMBER = "$text"  # the member for text next to elements
 
 _NAME = re.compile(r"[^\s<>{}\"/]+")
 
@@ -224,7 +224,7 @@ def _as_json(element: _Element, given: Any, root: Mapping[str, Any]) -> str:
     for each in element.children:
         found.setdefault(each.name, []).append(_as_json(each, _member(schema, each.name), root))
     if text.strip():
-        beside = BESIDE
+        beside = TEXT_MEMBER
         while beside in found:
             beside = f"${beside}"
         found[beside] = [json.dumps(text, ensure_ascii=False)]

@@ -201,7 +201,7 @@ class XmlCalls(XmlTags):
         return key
 
     def _value_end(self, stream: TextStream, call: _TagCall, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
-        """Takes a value. Returns "closed" after its end marker, "open" before a tag without one, "" at the end."""
+        """Takes a value. Returns "closed" after its end marker, "open" if a tag comes instead, "" at the end."""
         closing = self.value[1]
         if self.quote[0] and (yield from stream.begins_after_blanks(self.quote[0])):
             stream.take(len(self.quote[0]))

@@ -17,7 +17,7 @@ from ranktable_tools.merge import MERGED_NAME
 TABLES = "ranktables"
 SECRETS = "secrets"
 WORKER_PORT, SCHEDULER_PORT, JOIN_PORT = 8088, 9000, 9002
-OF_TABLES = {"cpu": "cpu", "cuda": "gpu", "npu": "npu"}  # kinds as pd-ranktable calls them
+TABLE_DEVICES = {"cpu": "cpu", "cuda": "gpu", "npu": "npu"}  # kinds as pd-ranktable calls them
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 CHART = "deploy/helm/pd-cluster"
 
@@ -135,7 +135,7 @@ class StartCommands:
             if ids := [_ids(place) for place in self.places if place.host == host and place.role == role]:
                 lists += f" --{role}-server-list {' '.join(ids)}"
         api_server = " --api-server" * (host == 0)
-        device = OF_TABLES[self.kind]
+        device = TABLE_DEVICES[self.kind]
         return f"pd-ranktable gen --server-ip {_address(host)} --device {device}{lists}{api_server} --save-dir {TABLES}"
 
     def _local_tables(self, host: int) -> list[tuple[str, int]]:

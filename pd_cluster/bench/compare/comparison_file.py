@@ -43,7 +43,7 @@ from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import Panel
 
 PANELS = (Panel.ENGINE, Panel.KV, Panel.SCHEDULER)
-OURS_TO_GIVE = (  # settings that the comparison or the layout determines
+FIXED_SETTINGS = (  # settings that the comparison or the layout determines
     *("tensor_parallel_size", "data_parallel_size", "uds", "scheduler_lease", "scheduler_index", "lease_duration"),
     *("admin_port", "admin_host", "join_port", "admin_allowed_hosts", "admin_token_file", "scheduler_key_file"),
 )
@@ -148,7 +148,7 @@ def _check_layout(found: ComparedServer, where: str) -> None:
             f"{where}.layout: {found.layout!r}: expected prefill and decode instances such as 1P1D, or hybrid ones "
             "such as 2H"
         )
-    known = {name for name, each in settings().items() if each.setting.panel in PANELS} - {*OURS_TO_GIVE}
+    known = {name for name, each in settings().items() if each.setting.panel in PANELS} - {*FIXED_SETTINGS}
     for name in found.settings:
         if name in settings() and name not in known:
             raise ConfigError(

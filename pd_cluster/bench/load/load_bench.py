@@ -33,7 +33,7 @@ from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, PdClusterError
 
-SOME_TARGET, SOME_MODEL = "http://127.0.0.1:1", "model"  # placeholders in a scenario to check
+PLACEHOLDER_TARGET, PLACEHOLDER_MODEL = "http://127.0.0.1:1", "model"  # placeholders in a scenario to check
 WARM_UP = ServeBench(input_len=32, output_len=8)
 NUM_WARM_UP = 4
 SAY_EVERY_S = 15.0
@@ -66,7 +66,7 @@ class LoadPlan:
 
     def check(self) -> None:
         """Raises ConfigError for a load that guidellm would refuse. Called before anything starts."""
-        self.guidellm.check(self.scenario(SOME_TARGET, SOME_MODEL))
+        self.guidellm.check(self.scenario(PLACEHOLDER_TARGET, PLACEHOLDER_MODEL))
 
     def check_lengths(self, max_model_len: int | None) -> None:
         """Raises ConfigError for a request longer than the model's context."""

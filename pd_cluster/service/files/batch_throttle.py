@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 QUIET_S = 5.0  # without interactive requests before batches may use the whole cluster
 PAUSE = 4.0  # times a prompt's time, waited after it beside interactive requests: batches get a fifth of the time
-PLACES_SHARE = 4  # while there are interactive requests, batches get at most a quarter of the cluster's sequences
+BATCH_DIVISOR = 4  # while there are interactive requests, batches get at most a quarter of the cluster's sequences
 PROMPTS_PER_INSTANCE = 2  # at a time: one being computed, and the next
 
 
@@ -41,7 +41,7 @@ class BatchThrottle:
         num_prompts = self._num_unsent + len(self._sent_s)
         if not self.is_beside_others(now_s):
             return num_prompts < PROMPTS_PER_INSTANCE * max(1, capacity.num_prefills)
-        most = max(1, (capacity.num_places or self._most) // PLACES_SHARE)
+        most = max(1, (capacity.num_places or self._most) // BATCH_DIVISOR)
         return not num_prompts and now_s >= self._paused_until_s and self.num_running < most
 
     def is_beside_others(self, now_s: float) -> bool:

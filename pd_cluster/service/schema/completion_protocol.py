@@ -35,7 +35,7 @@ MAX_SESSION_NUM_CHARS = 1024
 MAX_LOGIT_BIAS = 100.0
 MOST_NAMED = 10  # wrong keys listed in an error
 ALL_LOGPROBS = -1  # logprobs of the whole vocabulary, as in vLLM
-DRAWN_SEED = -1  # a random seed, as in vLLM
+RANDOM_SEED = -1  # a random seed, as in vLLM
 MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy, as in vLLM
 
 # Parameters of other servers that are not supported yet -> the values that ask for nothing.
@@ -244,7 +244,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def own_seed(self) -> int | None:
-        return None if self.seed == DRAWN_SEED else self.seed
+        return None if self.seed == RANDOM_SEED else self.seed
 
     @property
     def num_choices(self) -> int:

@@ -36,7 +36,7 @@ from pd_cluster.service.text_service import TextService
 
 MAX_TOKENS = 1 << 18  # of all answers in a request, as for /detokenize
 NUM_CHARS_PER_TOKEN = 4  # to estimate how long the work takes
-NOT_READ: Mapping[str, Any] = {  # fields of the rendered request that need more than the answer's tokens
+UNSUPPORTED_FIELDS: Mapping[str, Any] = {  # fields of the rendered request that need more than the answer's tokens
     **dict.fromkeys(("stream", "stream_options", "best_of", "prompt_logprobs", "include_metrics")),
     **dict.fromkeys(("kv_transfer_params", "return_token_offsets", "use_beam_search", "prediction")),
 }
@@ -56,7 +56,7 @@ def derender_routes(service: TextService) -> APIRouter:
         name, given = service.names.check(request.model, caller_of(http)), request.generate_response
         num_tokens = _check(service, [given])
         chat = checked(request.chat_request, ChatCompletionRequest, takes=(HANDLE, OFFSETS))
-        chat = chat.model_copy(update={**NOT_READ, "n": len(given.choices)})
+        chat = chat.model_copy(update={**UNSUPPORTED_FIELDS, "n": len(given.choices)})
         generation = await service.chat(chat, caller=caller_of(http))
         if generation.order.images:
             raise RequestError("chat_request: token ids alone cannot carry images", param="chat_request")
@@ -102,7 +102,7 @@ async def _completions(
         raise RequestError("echo: token ids have no text of the prompt; leave it out", param="completion_request")
     if len({len(each.choices) for each in given}) > 1:
         raise RequestError("generate_responses: each needs the same number of choices", param="generate_responses")
-    asked = asked.model_copy(update={**NOT_READ, "n": len(given[0].choices)})
+    asked = asked.model_copy(update={**UNSUPPORTED_FIELDS, "n": len(given[0].choices)})
     prompts = asked.prompts()
     for name, values in (("generate_responses", given), *_lists(request)):
         if values is not None and len(values) != len(prompts):

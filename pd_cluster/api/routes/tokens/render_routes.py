@@ -19,7 +19,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.schema.error_field_names import with_field_names
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.messages.messages_to_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.messages.messages_to_chat import FIELD_NAMES, chat_of
 from pd_cluster.service.schema.request_parsing import OFFSETS, parse
 from pd_cluster.service.schema.tokens.tokens_protocol import RenderedPrompt, rendered
 from pd_cluster.service.text_service import TextService
@@ -56,7 +56,7 @@ def _add_chats(routes: APIRouter, service: TextService) -> None:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, MessagesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(
                 http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
             )

@@ -80,7 +80,7 @@ class ToolUseBlock(TypedFields):
     cache_control: Harmless = None
 
 
-OF_OTHERS = {
+UNSUPPORTED_BLOCKS = {
     **dict.fromkeys(("document", "search_result"), "documents are not read here; send its text"),
     **dict.fromkeys(("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"), NOT_RUN),
     **dict.fromkeys(("code_execution_tool_result", "bash_code_execution_tool_result"), NOT_RUN),
@@ -94,7 +94,9 @@ OF_OTHERS = {
 }
 
 
-RESULT_BLOCKS = TaggedTypes("a block", {"text": TextBlock, "image": ImageBlock}, OF_OTHERS, way_out="send its text")
+RESULT_BLOCKS = TaggedTypes(
+    "a block", {"text": TextBlock, "image": ImageBlock}, UNSUPPORTED_BLOCKS, way_out="send its text"
+)
 
 
 class ToolResultBlock(TypedFields):
@@ -116,6 +118,6 @@ BLOCKS = TaggedTypes(
         "tool_use": ToolUseBlock,
         "tool_result": ToolResultBlock,
     },
-    OF_OTHERS,
+    UNSUPPORTED_BLOCKS,
     way_out="send its text",
 )

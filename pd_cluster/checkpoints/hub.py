@@ -118,7 +118,7 @@ def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, 
             ignore_patterns=list(LEFT_OUT),
         )
     except GatedRepoError:
-        raise ModelError(f"{named}: the hub gives it to those only who may have it; set HF_TOKEN") from None
+        raise ModelError(f"{named}: access to it is restricted; set HF_TOKEN") from None
     except RevisionNotFoundError:
         raise ModelError(f"{named}: the hub has no such revision of it") from None
     except RepositoryNotFoundError:

@@ -1,7 +1,7 @@
 """Reads the reasoning before a reply's content, such as `<think>…</think>`.
 
 Blanks around the reasoning are markup and are dropped. Reasoning that never ends stays reasoning up to a call in it;
-later marks are content. Of tool calls, it knows only the texts that begin them.
+later marks are content. Knows only the texts that begin tool calls.
 """
 
 from __future__ import annotations

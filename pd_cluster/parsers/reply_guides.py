@@ -72,7 +72,7 @@ def _content(
     if start == "content" and isinstance(thinking, Channels):
         if choice in ("required", "named") and given:
             raise RequestError(
-                f"tool_choice: {choice}: an answer of this model that has begun can make no calls; leave out "
+                f"tool_choice: {choice}: this model cannot make calls in a continued answer; leave out "
                 f"continue_final_message",
                 param="tool_choice",
             )

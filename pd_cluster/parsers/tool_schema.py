@@ -58,7 +58,7 @@ def text_between(tool: Tool, name: str, schema: dict[str, Any], end: str) -> lis
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if pattern := schema.get("pattern"):
         if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and without lengths,")
         return [["pattern", pattern[1:-1].replace("/", r"\/")], ["exact", end]]
     if least or most is not None:
         return [["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], ["exact", end]]

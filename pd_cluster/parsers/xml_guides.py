@@ -164,7 +164,7 @@ def text_nodes(tool: Tool, name: str, schema: Mapping[str, Any], line: str, end:
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if pattern := schema.get("pattern"):
         if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and without lengths,")
         return [["pattern", pattern[1:-1].replace("/", r"\/")], *closing]
     if least or most is not None:
         return [["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], *closing]

@@ -37,7 +37,7 @@ class SimulatedLayout:
         if self.num_instances < 1 or min(self.num_prefill, self.num_decode, self.num_hybrid) < 0:
             raise ConfigError(f"{named}: there is no instance; give 1H or 1P1D")
         if has_pairs and self.num_hybrid:
-            raise ConfigError(f"{named}: hybrid instances have no place beside pairs; leave out H, or P and D")
+            raise ConfigError(f"{named}: hybrid instances cannot be combined with P and D; leave out H, or P and D")
         if has_pairs and not (self.num_prefill and self.num_decode):
             raise ConfigError(f"{named}: P needs D and D needs P; instances that do both are H")
         if self.routing_policy not in POLICIES:

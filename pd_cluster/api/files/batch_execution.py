@@ -23,7 +23,7 @@ READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # lines and their bytes
 MOST_NBYTES = 64 << 20  # of requests that are being answered or wait
 WHY_EXPIRED = "This request could not be executed before the completion window expired."
 WHY_CANCELLED = "This request was not executed, because its batch was cancelled."
-WHY_FULL = "The answer has no room: the files of this key have as many bytes as it may keep; delete some."
+WHY_FULL = "There is no room for the answer: the files of this key use its whole quota; delete some."
 GIVEN_UP = {"expired": ("batch_expired", WHY_EXPIRED), "cancelled": ("batch_cancelled", WHY_CANCELLED)}
 
 
@@ -120,7 +120,7 @@ class BatchExecution:
         """Returns when the batch is to end early."""
         while not self._is_over((kept := await self._on_thread(self._note_progress, journal)).batch):
             if not self._may_run(kept.owner):
-                raise Unauthorized("its owner has no key any more")
+                raise Unauthorized("its owner no longer has a key")
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _note_progress(self, journal: BatchJournal) -> KeptBatch:

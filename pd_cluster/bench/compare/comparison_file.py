@@ -129,7 +129,7 @@ def _contender(raw: Any, where: str, folder: Path) -> ComparedServer:
         raise ConfigError(f"{where} ({found.name}): layout, vllm or url: {given} given; give one of them")
     for name, kind in (("settings", "layout"), ("flags", "vllm"), ("env", "vllm")):
         if getattr(found, name) and kinds != [kind]:
-            raise ConfigError(f"{where}.{name}: {getattr(found, name)!r}: only beside {kind}; leave it out")
+            raise ConfigError(f"{where}.{name}: {getattr(found, name)!r}: needs {kind}; leave it out")
     if found.layout:
         _check_layout(found, where)
     elif found.vllm:
@@ -173,9 +173,9 @@ def _python_of(python: str, folder: Path, where: str) -> str:
 def _check(spec: ComparisonSpec) -> None:
     names = [each.name for each in spec.server]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), ""):
-        raise ConfigError(f"server.name: {twice!r}: given twice; give each server a name of its own")
+        raise ConfigError(f"server.name: {twice!r}: given twice; give each server a different name")
     if spec.speeds and spec.concurrency:
-        raise ConfigError(f"concurrency: {spec.concurrency!r}: beside speeds; give one of them")
+        raise ConfigError(f"concurrency: {spec.concurrency!r}: conflicts with speeds; give one of them")
     for field in ("speeds", "concurrency"):
         levels = getattr(spec, field)
         if again := [level for at, level in enumerate(levels) if level in levels[:at]]:
@@ -183,7 +183,7 @@ def _check(spec: ComparisonSpec) -> None:
     for name in ("ttft", "tpot"):
         if getattr(spec.goals, f"{name}_s") is not None and getattr(spec.goals, f"{name}_idle") is not None:
             value = getattr(spec.goals, f"{name}_idle")
-            raise ConfigError(f"goals.{name}_idle: {value:g}: beside {name}_s; give one of them")
+            raise ConfigError(f"goals.{name}_idle: {value:g}: conflicts with {name}_s; give one of them")
     if absent := spec.core_set - host.cores():
         raise ConfigError(
             f"cores: {spec.cores!r}: this process may not use core {min(absent)}; it may use "

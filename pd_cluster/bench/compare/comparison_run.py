@@ -67,7 +67,7 @@ async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> 
         if is_whole or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            print(f"it did not go well; the servers' logs: {folder}", flush=True)
+            print(f"the comparison failed; the servers' logs: {folder}", flush=True)
     return runs, slo
 
 

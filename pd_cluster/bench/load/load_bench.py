@@ -117,7 +117,7 @@ async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRu
         await guidellm.wait()
     runs, conclusions = read_results(plan.folder)
     if not runs:
-        raise PdClusterError(f"guidellm sent nothing; its words are in {guidellm.log}")
+        raise PdClusterError(f"guidellm sent nothing; its output is in {guidellm.log}")
     for conclusion in conclusions:
         print(f"guidellm's conclusion: {conclusion}", flush=True)
     return [await _joined(plan, run, samples, None if silent else admin) for run in runs]

@@ -41,7 +41,7 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]  # checked in conversation.py, with the template's roles
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
     refusal: str | None = None  # used as the content of a message without content
-    audio: Annotated[Any, AfterValidator(unless_empty("nothing is heard here; send its transcript as content"))] = None
+    audio: Annotated[Any, AfterValidator(unless_empty("audio is not supported; send its transcript as content"))] = None
     function_call: Annotated[Any, AfterValidator(unless_empty("calls are sent in tool_calls"))] = None
 
     @property

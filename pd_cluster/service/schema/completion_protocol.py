@@ -455,13 +455,13 @@ class TokensCompletionRequest(CompletionRequest):
             return ()
         if self.truncate_prompt_tokens is not None:
             name = "truncate_prompt_tokens"
-            raise RequestError(f"{name}: not beside prompt_logprob_token_ids; leave out one of the two", param=name)
+            raise RequestError(f"{name}: conflicts with prompt_logprob_token_ids; leave out one of the two", param=name)
         num_scored = max(0, len(self.prompt) - 1 - start)
         if len(rows) != num_scored:
             name = "prompt_logprob_token_ids"
             raise RequestError(
-                f"{name}: {len(rows)} rows for {num_scored} scored rows, one for each token of the prompt behind "
-                f"number {start}; give as many",
+                f"{name}: {len(rows)} rows for {num_scored} scored rows; give one for each prompt token after "
+                f"number {start}",
                 param=name,
             )
         return ((),) * start + tuple(map(tuple, rows))

@@ -192,7 +192,7 @@ def _check_named_logprobs(request: GenerationRequest) -> None:
         return
     if request.num_logprobs is None:
         needed = "logprobs: true" if isinstance(request, ChatCompletionRequest) else "logprobs"
-        raise RequestError(f"{name}: needs {needed} beside it", param=name)
+        raise RequestError(f"{name}: needs {needed}", param=name)
     if request.beam_width:
         raise RequestError(f"{name}: not for a beam search; leave out one of the two", param=name)
     if request.max_tokens == 0:

@@ -91,7 +91,7 @@ def _add_completions(routes: APIRouter, service: TextService) -> None:
         name = service.names.check(request.model, caller)
         if request.echo or request.max_tokens == 0:
             field = "echo" if request.echo else "max_tokens"
-            raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)
+            raise RequestError(f"{field}: cannot be expressed in sampling_params; leave it out", param=field)
         generations = await service.completions(named(request, http), caller=caller)
         special, answers = request.add_special_tokens is not False, []
         for prompt, each in zip(request.prompts(), generations, strict=True):

@@ -45,7 +45,7 @@ class CohereEmbedRequest(BaseModel):
     def given(self) -> tuple[str, list[str]]:
         """Returns the field with the texts, and the texts. Raises RequestError."""
         if self.images:
-            raise RequestError("images: vectors are of texts only; send texts", param="images")
+            raise RequestError("images: only texts can be embedded; send texts", param="images")
         given = [name for name in ("texts", "inputs") if getattr(self, name)]
         if len(given) != 1:
             raise RequestError(f"texts: {' and '.join(given) or 'none'} given; give texts or inputs", param="texts")
@@ -62,5 +62,5 @@ def _text(at: int, given: CohereInput) -> str:
     """Raises RequestError for content other than text."""
     for part, each in enumerate(given.content):
         if each.type != "text" or each.text is None:
-            raise RequestError(f"inputs[{at}].content[{part}]: vectors are of texts only; send texts", param="inputs")
+            raise RequestError(f"inputs[{at}].content[{part}]: only texts can be embedded; send texts", param="inputs")
     return "\n".join(each.text or "" for each in given.content)

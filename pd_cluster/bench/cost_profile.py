@@ -1,8 +1,8 @@
-"""`pd-cluster profile`: fits the costs of a model's steps, alone and in pairs, to real ones, and writes them to a file.
+"""`pd-cluster profile`: measures a model's steps, alone and in pairs, fits costs to them, and writes a file.
 
-Two engine processes that share the host's cores as a prefill and a decode instance do run steps of known work, first
-one of them alone, then both at once; after them a cluster of two instances serves requests one by one. The processes
-are real, and all of them end with the command.
+Two engine processes share the host's cores like a prefill and a decode instance, and run steps of known work, first
+one process alone, then both. Then a cluster of two instances serves requests one by one. All processes end with the
+command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.result_tables import check_writable, human_nbytes, print_table
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Role
 
-ALONE, BESIDE, CLUSTER = 0.5, 0.15, 0.2  # of the seconds; the rest is for starts
+ALONE, BESIDE, CLUSTER = 0.5, 0.15, 0.2  # shares of the time; the rest is for starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ async def _measure(profile: Profile) -> Costs:
 async def _measure_engines(
     profile: Profile, is_host: bool
 ) -> tuple[EngineReady, StepSamples, NeighbourCost, dict[str, float]]:
-    """Measures steps alone and, where both compute on this host's cores, beside each other."""
+    """Measures steps alone and, if both engines compute on this host's cores, together."""
     roles: tuple[Role, ...] = ("prefill", "decode") if is_host else ("decode",)
     print(f"starting {len(roles)} engine processes of {profile.launch.model_name} …", flush=True)
     started_s = time.monotonic()

@@ -1,7 +1,6 @@
-"""The report of a load, measured or simulated: figures, and what the instances did over time.
+"""The report of a measured or simulated load: figures, and the instances' state over time.
 
-Made of outcomes and samples alone, and deterministic: equal runs give equal bytes. A picture of `over_time` is drawn by
-`pd_cluster.commands.load_chart`.
+Depends only on outcomes and samples; equal runs give equal bytes. `pd_cluster.commands.load_chart` draws `over_time`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pd_cluster.output_files import write_output
 from pd_cluster.result_tables import Report, Result, counted, percentiles
 
 NUM_INTERVALS = 60  # of the series over time
-BUSY_CLIENT = 0.8  # of a core; beyond it the client's own delays are in its times
-LATE_SHARE = 0.1  # of the median TTFT; requests that are sent later than this make the load another one
+BUSY_CLIENT = 0.8  # of a core; above it, the client's own delays affect its times
+LATE_SHARE = 0.1  # of the median TTFT; requests sent later than this change the load
 LEAST_LATE_S = 0.010
-STAGES = ("prefill", "handover", "decode")  # of a request: until its prompt is computed, until its KV is at D, then
+STAGES = ("prefill", "handover", "decode")  # of a request; a handover ends when its KV is at D
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """A load that has ended. Times are seconds since its start."""
+    """An ended load. Times are seconds since its start."""
 
     title: str
     duration_s: float  # from the first request until the last answer
@@ -36,11 +35,11 @@ class LoadRun:
     slo: Slo = field(default_factory=Slo)
     gaps: GapCounts = field(default_factory=GapCounts)  # between all tokens
     events: list[tuple[float, str]] = field(default_factory=list)
-    client_core_share: float | None = None  # of one core, taken by the busiest process of the client; None: simulated
+    client_core_share: float | None = None  # used by the client's busiest process; None: simulated
 
     @property
     def slowed_by(self) -> str:
-        """Says how the client slowed the run; "" if it did not."""
+        """How the client slowed the run; "" if it did not."""
         if self.client_core_share is not None and self.client_core_share > BUSY_CLIENT:
             return f"the client took {self.client_core_share:.0%} of a core"
         ttft_s = sorted(each.ttft_s for each in self.outcomes if each.ttft_s is not None)
@@ -52,7 +51,7 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Means over one part of a run. Keys are stages, roles; a share is of the role's blocks."""
+    """Means over one part of a run. Keys are stages or roles; shares are of the role's blocks."""
 
     at_s: float  # its middle
     num_in: dict[str, float]  # stage -> requests in it
@@ -67,7 +66,7 @@ def report_of(run: LoadRun, command: str) -> Report:
 
 
 def results_of(run: LoadRun) -> list[Result]:
-    """Returns the figures. Those that nothing could be measured for are left out, except for the client's times."""
+    """Returns the measured figures, and always the client's times."""
     good = [each for each in run.outcomes if not each.error]
     num_prompt, num_cached = _total(good, "num_prompt_tokens"), _total(good, "num_cached_tokens")
     found = [
@@ -91,7 +90,7 @@ def results_of(run: LoadRun) -> list[Result]:
 
 
 def over_time(run: LoadRun, num_intervals: int = NUM_INTERVALS) -> list[Interval]:
-    """Returns means over equal parts of the run; a role is there while an instance of it was sampled."""
+    """Returns means over equal parts of the run, for roles with sampled instances."""
     length_s = run.duration_s / num_intervals
     if length_s <= 0:
         return []
@@ -116,7 +115,7 @@ def over_time(run: LoadRun, num_intervals: int = NUM_INTERVALS) -> list[Interval
 
 
 def stages_of(outcome: Outcome) -> list[tuple[str, float, float]]:
-    """Returns (stage, start, stop) in seconds; [] for a request whose last token or prefill isn't known."""
+    """Returns (stage, start, stop) in seconds; [] if the request's last token or prefill is unknown."""
     if outcome.last_s is None or outcome.prefill_s is None:
         return []
     computed_s = min(outcome.last_s, outcome.sent_s + outcome.prefill_s)
@@ -126,7 +125,7 @@ def stages_of(outcome: Outcome) -> list[tuple[str, float, float]]:
 
 
 def to_json(run: LoadRun, command: str) -> dict[str, Any]:
-    """Returns the figures as `tables.Report` does, the goals, each request and the series over time."""
+    """Returns the figures in the form of `tables.Report`, the goals, each request and the series over time."""
     found: dict[str, Any] = _rounded(
         {
             **report_of(run, command).to_json(),
@@ -143,7 +142,7 @@ def to_json(run: LoadRun, command: str) -> dict[str, Any]:
 
 
 def write_json(run: LoadRun, command: str, file: str) -> None:
-    """Raises ConfigError when the file cannot be written."""
+    """Raises ConfigError if the file cannot be written."""
     write_output(file, "--json", (json.dumps(to_json(run, command), indent=1) + "\n").encode())
 
 
@@ -164,7 +163,7 @@ def _times(
 
 
 def _stage_results(outcomes: list[Outcome]) -> list[Result]:
-    """Returns the durations of stages, where they are known."""
+    """Returns the known durations of stages."""
     taken_ms: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for each in outcomes:
         for stage, start_s, stop_s in stages_of(each):
@@ -205,7 +204,7 @@ def _share(name: str, part: int, whole: int, samples: int) -> Result:
 
 
 def _spread_over(sums: list[float], start_s: float, stop_s: float, length_s: float) -> None:
-    """Adds to each interval the share of it that lies between the two moments."""
+    """Adds to each interval its share between the two times."""
     at = max(0, int(start_s / length_s))
     while at < len(sums) and at * length_s < stop_s:
         inside_s = min(stop_s, (at + 1) * length_s) - max(start_s, at * length_s)
@@ -222,7 +221,7 @@ def _means(samples: Iterable[InstanceSample], value: Callable[[InstanceSample], 
 
 
 def _rounded(value: Any) -> Any:
-    """Rounds to microseconds: more is noise, and makes files larger."""
+    """Rounds to microseconds, because more digits are noise."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The outcome of each request of a load, real or simulated, and the goals that it is held against.
+"""Outcomes of a load's requests, real or simulated, and the goals to compare them with.
 
-The report is made of these alone, so that a simulated one and a measured one are the same.
+Reports depend only on these, so simulated and measured reports have one form.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LEAST_GAP_S = 1e-6
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Goals in seconds; 0: none. `tpot_s`: the mean time of an output token after the first."""
+    """Goals in seconds; 0: no goal. `tpot_s`: the mean time of an output token after the first."""
 
     ttft_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     tpot_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     e2e_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
     def met_by(self, outcome: Outcome) -> bool:
-        """Whether the request was answered, and within every goal."""
+        """Whether the request was answered within every goal."""
         if outcome.error or outcome.first_s is None or outcome.last_s is None:
             return False
         found = ((self.ttft_s, outcome.ttft_s), (self.tpot_s, outcome.tpot_s), (self.e2e_s, outcome.e2e_s))
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token."""
+        """Mean time per token after the first; None for an answer of one token."""
         if self.first_s is None or self.last_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.num_output_tokens - 1)
@@ -77,7 +77,7 @@ class InstanceSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GapCounts:
-    """Times between tokens, counted in buckets 1 % wide: millions of them take kilobytes."""
+    """Times between tokens, counted in 1 % wide buckets, so that millions take kilobytes."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -86,7 +86,7 @@ class GapCounts:
         return self._counts.total()
 
     def add(self, gap_s: float, num: int = 1) -> None:
-        """Counts a time between two tokens `num` times, such as once for each sequence of a step."""
+        """Counts a time between two tokens `num` times, such as for each sequence of a step."""
         self._counts[math.floor(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, GAP_BUCKET))] += num
 
     def percentile(self, percent: float) -> float | None:
@@ -100,5 +100,5 @@ class GapCounts:
 
 
 def goodput_per_s(outcomes: list[Outcome], slo: Slo, duration_s: float) -> float:
-    """Returns the requests a second that met every goal."""
+    """Returns the requests per second that met every goal."""
     return sum(map(slo.met_by, outcomes)) / duration_s if duration_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""CPU time of processes and of all that they started, read from /proc. Knows nothing of what they do."""
+"""Reads the CPU time of processes and their descendants from /proc."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def family(pid: int) -> list[int]:
     found = [pid]
     for each in found:
         for task in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
                 found += [int(child) for child in task.read_text().split()]
     return found
 
 
 def cpu_s(*pids: int) -> float:
-    """Returns user and system time of these processes and their descendants, to a hundredth of a second.
+    """Returns the user and system time of these processes and their descendants, to 0.01 s.
 
     Raises OSError if one of `pids` has ended.
     """

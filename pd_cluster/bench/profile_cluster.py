@@ -52,7 +52,7 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
     async with running(launch) as cluster, make_client() as client:
         asked = _Asked(cluster, client)
         for length in (lengths[0], lengths[-1]):
-            await asked.send(length, SHORT_ANSWER)  # opens links, and is not counted
+            await asked.send(length, SHORT_ANSWER)  # opens links; not counted
         handovers: defaultdict[int, list[float]] = defaultdict(list)
         short, long = SpentTime(), SpentTime()
         ends_s, num_done = time.monotonic() + seconds, 0
@@ -71,7 +71,7 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
 
 
 def fit_handover(found: Mapping[int, list[float]]) -> Handovers:
-    """Fits a setup and bytes to the median time for each number of bytes."""
+    """Fits setup time and time per byte to the median time of each size."""
     samples = [(StepWork(num_rows=1, num_prompt_tokens=nbytes), median(took_s)) for nbytes, took_s in found.items()]
     if not samples:
         return Handovers(HandoverCost(), 0.0)
@@ -89,7 +89,7 @@ class SpentTime:
 
 
 def host_cost(short: SpentTime, long: SpentTime, step: StepCost, num_prompt_tokens: int) -> HostCost:
-    """Takes the scheduler's time of a request and of a message from long answers beside short ones.
+    """Derives the scheduler's time per request and per message from long and short answers.
 
     A decode step's time on the host is the time between tokens beyond the step itself.
     """
@@ -139,7 +139,7 @@ class _Asked:
         spent.gaps_s += sample.itl_s[1:]
 
     async def handover_s(self) -> float | None:
-        """Returns the last request's time from its prompt's last step until decode begins; None if it is not known."""
+        """Returns the last request's time from its prompt's last step until decode begins; None if unknown."""
         listed = (await self._admin.ask("/requests?limit=1")).json()["requests"]
         if not listed:
             return None
@@ -162,7 +162,7 @@ def _between(moments: list[tuple[str, float]]) -> float | None:
 
 
 def cpu_s(pid: int) -> float:
-    """Returns the seconds of CPU that a process's threads have used so far."""
+    """Returns the CPU seconds that a process's threads have used."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:

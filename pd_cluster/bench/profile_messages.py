@@ -1,4 +1,4 @@
-"""Messages between `pd-cluster profile` and the engine processes that it measures, one JSON line each."""
+"""Messages between `pd-cluster profile` and the engine processes that it measures, as JSON lines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pd_cluster.costs.linear_costs import StepWork
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps to run: `num_rows` sequences that decode, each behind `num_context` tokens, and prompts one by one.
+    """Steps to run: `num_rows` decoding sequences with `num_context` tokens of context each, and prompts one by one.
 
-    It ends after `num_steps` steps, or earlier after `seconds`; a prompt that has begun is computed first.
+    Ends after `num_steps` steps or `seconds`, but completes a prompt that has begun.
     """
 
     num_rows: int = 0
@@ -29,7 +29,7 @@ class TimedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that the engine has settled on. `error`: why there is none."""
+    """The engine's actual sizes. `error`: why there is no engine."""
 
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0

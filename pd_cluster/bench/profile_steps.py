@@ -1,4 +1,4 @@
-"""The steps that `pd-cluster profile` asks engines for, alone and beside another, and what follows from their times."""
+"""The steps that `pd-cluster profile` requests, alone and together, and the slowdown that follows from their times."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from pd_cluster.result_tables import progress
 CONTEXTS = (32, 256, 1024, 4096)
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
 LONG_PROMPTS = (1, 2, 4)  # times the largest step
-MIXED = ((1, 64), (4, 128), (16, 256))  # sequences that decode beside so many tokens of a prompt
+MIXED = ((1, 64), (4, 128), (16, 256))  # decoding sequences, and tokens of a prompt in the same step
 NUM_SETTLING = 2  # first steps of sequences, which fill caches
 NUM_STEPS = 6  # that are counted
 SPARE_TOKENS = 32  # of the longest context, for the tokens that are decoded
 MOST_HELD = 0.8  # of the blocks
 MOST_SHARE = 0.15  # of the time, for one prompt
-FAIR_SHARE = 2  # times the time left for each kind: quick ones leave theirs to others
+FAIR_SHARE = 2  # times the remaining time per kind, because quick kinds need less
 NUM_WARM = 10  # steps of each kind that are left out: 20
 BESIDE_ROWS = (1, 4, 16)
 MOST_BESIDE = 0.2  # of the time beside some rows, for one step of a prompt: several must end in it
 
 Key = tuple[Steps, int, int, int]
-StepSamples = dict[Key, Sample]  # by what was asked and what the step computed: its work and its median time
+StepSamples = dict[Key, Sample]  # requested and actual work -> the work and its median time
 
 
 def steps_of(ready: EngineReady) -> list[Steps]:
-    """Returns the steps to measure that fit the engine, decode steps and prompts in turn, from small to large."""
+    """Returns the steps to measure that fit the engine: decode steps and prompts in turn, from small to large."""
     longest, budget = ready.max_model_len - SPARE_TOKENS, ready.max_num_batched_tokens
     most_tokens = MOST_HELD * ready.num_blocks * ready.block_size
     rows = sorted({*(1 << power for power in range(16) if 1 << power < ready.max_num_seqs), ready.max_num_seqs})
@@ -57,7 +57,7 @@ def steps_of(ready: EngineReady) -> list[Steps]:
 
 
 async def warm_up(engines: Sequence[ProfiledEngine]) -> None:
-    """Runs the steps that are left out."""
+    """Runs the uncounted warm-up steps."""
     for engine in engines:
         longest = min(engine.ready.max_num_batched_tokens, engine.ready.max_model_len - SPARE_TOKENS, 64)
         await engine.run(Steps(num_rows=1, num_context=1, num_steps=NUM_WARM))
@@ -65,7 +65,7 @@ async def warm_up(engines: Sequence[ProfiledEngine]) -> None:
 
 
 async def measure_alone(engine: ProfiledEngine, seconds: float) -> StepSamples:
-    """Measures all kinds of steps, and again while there is time. Those that take too long for it are left out."""
+    """Measures all kinds of steps repeatedly while time remains. Leaves out kinds that take too long."""
     asked = steps_of(engine.ready)
     found: defaultdict[Key, list[TimedStep]] = defaultdict(list)
     ends_s, token_s = time.monotonic() + seconds, 0.0
@@ -86,7 +86,7 @@ async def measure_alone(engine: ProfiledEngine, seconds: float) -> StepSamples:
 async def _measure(
     engine: ProfiledEngine, asked: Steps, seconds: float, found: defaultdict[Key, list[TimedStep]]
 ) -> float:
-    """Adds the steps to those found; returns the time of a prompt's token."""
+    """Adds the steps to the samples; returns the time per prompt token."""
     limited = Steps(**{name: getattr(asked, name) for name in Steps.__struct_fields__} | {"seconds": seconds})
     steps = counted(asked, await engine.run(limited))
     for step in steps:
@@ -100,7 +100,7 @@ def counted(asked: Steps, steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
 
 
 def key_of(asked: Steps, work: StepWork) -> Key:
-    """Returns equal keys for steps that take equally long: decoded tokens, by which contexts grow, make no other."""
+    """Returns equal keys for steps of equal cost; contexts that grow by decoded tokens keep their key."""
     return asked, work.num_rows, work.num_prompt_tokens, work.num_prompt_pairs
 
 
@@ -112,7 +112,7 @@ def _sample(steps: Sequence[TimedStep]) -> Sample:
 async def measure_beside(
     prefill: ProfiledEngine, decode: ProfiledEngine, alone: StepSamples, seconds: float
 ) -> tuple[NeighbourCost, dict[str, float]]:
-    """Runs prompts at one engine and decode steps at the other at once; returns by how much both slow down.
+    """Runs prompts at one engine and decode steps at the other; returns both slowdown factors.
 
     The second result has the spread: the mean of |factor of a kind - mean factor| / mean factor.
     """
@@ -149,7 +149,7 @@ async def measure_beside(
 
 
 def _prompt_within(alone: StepSamples, most_s: float) -> Steps:
-    """Returns the prompt whose step is nearest to 512 tokens of those that take no longer; the quickest if all do."""
+    """Returns the prompt with a step nearest to 512 tokens within the time limit; the quickest if none is."""
     took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}
     quick = [asked for asked in took_s if took_s[asked] <= most_s]
     return max(quick, key=_middle(512)) if quick else min(took_s, key=lambda asked: took_s[asked])
@@ -161,13 +161,13 @@ def _middle(wanted: int, name: str = "num_prompt_tokens") -> Callable[[Steps], i
 
 
 def _fitting(ready: EngineReady, asked: Steps) -> int:
-    """Returns how many steps these sequences can take."""
+    """Returns the number of steps that these sequences can take."""
     capacity = MOST_HELD * ready.num_blocks * ready.block_size / asked.num_rows - asked.num_context
     return max(1, min(ready.max_model_len - asked.num_context - 2, int(capacity)))
 
 
 def _during(steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> Iterator[TimedStep]:
-    """Yields the steps that began and ended while the others ran."""
+    """Yields the steps that lie within the other engine's steps."""
     if others:
         began_s, ended_s = others[0].began_s, others[-1].began_s + others[-1].took_s
         yield from (each for each in steps if each.began_s >= began_s and each.began_s + each.took_s <= ended_s)

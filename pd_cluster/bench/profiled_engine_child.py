@@ -1,4 +1,4 @@
-"""`python -m pd_cluster.bench.profiled_engine_child`: an engine that runs and times the steps that it is asked for.
+"""`python -m pd_cluster.bench.profiled_engine_child`: an engine that runs and times requested steps.
 
 Standard input has its WorkerConfig, and then `Steps`, one JSON line each; the end of input ends it. Standard output has
 EngineReady, and then a list of TimedStep for each line. Sequences that decode are landed as if a peer had sent their
@@ -30,7 +30,7 @@ FIRST = msgspec.structs.replace(GREEDY, max_tokens=1)
 
 
 class TimedEngine:
-    """An engine core, with requests of new random prompts for it."""
+    """An engine core, and requests with random prompts."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Loads the model as a worker does. Raises PdClusterError."""
@@ -66,7 +66,7 @@ class TimedEngine:
         )
 
     def run(self, asked: Steps) -> list[TimedStep]:
-        """Returns the steps, without requests left."""
+        """Runs the steps, removes all requests, and returns the timed steps."""
         for _ in range(asked.num_rows):
             self._landed(asked.num_context)
         timed: list[TimedStep] = []
@@ -130,5 +130,5 @@ def _tell(answers: BinaryIO, answer: EngineReady | list[TimedStep]) -> None:
 if __name__ == "__main__":
     die_with_parent()
     own = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # so that libraries' prints do not mix with answers
     sys.exit(main(sys.stdin.buffer, own))

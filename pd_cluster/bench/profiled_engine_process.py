@@ -27,7 +27,7 @@ from pd_cluster.types import Role
 MODULE = "pd_cluster.bench.profiled_engine_child"
 MOST_LINE_NBYTES = 64 << 20
 END_S = 5.0
-SPARE_S = 600.0  # of an answer, beyond the steps' own time: the first may compile
+SPARE_S = 600.0  # for an answer, beyond the steps' time: the first may compile
 NUM_LOG_LINES = 15
 
 
@@ -37,13 +37,13 @@ class ProfiledEngine:
         self.ready = EngineReady()
 
     async def begin(self, config: WorkerConfig) -> None:
-        """Waits until the model is loaded. Raises ConfigError where it cannot be."""
+        """Waits until the model is loaded. Raises ConfigError if that fails."""
         self.ready = await self._ask(config, EngineReady, SPARE_S)
         if self.ready.error:
             raise ConfigError(self.ready.error)
 
     async def run(self, steps: Steps) -> list[TimedStep]:
-        """Raises PdClusterError, with the last lines of the engine's log, where it has ended."""
+        """Raises PdClusterError with the last lines of the engine's log if it has ended."""
         timed: list[TimedStep] = await self._ask(steps, list[TimedStep], steps.seconds + SPARE_S)
         return timed
 
@@ -77,7 +77,7 @@ class ProfiledEngine:
 
 @contextlib.asynccontextmanager
 async def started(engine: EngineConfig, roles: tuple[Role, ...], folder: Path) -> AsyncIterator[list[ProfiledEngine]]:
-    """Yields engines that share this host's cores as instances of one rank table do; they are ended afterwards."""
+    """Yields engines that share this host's cores like instances of one rank table; ends them afterwards."""
     async with contextlib.AsyncExitStack() as ending:
         engines, configs = [], [_config(engine, role, at, len(roles), folder) for at, role in enumerate(roles)]
         for config in configs:

@@ -1,4 +1,4 @@
-"""Prompts of one's own: a file of JSON lines, each with a text or with chat messages.
+"""Reads users' prompts: a file of JSON lines, each with a text or with chat messages.
 
     {"prompt": "Once upon a time", "output_tokens": 64}
     {"messages": [{"role": "user", "content": "Hello"}]}
@@ -24,7 +24,7 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def body(self) -> dict[str, Any]:
-        """Returns its part of a request's body."""
+        """Returns the line's part of a request's body."""
         return {"messages": self.messages} if self.messages else {"prompt": self.prompt}
 
 

@@ -1,4 +1,4 @@
-"""Requests of a load before they are sent: when each comes, how long its prompt and its answer are, what it shares."""
+"""Requests of a load before they are sent: arrival times, lengths, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HASH_BLOCK_TOKENS = 512  # of Mooncake's traces
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a trace. `hash_ids` name its prompt's blocks of `block_tokens`: equal prefixes have equal ids.
 
-    The last block may be shorter. Without ids a prompt shares nothing.
+    The last block may be shorter. Prompts without ids share no prefix.
     """
 
     at_s: Annotated[float, msgspec.Meta(ge=0.0)]
@@ -25,7 +25,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_of(arrival: Arrival, number: int, num_token_ids: int) -> list[int]:
-    """Returns token ids below `num_token_ids` that equal ids of blocks make equal; `number` stands for a missing id."""
+    """Returns token ids below `num_token_ids`, equal for equal block ids. `number` replaces missing ids."""
     ids = arrival.hash_ids or tuple(
         -1 - number * (1 << 20) - at for at in range(-(-arrival.num_prompt_tokens // arrival.block_tokens))
     )

@@ -1,8 +1,8 @@
-"""`pd-cluster bench serve`: requests of one shape against a server, `concurrency` at a time, as clients see them.
+"""`pd-cluster bench serve`: measures requests of one shape at a server, `concurrency` at a time, as a client.
 
 Each prompt is `input_len` seeded random token ids (below 256, which every vocabulary has), each output exactly
-`output_len` tokens, greedy. As many requests as run at once warm the server up first and are not counted. The same
-command sends the same prompts: a server that caches prefixes should be fresh.
+`output_len` tokens, greedy. `concurrency` uncounted requests warm the server up first. The same command sends the same
+prompts, so a server that caches prefixes should be fresh.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pd_cluster.result_tables import (
 SEED = 0
 NUM_TOKEN_IDS = 256
 MAX_TRIES = 100
-FEW_ARRIVALS = 0.9  # arrivals per output token; below it, the times between arrivals are not those between tokens
+FEW_ARRIVALS = 0.9  # arrivals per output token; below it, the times between arrivals are not inter-token times
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """The command's parameters. Without a `url` the benchmark starts a cluster of its own."""
+    """The command's parameters. Without a `url`, the benchmark starts its own cluster."""
 
     url: str = ""
     admin: str = ""
@@ -55,11 +55,11 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # this and the next two: of the started cluster
+    routing_policy: str = ""  # this and the next two are for the started cluster
     lend_cores: str = ""
     first_token: str = ""
-    more_flags: tuple[str, ...] = ()  # of the started cluster, and not shown
-    encode: int = 0  # encoders of it, likewise
+    more_flags: tuple[str, ...] = ()  # for the started cluster; not shown
+    encode: int = 0  # encoders of the started cluster; not shown
 
     @property
     def flags(self) -> list[str]:
@@ -83,7 +83,7 @@ class ServeBench:
 
 
 async def run(bench: ServeBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, failed requests."""
+    """Measures, prints, writes. Raises PdClusterError without a server, for oversized requests and for failed ones."""
     check_writable(json_path)
     with sigterm_ends_it():
         async with _server(bench) as (url, admin):
@@ -138,7 +138,7 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
 @contextlib.asynccontextmanager
 async def running(launch: Launch, keep: Callable[[str], None] = lambda line: None) -> AsyncIterator[Cluster]:
     """Yields a ready cluster, which is stopped afterwards. `keep` receives its log's lines. Raises PdClusterError."""
-    Checkpoint.open(launch.model_folder)  # fails at once, in one line, for a wrong model
+    Checkpoint.open(launch.model_folder)  # fails early, in one line, for a wrong model
     lines: deque[str] = deque(maxlen=50)
 
     def say(line: str) -> None:
@@ -263,7 +263,7 @@ def make_bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any
 
 
 def body_of(model: str, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
-    """Returns a request for exactly so many tokens, each of which has text and can be timed."""
+    """Returns a request for exactly this many tokens, each with text, so that it can be timed."""
     return {
         "model": model,
         "prompt": prompt,
@@ -277,7 +277,7 @@ def body_of(model: str, prompt: list[int], num_output_tokens: int) -> dict[str, 
 async def send_all(
     client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]], concurrency: int, what: str
 ) -> list[Sample]:
-    """Sends all bodies, `concurrency` at a time: a new one as soon as one ends."""
+    """Sends all bodies, `concurrency` at a time."""
     waiting = iter(bodies)
     samples: list[Sample] = []
 

@@ -1,4 +1,4 @@
-"""Traces of requests as files: Mooncake's format, one JSON object a line.
+"""Trace files of requests in Mooncake's format, one JSON object per line.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …, 2353, 2354]}
 
@@ -21,7 +21,7 @@ from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
 from pd_cluster.errors import ConfigError
 from pd_cluster.output_files import write_output
 
-MOST_TOKENS = 1 << 24  # of a prompt or an answer; beyond it a line is a mistake
+MOST_TOKENS = 1 << 24  # of a prompt or an answer; more is a mistake
 MOST_MS = 1 << 43  # 278 years: a timestamp since 1970 is fine
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
@@ -41,12 +41,12 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 class TraceScale(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to a trace as it is read, in this order: `limit`, `lengths`, `repeat`, `time`."""
+    """Changes to a trace when read, in this order: `limit`, `lengths`, `repeat`, `time`."""
 
     limit: int | None = None  # its first requests only
-    lengths: float = 1.0  # times all lengths; the blocks scale along, so that shares of prefixes stay
-    repeat: int = 1  # one after the other; each with ids and sessions of its own
-    time: float = 1.0  # times the time between requests: below 1 is more load
+    lengths: float = 1.0  # times all lengths; blocks scale too, so shares of prefixes stay
+    repeat: int = 1  # consecutive copies, each with its own ids and sessions
+    time: float = 1.0  # times the intervals between requests; below 1 is more load
 
     def check(self) -> None:
         """Raises ConfigError."""
@@ -93,7 +93,7 @@ def write_trace(path: str, arrivals: Sequence[Arrival], flag: str = "--export") 
 
 
 def repeated(arrivals: list[Arrival], num_times: int) -> list[Arrival]:
-    """Returns the load `num_times` in a row, in which no repetition shares a block or a session with another.
+    """Returns the load repeated `num_times`; repetitions share no blocks or sessions.
 
     The pause between two repetitions is the mean time between requests.
     """
@@ -148,7 +148,7 @@ def field_of(error: Exception) -> str:
 
 
 def _arrival(line: TraceLine, first_ms: float, lengths: float) -> Arrival:
-    """Scales each block, and the rest of the last one, so that the number of blocks stays."""
+    """Scales each block and the last partial block, so that the number of blocks stays."""
     block_tokens = max(1, round(lengths * line.size_of_block))
     num_full, rest = divmod(line.input_length - 1, line.size_of_block)
     num_rest = min(block_tokens, max(1, round(lengths * (rest + 1))))

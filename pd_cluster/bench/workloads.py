@@ -1,4 +1,4 @@
-"""Named workloads: requests with seeded lengths, shared prefixes and times.
+"""Named workloads: requests with seeded lengths, shared prefixes and arrival times.
 
 | name | prompts |
 |---|---|
@@ -34,7 +34,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload's name and numbers; `arrivals_of` makes its requests. Lengths are means, in tokens."""
+    """A workload's name and parameters; `arrivals_of` makes its requests. Lengths are means, in tokens."""
 
     name: WorkloadName = "fixed"
     num_requests: int = 100
@@ -50,7 +50,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError, which names the field."""
+        """Raises ConfigError that names the field."""
         if self.name not in WORKLOAD_NAMES:
             raise ConfigError(f"workload {self.name}: expected one of {', '.join(WORKLOAD_NAMES)}")
         if self.process not in get_args(ArrivalProcess):
@@ -71,7 +71,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prefix_tokens(self) -> int:
-        """The shared prefix's length, rounded to whole blocks; 0 where the workload shares nothing."""
+        """The shared prefix's length, rounded to whole blocks; 0 without shared prefixes."""
         if self.name not in ("shared-prefix", "tool-agent"):
             return 0
         num_blocks = round(self.prefix_share * self.num_prompt_tokens / BLOCK_TOKENS)
@@ -92,7 +92,7 @@ def arrivals_of(workload: Workload) -> list[Arrival]:
 
 
 def times_of(rate_per_s: float, process: ArrivalProcess, rng: random.Random) -> Iterator[float]:
-    """Yields the times of an endless arrival process in seconds; the first is 0."""
+    """Yields the arrival times of an endless process in seconds; the first is 0."""
     at_s = 0.0
     while True:
         yield at_s
@@ -100,7 +100,7 @@ def times_of(rate_per_s: float, process: ArrivalProcess, rng: random.Random) -> 
 
 
 class _Drawing:
-    """The random numbers of one workload, and its fresh ids of blocks; times and lengths don't disturb each other."""
+    """A workload's random numbers, with independent streams for times and lengths, and its new block ids."""
 
     def __init__(self, workload: Workload) -> None:
         self.times = random.Random(f"times {workload.seed}")
@@ -118,7 +118,7 @@ class _Drawing:
         return max(1, min(MOST_TOKENS, round(self._lengths.lognormvariate(mu, self._sigma))))
 
     def prefix(self) -> tuple[int, ...]:
-        """Returns the ids of one of the shared prefixes, the same ones in every run."""
+        """Returns the ids of one shared prefix, the same in every run."""
         first = self._num_prefix_blocks * self._prefixes.randrange(self._num_prefixes)
         return tuple(range(first, first + self._num_prefix_blocks))
 
@@ -140,7 +140,7 @@ def _single(workload: Workload, drawing: _Drawing) -> list[Arrival]:
 
 
 def _sessions(workload: Workload, drawing: _Drawing) -> list[Arrival]:
-    """Makes sessions until there are enough requests, and cuts the last ones short."""
+    """Makes sessions until there are enough requests, and cuts off the last ones."""
     found: list[Arrival] = []
     starts = times_of(workload.rate_per_s / workload.num_turns, workload.process, drawing.times)
     for number in range(-(-workload.num_requests // workload.num_turns)):

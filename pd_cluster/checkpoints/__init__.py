@@ -1,1 +1,1 @@
-"""Model folders and the contents of their files."""
+"""Reads model folders."""

@@ -1,7 +1,7 @@
-"""Reads a config.json's architecture, without torch: whether it could be served, and why not.
+"""Decides from a config.json, without torch, whether an architecture can be served, and why not.
 
-Reads the installed transformers package as text and imports none of it. Knows nothing of weights, nor of which types
-are tested: that list is in checkpoint.py.
+Reads the installed transformers package as text, without importing it. Knows nothing of weights or of which types are
+tested (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAMBA_1 = (
     "has layers of Mamba-1, whose modules in transformers begin every chunk of a prompt without a past; take a hybrid "
     "of Mamba-2, such as granitemoehybrid or nemotron_h"
 )
-# model_type -> why it is refused, whatever its fields say, and what to take
+# model_type -> why it is always refused, and what to use
 BY_NAME = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA_1),
     "mamba2": "keeps states and no keys and values; take a hybrid of it, such as granitemoehybrid or nemotron_h",
@@ -48,7 +48,7 @@ BY_NAME = {
     ),
 }
 
-# Reasons, by the name of a field or of a kind of layer; the first match counts.
+# Names of fields or kinds of layers -> reasons; the first match counts.
 REASONS = (
     (re.compile(r"is_encoder_decoder"), ENCODER_DECODER),
     (re.compile(r"cross_att"), CROSS),
@@ -59,7 +59,7 @@ REASONS = (
     (re.compile(r"mrope"), MROPE),
     (re.compile(r"alibi"), BIAS),
 )
-# Fields with such names may change attention or the cache, unless they are HARMLESS.
+# Fields with such names may change attention or the cache, except those in HARMLESS.
 SUSPICIOUS = re.compile(
     r"attn|attention|cache|window|chunk|index_|indexe[dr]|sparse|mamba|ssm|conv|state|recurr|linear|memor|cross|encoder|kv|latent"
     r"|lora|compress|alibi|hybrid|position|block|time_step|retention|rwkv|delta|mrope|v_head_dim"
@@ -80,7 +80,7 @@ HARMLESS = frozenset(
 PLAIN_POSITIONS = {"position_embedding_type": ("rope", "rotary", "absolute"), "is_causal": (True,)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PARTS = ("vision_config", "audio_config", "thinker_config", "talker_config", "vision_tower", "mm_vision_tower")
-# Text models with rotary positions in three dimensions, which are all equal for text -> the plain equivalent
+# Text models with three-dimensional rotary positions, equal in all dimensions for text -> the plain equivalent
 PLAIN_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -89,18 +89,18 @@ PLAIN_TYPES = {
     "glm4v_text": "glm4",
     "ernie4_5_vl_moe_text": "ernie4_5_moe",
 }
-# Fields of the plain equivalent for what the text model always does
+# Fields of the plain equivalent for the text model's fixed behavior
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-NO_HEAD_DIM = ("glm4v_text",)  # heads divide the residual stream, and the plain equivalent has its own default
-FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields among the others
+NO_HEAD_DIM = ("glm4v_text",)  # head_dim is hidden_size / num_heads, unlike the plain equivalent's default
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields at the top level
 INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-# Fields with such names are numbers of tokens beyond which a sequence is computed differently.
+# Fields with such names are lengths in tokens beyond which a sequence is computed differently.
 LENGTHS = re.compile(r"window|chunk_size|block_size|block_length|local_attention|floor_scale|original_max_position")
-COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # these never are
+COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # exceptions
 
 
 def why_not(config: Config) -> str | None:
-    """Returns why a model that transformers has cannot be served, to follow "it"; None if it may be tried."""
+    """Returns why a model of transformers cannot be served, to follow "it"; None if it may be tried."""
     model_type = str(config.get("model_type"))
     if model_type in BY_NAME:
         return BY_NAME[model_type]
@@ -120,7 +120,7 @@ def why_not(config: Config) -> str | None:
 
 
 def why_not_by_fields(config: Config, is_stateful: bool = False) -> str | None:
-    """Judges like `why_not`, by the fields alone: those of a config.json, or of the whole config in transformers."""
+    """Like `why_not`, but from the fields of a config.json or of transformers' config alone."""
     kinds = config.get("layer_types")
     for kind in kinds if isinstance(kinds, list | tuple) else ():
         if kind not in LAYER_TYPES:
@@ -136,7 +136,7 @@ def why_not_by_fields(config: Config, is_stateful: bool = False) -> str | None:
 
 
 def text_part(whole: Config) -> dict[str, Any] | None:
-    """Returns the config of a multimodal model's text model, with its defaults filled in; None if it has none."""
+    """Returns the config of a multimodal model's text model with defaults filled in; None if there is no text model."""
     text = whole.get("text_config")
     if text is None and (flat := FLAT.get(str(whole.get("model_type")))):
         text = {**whole, "model_type": flat, "vision_config": None}
@@ -149,7 +149,7 @@ def text_part(whole: Config) -> dict[str, Any] | None:
 
 
 def plain_fields(model_type: str, config: Config) -> dict[str, Any]:
-    """Returns the fields of the plain equivalent for what a text model always does."""
+    """Returns the plain equivalent's fields for a text model's fixed behavior."""
     found = dict(PLAIN_FIELDS.get(model_type, {}))
     if model_type in NO_HEAD_DIM:
         found["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
@@ -159,7 +159,7 @@ def plain_fields(model_type: str, config: Config) -> dict[str, Any]:
 
 
 def _ernie_fields(config: Config) -> dict[str, Any]:
-    """Returns how ERNIE 4.5 MoE names which layers are sparse, and the sizes of experts of texts and of pictures."""
+    """Returns ERNIE 4.5 MoE's fields for sparse layers and for the sizes of text and picture experts."""
     num_layers = config["num_hidden_layers"]
     kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
     sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"] or [num_layers]
@@ -174,7 +174,7 @@ def _ernie_fields(config: Config) -> dict[str, Any]:
 
 
 def thresholds(config: Config) -> dict[int, str]:
-    """Maps each length beyond which the model computes differently to its field; ascending."""
+    """Maps each length beyond which the model computes differently to its field, in ascending order."""
     found: dict[int, str] = {}
     for name, value in _fields(config):
         last = name.rpartition(".")[2]
@@ -184,12 +184,12 @@ def thresholds(config: Config) -> dict[int, str]:
 
 
 def is_known() -> bool:
-    """Tells whether the transformers package is installed here."""
+    """Whether the transformers package is installed."""
     return _folder() is not None
 
 
 def is_native(model_type: object) -> bool:
-    """Tells whether transformers itself has the type; True if transformers is not installed here."""
+    """Whether transformers has the type; True if transformers is not installed."""
     return not is_known() or model_type in _table("CONFIG_MAPPING_NAMES", "auto_mappings")
 
 
@@ -220,13 +220,13 @@ def _class_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str,
 
 
 def null_fields(config: Config) -> str:
-    """Returns a hint to follow an error that a null may have caused; "" if the config has none."""
+    """Returns a hint for an error that a null may have caused; "" without nulls."""
     names = [name for name, value in _fields(config) if value is None]
     return f"; config.json has null for {', '.join(names)}: leave out, or give values" if names else ""
 
 
 def _fields(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every field; nested ones are named like `rope_parameters.rope_type`."""
+    """Yields every field, with nested names such as `rope_parameters.rope_type`."""
     for name, value in config.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -247,7 +247,7 @@ def _reason(name: str) -> str:
 
 
 def _is_stateful(model_type: str) -> bool:
-    """Reads from the model's source whether its class is stateful."""
+    """Whether the model's class is stateful, by its source."""
     folder, module = _folder(), _module_of(model_type)
     if folder is None:
         return False
@@ -272,7 +272,7 @@ def _folder() -> Path | None:
 
 @functools.cache
 def _table(name: str, module: str = "modeling_auto") -> dict[str, Any]:
-    """Reads one of the tables of transformers.models.auto; empty if it is not found."""
+    """Reads a table of transformers.models.auto; empty if it is not found."""
     for node in _statements(module):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -289,9 +289,9 @@ def _statements(module: str) -> list[ast.stmt]:
 
 
 def _parse(file: Path) -> list[ast.stmt]:
-    """Returns a file's statements; none if it cannot be read.
+    """Returns a file's statements; empty if it cannot be read.
 
-    One thread at a time: in CPython 3.11, threads that make syntax trees together raise SystemError.
+    One thread at a time, because concurrent parsing raises SystemError in CPython 3.11.
     """
     try:
         text = file.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""A model folder's architecture, limits, ids and identity, read without torch."""
+"""Reads a model folder's architecture, limits, ids and identity, without torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUPPORTED_MODEL_TYPES = (
     *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
     *("phi3", "olmo2", "granite", "glm4", "gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2", "smollm3"),
     *("ernie4_5", "exaone4", "gpt_oss"),
-    # covered by slow tests only
+    # only slow tests cover these
     *("apertus", "arcee", "cohere", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm"),
     *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
@@ -57,7 +57,7 @@ SUPPORTED_MODEL_TYPES = (
 # model_type -> number of positions if config.json gives none
 DEFAULT_POSITIONS = {"gpt2": 1024}
 GENERATION_FILE = "generation_config.json"
-MODELS_OWN = ("auto", "vllm")  # values of --generation-config with which the model folder decides where answers end
+MODELS_OWN = ("auto", "vllm")  # values of --generation-config that keep the model folder's end tokens
 POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 NUMBERS = (
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "vocab_size", "hidden_size"),
@@ -72,9 +72,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 class Checkpoint:
     """A folder with config.json, a tokenizer and *.safetensors.
 
-    `config` is config.json with the overrides applied; `tokenizer_path` is the folder of the tokenizer; None: no text.
-    `identity` is a digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether
-    only the text model is served: two processes with the same identity and the same Numerics can exchange KV cache.
+    `config`: config.json with the overrides. `tokenizer_path`: the tokenizer's folder; None: no text. `identity`: a
+    digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether only the text
+    model is served. Processes with equal identity and Numerics can exchange KV cache.
     """
 
     path: Path
@@ -84,14 +84,14 @@ class Checkpoint:
     tokenizer_path: Path | None
     overrides: dict[str, Any] = field(default_factory=dict)
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
-    part_of: str = ""  # the whole model's model_type, if the text model of a multimodal folder is loaded by itself
-    is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
-    layout: Layout | None = None  # of its tensors, if it is not transformers'; `config` is in transformers' form
+    part_of: str = ""  # the whole model's model_type, if only a multimodal folder's text model is loaded
+    is_unproven: bool = False  # its type is not listed, but --try-unlisted allows it
+    layout: Layout | None = None  # of tensors, unless transformers'; `config` is in transformers' form
     quantization: Quantization | None = None  # of the files
-    takes_adapters: bool = False  # LoRA adapters can be loaded beside the model's layers
-    vision: VisionPart | None = None  # how it reads pictures; None: its prompts are texts
-    head_scheme: str = ""  # that quantizes the output layer at load
-    whole: dict[str, Any] | None = None  # the whole config.json in transformers' form, if the file has another one
+    takes_adapters: bool = False  # LoRA adapters can be loaded
+    vision: VisionPart | None = None  # how it reads pictures; None: text only
+    head_scheme: str = ""  # quantizes the output layer at load
+    whole: dict[str, Any] | None = None  # the whole config.json in transformers' form, if the file's form differs
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -108,7 +108,7 @@ class Checkpoint:
         whole = read_json(file)
         stored = whole
         whole, layout = translated(path, stored, overrides)
-        if is_classifier(whole):  # without an output layer, which nobody reads
+        if is_classifier(whole):  # has no output layer
             whole = {**whole, "tie_word_embeddings": True}
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
@@ -153,12 +153,12 @@ class Checkpoint:
         return str(self.config["model_type"])
 
     def names_of(self, key: str) -> tuple[str, ...]:
-        """Returns the names in transformers' model of a tensor in the files; none if it is not read."""
+        """Returns a stored tensor's names in transformers' model; empty if it is not read."""
         return _names_of(self.part_of, self.weights)(key)
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it has a head of classes, and generates nothing."""
+        """Whether it is a classifier, which does not generate."""
         return is_classifier(self.config if self.whole is None else self.whole)
 
     @property
@@ -175,7 +175,7 @@ class Checkpoint:
         return canonical(self.overrides)
 
     def warn_if_unproven(self) -> None:
-        """Logs that only the proof at load vouches for this model."""
+        """Warns that only the proof at load checks this model."""
         if self.is_unproven:
             log.warning(
                 "unproven: model_type %s is not listed; it is served because --try-unlisted asks for it",
@@ -183,13 +183,13 @@ class Checkpoint:
             )
 
     def warn_of_ignored_files(self) -> None:
-        """Logs files that would change the model's results elsewhere and are ignored here."""
+        """Warns of ignored files that change the model's results elsewhere."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
             log.warning("%s: %s: the model is served without; see --lora-modules", self.path, ", ".join(files))
 
     @property
     def generation_file(self) -> Path:
-        """The file of `generation_config`, which may not exist."""
+        """The path of `generation_config`, which may not exist."""
         return (self.generation_folder or self.path) / GENERATION_FILE
 
     @property
@@ -198,12 +198,12 @@ class Checkpoint:
 
     @property
     def trained_positions(self) -> int:
-        """Tokens of a sequence before positions are stretched."""
+        """The trained length of a sequence, before positions are stretched."""
         return _position_limit({**self.config, "rope_parameters": None, "rope_scaling": None})[1]
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens that a sequence can have by default."""
+        """The default maximum length of a sequence in tokens."""
         return _position_limit(self.config)[1]
 
     @property
@@ -236,7 +236,7 @@ class Checkpoint:
 
 
 def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bool:
-    """Whether the whole of a multimodal model is to be served. Raises ModelError where that is asked for in vain."""
+    """Whether to serve a whole multimodal model. Raises ModelError if that is requested but not supported."""
     model_type = whole.get("model_type")
     if isinstance(model_type, str) and model_type in IMAGE_TYPES and not isinstance(whole.get("vision_config"), dict):
         raise ModelError(f"{file}: vision_config {whole.get('vision_config')!r}: must be an object; copy it again")
@@ -250,7 +250,7 @@ def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bo
 
 
 def _text_part(file: Path, whole: dict[str, Any]) -> dict[str, Any] | None:
-    """Raises ModelError for a field that the text model cannot be derived from."""
+    """Returns the text model's config. Raises ModelError for a field that prevents this."""
     try:
         return text_part(whole)
     except (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError) as error:
@@ -264,7 +264,7 @@ def _names_of(part_of: str, weights: WeightFolder) -> Callable[[str], tuple[str,
 
 
 def _check_numbers(file: Path, config: dict[str, Any]) -> None:
-    """Raises ModelError for fields that must be numbers and are not."""
+    """Raises ModelError for fields that must be numbers but are not."""
     for name in NUMBERS:
         value = config.get(name)
         if value is None and not (name in ALWAYS and name in config):
@@ -277,7 +277,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
-    """Finds the tokenizer's folder; None: there is no text. Raises ModelError."""
+    """Finds the tokenizer's folder; None: no text. Raises ModelError."""
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
     if name == engine.model:
         name, revision = "", revision or engine.revision
@@ -304,7 +304,7 @@ def _is_listed(config: Config) -> bool:
 def _unlisted(
     file: Path, config: dict[str, Any], whole: dict[str, Any], try_unlisted: Sequence[str], part_of: str
 ) -> dict[str, Any]:
-    """Returns the config of an unlisted type, with its defaults filled in. Raises ModelError with the actual reason."""
+    """Returns the config of an unlisted type with defaults filled in. Raises ModelError with the reason."""
     model_type = config.get("model_type")
     flag = f"{called('try_unlisted')} {model_type}: " if model_type in try_unlisted else ""
     place = f"{flag}{file}: {'text_config: ' if part_of else ''}model_type {model_type!r}"
@@ -327,7 +327,7 @@ def _unlisted(
 
 
 def _nearest(model_type: object) -> str:
-    """Returns the end of a refusal: the types with the most similar names, and where all are."""
+    """Returns the end of a refusal: the most similar types, and the page that lists all."""
     near = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 3, 0.0)
     return f"the nearest that are: {', '.join(near)}; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}"
 
@@ -343,10 +343,10 @@ def _why_never(config: Config) -> str | None:
 
 
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
-    """Returns the field that bounds a sequence's length, and its value.
+    """Returns the field that limits a sequence's length, and its value.
 
-    With longrope the bound is the original length: a longer context changes all positions of every longer request.
-    Positions that are stretched by a factor reach as much further.
+    With longrope, the limit is the original length, because longer requests change all positions. Positions that are
+    stretched by a factor multiply the limit.
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
@@ -357,7 +357,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | None]:
-    """Reads the file that --generation-config selects: a folder's file replaces the model's. Raises ModelError."""
+    """Reads the file that --generation-config selects; a folder's file replaces the model's. Raises ModelError."""
     file = path / GENERATION_FILE
     own = read_json(file) if file.exists() else {}
     if given in MODELS_OWN:

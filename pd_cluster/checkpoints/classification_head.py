@@ -1,7 +1,7 @@
-"""The head of a sequence classifier: a linear layer on the last token's final hidden state, as transformers has it.
+"""The head of a sequence classifier: as in transformers, a linear layer on the last token's final hidden state.
 
-Such a folder has `architectures: […ForSequenceClassification]`, the weight `score.weight` and no output layer of a
-language model. Read without torch.
+Its folder has `architectures: […ForSequenceClassification]`, the weight `score.weight` and no language model's output
+layer. Read without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ITEM_NBYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class ClassificationHead(NamedTuple):
-    """`weight`: a row of hidden_size numbers for each label. `is_multi_label`: each label has a probability alone."""
+    """`weight`: a row of hidden_size values for each label. `is_multi_label`: labels have independent probabilities."""
 
     weight: list[array[float]]
     bias: list[float]
@@ -39,7 +39,7 @@ def is_classifier(config: dict[str, Any]) -> bool:
 
 
 def head_of(folder: Path) -> ClassificationHead | None:
-    """Returns the folder's head; None: it has none. Raises ModelError."""
+    """Returns the folder's head; None if it has none. Raises ModelError."""
     config = read_json(folder / "config.json")
     if not is_classifier(config):
         return None
@@ -62,7 +62,7 @@ def head_of(folder: Path) -> ClassificationHead | None:
 
 
 def _read(file: Path) -> dict[str, tuple[list[int], array[float]]]:
-    """Returns the head's tensors in one file: shape and numbers. Raises ModelError."""
+    """Returns the shapes and values of the head's tensors in one file. Raises ModelError."""
     found = {}
     try:
         with file.open("rb") as stream:
@@ -81,7 +81,7 @@ def _read(file: Path) -> dict[str, tuple[list[int], array[float]]]:
 
 
 def _floats(data: bytes, dtype: str) -> array[float]:
-    """Returns little-endian numbers as float32."""
+    """Converts little-endian values to float32."""
     if dtype == "F16":
         return array("f", struct.unpack(f"<{len(data) // 2}e", data))
     if dtype == "BF16":  # the upper half of a float32

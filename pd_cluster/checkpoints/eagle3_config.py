@@ -1,9 +1,9 @@
-"""Reads the config.json of an EAGLE-3 head, in vLLM's and SGLang's format or that of speculators. Knows no tensors.
+"""Reads an EAGLE-3 head's config.json, in vLLM's and SGLang's or speculators' format. Knows nothing of tensors.
 
-A head is one decoder layer of Llama's or Qwen3's kind that reads two vectors a token. In the first format the file is
-the config of such a model with further fields, of which some may be in `eagle_config`; in the second one the layer has
-an object of its own, `transformer_layer_config`, without the fields that have their defaults. A field that changes what
-is computed, and is not honoured here, is refused by its name.
+A head is one decoder layer of Llama's or Qwen3's kind that reads two vectors per token. In the first format, the file
+is such a model's config with further fields, some in `eagle_config`; in the second, the object
+`transformer_layer_config` describes the layer and omits defaults. Unsupported fields that change results are refused by
+name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pd_cluster.errors import ModelError
 from pd_cluster.numerics import ROPE_FIELDS
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-LAYER_TYPES = ("llama", "qwen3")  # whose heads differ in norms of queries and keys
+LAYER_TYPES = ("llama", "qwen3")  # they differ in norms of queries and keys
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # alike in every request
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # independent of the request's length
 BIASES = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
-# NVIDIA's fields -> the only value that is honoured, and the default
+# NVIDIA's fields -> the only supported value, which is the default
 ONLY = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -32,18 +32,24 @@ ONLY = {
     "parallel_draft_step": 1,
     "logit_scale": 1,
 }
-PARALLEL = ("parallel_drafting", "pard_token", "ptd_token_id", "mask_token_id")  # of heads that guess all at once
+PARALLEL = (
+    "parallel_drafting",
+    "pard_token",
+    "ptd_token_id",
+    "mask_token_id",
+)  # of heads that draft all at once
 USUAL_TAPS = 3
 WAY_OUT = "give another head, or method ngram or suffix"
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The contents of a head's config.json. `rope` are the fields that its rotary embedding follows from.
+    """The contents of a head's config.json. `rope`: the fields of its rotary embedding.
 
-    `draft_vocab_size` 0: its output layer has the whole vocabulary. `num_taps`: how many states of the model's layers
-    `fc` takes; 0: there is no fc, and the head reads the model's last states. `layers`: whose inputs they are; None:
-    the usual ones. `norms_before_fc`: of all states together (`input_norm`); `norms_each_tap`: of each (`fc_norm`).
+    `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of hidden states that `fc`
+    takes; 0: there is no fc, and the head reads the last hidden states. `layers`: the layers with these states as
+    inputs; None: the default ones. `norms_before_fc`: norm of all states together (`input_norm`). `norms_each_tap`:
+    norm of each state (`fc_norm`).
     """
 
     file: Path
@@ -107,7 +113,7 @@ class Eagle3Config:
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers of a model of so many whose inputs are read, ascending. Raises ModelError."""
+        """Returns the layers whose inputs are read, ascending, for a model with this many layers. Raises ModelError."""
         if not self.num_taps:
             return ()
         if self.layers is None:
@@ -132,7 +138,7 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class _Fields(NamedTuple):
-    """An object of a config.json. `place`: the file, and the object in it; `nested`: where else its fields may be."""
+    """An object of a config.json. `place`: the file and the object's path. `nested`: another source of its fields."""
 
     place: str
     values: Mapping[str, Any]
@@ -143,7 +149,7 @@ class _Fields(NamedTuple):
         return self.nested.get(name) if found is None else found
 
     def has(self, name: str) -> bool:
-        """Whether it is there, and not null."""
+        """Whether the field exists and is not null."""
         return self.get(name) is not None
 
     def error(self, name: str, why: str, way_out: str = WAY_OUT) -> ModelError:
@@ -171,7 +177,7 @@ class _Fields(NamedTuple):
 
 
 def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
-    """Returns the head's own fields and those of its layer, with defaults. Raises ModelError: no EAGLE-3 head."""
+    """Returns the fields of the head and of its layer, with defaults. Raises ModelError for other heads."""
     nested = given.get("eagle_config") or {}
     own = _Fields(str(file), given, nested if isinstance(nested, dict) else {})
     if not isinstance(nested, dict):
@@ -216,7 +222,7 @@ def _defaults(kind: str) -> dict[str, Any]:
 
 
 def _check_layer(layer: _Fields) -> None:
-    """Raises ModelError for what the layer here does not compute."""
+    """Raises ModelError for unsupported layers."""
     if (number := layer.count("num_hidden_layers")) != 1:
         raise layer.error("num_hidden_layers", f"a head has 1 layer, not {number}")
     for name in BIASES:
@@ -238,7 +244,7 @@ def _window(layer: _Fields) -> int | None:
 
 
 def _rope(layer: _Fields) -> dict[str, Any]:
-    """Returns the fields of the rotary embedding. Raises ModelError for one that is not alike in every request."""
+    """Returns the fields of the rotary embedding. Raises ModelError if it depends on the request's length."""
     name = next((each for each in ("rope_parameters", "rope_scaling") if layer.has(each)), "rope_parameters")
     given = layer.get(name) or {}
     if not isinstance(given, dict):
@@ -253,7 +259,7 @@ def _rope(layer: _Fields) -> dict[str, Any]:
 
 
 def _taps(own: _Fields) -> tuple[int, tuple[int, ...] | None]:
-    """Returns how many states are read, and of which layers; see Eagle3Config. Raises ModelError."""
+    """Returns the number of states read, and their layers; see Eagle3Config. Raises ModelError."""
     name = "eagle_aux_hidden_state_layer_ids"
     if not own.switch("use_aux_hidden_state", default=True):
         return 0, None

@@ -1,7 +1,7 @@
-"""Reads the folder of an EAGLE-3 head without its weights: its config, which tensors are where, and its identity.
+"""Reads the folder of an EAGLE-3 head without its weights: config, locations of tensors, identity.
 
-Every tensor of the files is a part of the head, one that only training needs, or an error that names it. The numbers
-that are read are those of `d2t` alone: an id of the head plus its number is an id of the model.
+Every tensor must belong to the head or be known from training; any other is an error that names it. Only the values of
+`d2t` are read: a head's token id plus its value is the model's token id.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ D2T, T2D, FC, INPUT_NORM, LM_HEAD, EMBEDDING = (
 )
 LAYER, EARLIER_LAYER = "layers.0.", "midlayer."
 ONLY_FOR_TRAINING = (T2D, "verifier_norm.weight", "verifier_lm_head.weight")
-COMPUTED = "rotary_emb.inv_freq"  # which transformers has saved at times
-INTEGERS = {"I64": "q", "I32": "i"}  # safetensors' names and those of `array`
+COMPUTED = "rotary_emb.inv_freq"  # which some versions of transformers saved
+INTEGERS = {"I64": "q", "I32": "i"}  # safetensors' names -> `array`'s
 
 
 class StoredWeight(NamedTuple):
-    """A tensor of a safetensors file; `start`: of its bytes."""
+    """A tensor of a safetensors file. `start`: the offset of its bytes."""
 
     file: Path
     key: str
@@ -54,10 +54,10 @@ class Eagle3Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Folder:
-    """`weights` by names: those of the layer begin with LAYER, no name with "model.".
+    """`weights`: by name; the layer's names begin with LAYER, no name begins with "model.".
 
-    `token_ids`: the model's ids of the head's; None: they are the same. `identity` is a digest of the config, of the
-    weights' headers and of a sample of each file.
+    `token_ids`: the model's id of each of the head's ids; None: they are equal. `identity`: a digest of the config, the
+    weights' headers and a sample of each file.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class Eagle3Folder:
         return self.config.taps(num_layers)
 
     def check_fits(self, target: Eagle3Target) -> None:
-        """Raises ModelError that names both numbers."""
+        """Raises ModelError that names both values."""
         config = self.config
         where = "" if config.hidden_size == config.target_hidden_size else "target_"
         pairs = (
@@ -134,7 +134,7 @@ def _stored(file: Path) -> Iterator[tuple[str, StoredWeight]]:
 
 
 def _shapes(config: Eagle3Config) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Returns the shapes of tensors that a head must have, and of those that it may have."""
+    """Returns the shapes of a head's required and optional tensors."""
     size, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     read, number = config.target_hidden_size, config.num_taps
@@ -158,7 +158,7 @@ def _shapes(config: Eagle3Config) -> tuple[dict[str, tuple[int, ...]], dict[str,
 
 
 def _check_weights(path: Path, config: Eagle3Config, weights: Mapping[str, StoredWeight]) -> None:
-    """Raises ModelError for a tensor that is missing, unknown, or of another shape or dtype."""
+    """Raises ModelError for a missing or unknown tensor, and for a wrong shape or dtype."""
     needed, optional = _shapes(config)
     if missing := next((name for name in needed if name not in weights), None):
         raise ModelError(f"{path}: {missing}: missing in its *.safetensors; copy or download it again")
@@ -180,7 +180,7 @@ def _check_weights(path: Path, config: Eagle3Config, weights: Mapping[str, Store
 
 
 def _token_ids(path: Path, config: Eagle3Config, weights: Mapping[str, StoredWeight]) -> tuple[int, ...] | None:
-    """Raises ModelError: a vocabulary of its own without its ids, or ids that the model does not have."""
+    """Raises ModelError for a smaller vocabulary without `d2t`, and for ids that the model lacks."""
     own = config.draft_vocab_size or config.vocab_size
     if D2T not in weights:
         if own != config.vocab_size:

@@ -1,4 +1,4 @@
-"""The texts that an embedding model expects in front of others, by name, from its folder's files."""
+"""An embedding model's prompts, which precede texts, by name, from its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.errors import RequestError
 
 FILE = "config_sentence_transformers.json"
-# Cohere's own names -> those that embedding models have for the same; without one nothing is put in front.
+# Cohere's names -> embedding models' names for the same prompt; without a match, there is no prompt.
 COHERES: Mapping[str, tuple[str, ...]] = {
     "search_document": ("document", "passage"),
     "search_query": ("query",),
@@ -24,14 +24,14 @@ class EmbeddingPrompts(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> EmbeddingPrompts:
-        """Reads `task_instructions` of config.json, or else sentence-transformers' prompts. Raises ModelError."""
+        """Reads `task_instructions` of config.json, otherwise sentence-transformers' prompts. Raises ModelError."""
         found = _texts(read_json(folder / "config.json").get("task_instructions"))
         if not found and (file := folder / FILE).exists():
             found = _texts(read_json(file).get("prompts"))
         return cls(found)
 
     def of(self, name: str | None) -> str:
-        """Returns the text of this name; "" without one. Raises RequestError for a name that is unknown."""
+        """Returns the prompt of this name; "" without a name. Raises RequestError for an unknown name."""
         if name is None:
             return ""
         for each in (name, *COHERES.get(name, ())):

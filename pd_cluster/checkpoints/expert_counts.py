@@ -1,4 +1,4 @@
-"""Reads from a config.json, without torch, how many experts each sparse block of a model has."""
+"""Reads the number of experts per sparse block from a config.json, without torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exper
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
-    """Returns the experts that a router chooses from, shared ones apart; 0: the model has none.
+    """Returns the number of routed experts, without shared ones; 0: none.
 
-    `config`: that of a text model, or a whole config.json with its `text_config`. A field that is missing has
-    transformers' default.
+    `config`: a text model's config, or a whole config.json with a `text_config`. Missing fields have transformers'
+    defaults.
     """
     if isinstance(text := config.get("text_config"), Mapping):
         return num_experts_of(text)

@@ -1,4 +1,4 @@
-"""A digest of what a model folder serves, by which processes know that they serve the same."""
+"""A digest of what a model folder serves, for processes to check that they serve the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def identity_of(
     is_plain: Callable[[str], bool],
     of_images: Sequence[Path] = (),
 ) -> str:
-    """`of_images`: files that say how pictures are read, if they are."""
+    """`of_images`: the files that determine how pictures are read, if the model reads them."""
     served = b"with images" if of_images else b"language model only" if part_of else b""
     digest = hashlib.sha256(served)
     path = folder.path

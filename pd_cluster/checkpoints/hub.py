@@ -1,4 +1,4 @@
-"""Finds a model's files: in a folder, or on the Hugging Face hub, fetched once and then read from its cache.
+"""Finds a model's files in a folder or on the Hugging Face hub, from which they are fetched once and then cached.
 
 Works without torch; huggingface_hub is imported only for a model that is not a folder.
 """
@@ -33,9 +33,9 @@ def resolve_model(
     needs_weights: bool = True,
     revision_flag: str = called("revision"),
 ) -> Path:
-    """Returns the folder, or the hub model's folder in the local cache, which is filled if files are missing.
+    """Returns the folder, or the hub model's folder in the local cache, after fetching missing files.
 
-    `revision`: a branch, tag or commit of the hub's model; a branch keeps the meaning that it had when it was fetched.
+    `revision`: a branch, tag or commit of the hub's model; a fetched branch is not updated.
     `download_dir` replaces the hub's own cache. Raises ModelError.
     """
     path = Path(model).expanduser()
@@ -61,7 +61,7 @@ def resolve_model(
 
 
 def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, ...]) -> Path | None:
-    """Returns the cached folder. None also for incomplete downloads, as far as the hub's library knows."""
+    """Returns the cached folder; None if missing or, as far as the hub's library knows, incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -80,7 +80,7 @@ def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, .
 
 
 def _is_whole(path: Path, needs_weights: bool) -> bool:
-    """Returns whether no file is missing that an interrupted download would leave out."""
+    """Whether the download is complete."""
     if not needs_weights:
         return (path / "tokenizer.json").exists() or is_made(path)
     if not (path / "config.json").exists():
@@ -96,7 +96,7 @@ def _is_whole(path: Path, needs_weights: bool) -> bool:
 
 
 def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, ...], named: str) -> Path:
-    """Fetches a model. Other processes of the host that need the same files wait. Raises ModelError."""
+    """Fetches a model, while other processes of the host wait for the same files. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -118,7 +118,7 @@ def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, 
             ignore_patterns=list(LEFT_OUT),
         )
     except GatedRepoError:
-        raise ModelError(f"{named}: the hub gives it to those only who may have it; set HF_TOKEN") from None
+        raise ModelError(f"{named}: access to it is restricted; set HF_TOKEN") from None
     except RevisionNotFoundError:
         raise ModelError(f"{named}: the hub has no such revision of it") from None
     except RepositoryNotFoundError:
@@ -127,7 +127,7 @@ def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, 
         ) from None
     except HFValidationError:
         raise ModelError(f"{named}: no such folder, and no name that a hub's model could have") from None
-    except Exception as error:  # raised by many libraries for whatever the network does
+    except Exception as error:  # network errors come from many libraries
         raise ModelError(
             f"{named}: no such folder, not in the local Hugging Face cache, and it cannot be fetched: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"

@@ -1,4 +1,4 @@
-"""InternLM and InternLM2, which are Llamas under other names and whose code is not in transformers; read without torch.
+"""InternLM and InternLM2: Llamas under other names, whose code transformers lacks; read without torch.
 
 InternLM is a Llama whose attention has biases. InternLM2 keeps queries, keys and values in one matrix, group by group.
 Facts: the configuration_internlm*.py and modeling_internlm*.py of the models' own repositories on the hub.
@@ -43,7 +43,7 @@ def as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama_names(key: str) -> tuple[str, ...]:
-    """Returns a weight's names in a Llama: three for a packed one, none for one that a Llama computes itself."""
+    """Returns a weight's names in a Llama: three for a packed weight, none for a weight that a Llama computes."""
     if key in OUTER:
         return (OUTER[key],)
     if key.endswith(".rotary_emb.inv_freq"):
@@ -59,10 +59,10 @@ def llama_names(key: str) -> tuple[str, ...]:
 
 
 def places(key: str, shape: tuple[int, ...], num_heads: Any, num_kv_heads: Any) -> tuple[TensorPlace, ...]:
-    """Returns a Llama's tensors in a stored one of this shape. Raises ModelError for a shape that does not fit.
+    """Returns a Llama's tensors in a stored tensor of this shape. Raises ModelError for a wrong shape.
 
-    A packed one has [(num_heads + 2 * num_kv_heads) * head_dim, …], stored by groups: each KV head has the queries that
-    share it, its key, its value.
+    A packed tensor is [(num_heads + 2 * num_kv_heads) * head_dim, …], in groups: for each KV head, its queries, key and
+    value.
     """
     names = llama_names(key)
     if len(names) < 2:

@@ -1,7 +1,6 @@
 """Reads a LoRA adapter's adapter_config.json, as PEFT writes it. Knows nothing of tensors.
 
-A field that changes what is computed, and is not honoured here, is refused by its name: computing without it would give
-answers that look right.
+Unsupported fields that change results are refused by name, because answers without them would look right.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import msgspec
 from pd_cluster.errors import ModelError
 
 MOST_PATTERNS = 1024
-# Names of modules, "." for itself and "\d+" for a whole number: no digit may follow one, so it has one way to match.
+# Names of modules, with a literal "." and "\d+" for a number; no digit may follow "\d+", so a match is unique.
 PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_]|\\?\.|\\d\+(?![0-9]|\\d)){1,256}")
-HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # training began from the base as it is
-# Fields without an effect on what is computed, or with one only through tensors and fields that are read here.
+HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # training began from the unchanged base
+# Fields without an effect on results except through tensors and other fields.
 NO_EFFECT = (
     *("alpha_pattern", "rank_pattern", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "peft_type", "task_type"),
@@ -42,9 +41,9 @@ WHY_NOT = {
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of adapter_config.json that determines the numbers, next to the tensors.
+    """The part of adapter_config.json that determines results, besides the tensors.
 
-    Patterns map ends of modules' names to their own rank or alpha; the first that matches counts. `layers` None: all.
+    Patterns map suffixes of module names to ranks or alphas; the first match counts. `layers` None: all.
     """
 
     rank: int
@@ -55,7 +54,7 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layers: tuple[int, ...] | None = None
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank that a module's A has."""
+        """Returns the rank of a module."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
@@ -67,7 +66,7 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def modules_to_save(file: Path, data: bytes) -> list[str]:
-    """Returns the ends of the names of modules that the adapter has whole; `data` is the file's. Raises ModelError."""
+    """Returns name suffixes of the modules that the adapter replaces; `data`: the file's. Raises ModelError."""
     found = json.loads(data).get("modules_to_save") or []
     if not isinstance(found, list) or len(found) > MOST_PATTERNS or not all(isinstance(each, str) for each in found):
         raise ModelError(f"{file}: modules_to_save {reprlib.repr(found)}: expected names of modules")
@@ -75,13 +74,13 @@ def modules_to_save(file: Path, data: bytes) -> list[str]:
 
 
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """Returns the value of the first key that matches the end of a module's name, from a dot on, or all of it."""
+    """Returns the value of the first key that matches a module's name, whole or from a dot on."""
     return next((value for key, value in pattern.items() if _ending(key).fullmatch(module)), default)
 
 
 @lru_cache(4 * MOST_PATTERNS)
 def _ending(key: str) -> re.Pattern[str]:
-    """Returns the expression of a key that PATTERN accepts; a match costs a step for each character and each dot."""
+    """Compiles a key that PATTERN accepts; matching takes linear time."""
     body = re.sub(r"\\?\.", r"\\.", key.removeprefix("^")).replace(r"\d+", r"\d++")
     return re.compile(body if key.startswith("^") else rf"(?:.*\.)?{body}")
 
@@ -111,7 +110,7 @@ def read_settings(file: Path, data: bytes) -> LoraSettings:
 
 
 def _check_supported(file: Path, given: Mapping[str, Any]) -> None:
-    """Raises ModelError for a field that changes what is computed and is not honoured."""
+    """Raises ModelError for an unsupported field that changes results."""
     if (bias := given.get("bias", "none")) != "none":
         raise ModelError(
             f"{file}: bias {reprlib.repr(bias)}: biases of the base are not replaced; train with bias none"
@@ -122,7 +121,7 @@ def _check_supported(file: Path, given: Mapping[str, Any]) -> None:
             f"{file}: init_lora_weights {reprlib.repr(init)}: training began from a changed base, on which alone these "
             f"tensors are right; save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
         )
-    _switch(file, given, "fan_in_fan_out")  # A and B are laid out alike with and without it
+    _switch(file, given, "fan_in_fan_out")  # it does not change the layout of A and B
     for name, value in given.items():
         if name not in NO_EFFECT and value:
             why = WHY_NOT.get(name, "this field is not known here, and may change what is computed")

@@ -1,8 +1,7 @@
-"""Reads a folder with a LoRA adapter in PEFT's format, without torch: what it would change, and its identity.
+"""Reads a LoRA adapter's folder in PEFT's format, without torch: the modules that it changes, and its identity.
 
-The folder is somebody else's: nothing outside it is read, sizes are bounded before anything is allocated, and every
-tensor of the file is either a part of the adapter or an error that names it. Whether the parts fit a model is
-model/lora's to say.
+The folder is untrusted: nothing outside it is read, sizes are checked before allocation, and a tensor that is not part
+of the adapter is an error that names it. model/lora checks whether the parts fit a model.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ MAX_CONFIG_NBYTES = 1 << 20
 MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
-NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by safetensors' name of the dtype
+NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per element, by safetensors' dtype
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """`digest` (64 hex digits) identifies settings and weights. `file_nbytes`: the size of the weights' file."""
+    """`digest` (64 hex digits) identifies settings and weights. `file_nbytes`: the size of the weight file."""
 
     path: Path
     settings: LoraSettings
@@ -52,7 +51,7 @@ class LoraFolder:
 
     @property
     def max_rank(self) -> int:
-        """The highest rank of a module."""
+        """The highest rank of any module."""
         tensors, rank_of = self.tensors, self.settings.rank_of
         ranks = [pair.rank for pair in (*tensors.modules.values(), *tensors.embeddings.values())]
         ranks += [rank_of(f"{name}.{tensor}") for name in tensors.experts for tensor in EXPERTS_TENSORS]
@@ -60,7 +59,7 @@ class LoraFolder:
 
     @classmethod
     def read(cls, path: Path, max_rank: int) -> LoraFolder:
-        """Reads all but the numbers. Raises ModelError that names the file, and the field or tensor."""
+        """Reads everything but the values. Raises ModelError that names the file, and the field or tensor."""
         config = path / CONFIG_FILE
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
@@ -83,7 +82,7 @@ class LoraFolder:
         return cls(path, settings, tensors, digest.hexdigest(), size)
 
     def weights(self) -> mmap.mmap:
-        """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
+        """Returns the whole file. Raises ModelError if it changed since `read`."""
         with opened(self.path, WEIGHTS_FILE, self.file_nbytes) as stream:
             data = read_digested(stream, self.file_nbytes, digest := _digest_of(self.settings))
         if digest.hexdigest() != self.digest:
@@ -92,14 +91,14 @@ class LoraFolder:
 
 
 def _digest_of(settings: LoraSettings) -> Any:
-    """Returns a digest of the settings, before that of the weights."""
+    """Returns a digest that begins with the settings."""
     return hashlib.sha256(msgspec.json.encode(settings) + b"\0")
 
 
 def opened(folder: Path, name: str, most_nbytes: int) -> Any:
-    """Opens a plain file of the folder. Raises ModelError.
+    """Opens a regular file of the folder. Raises ModelError.
 
-    A symbolic link may lead to another file of the folder, or from a snapshot of the hub's cache to its blobs.
+    A symbolic link may point to a file in the folder, or from a snapshot of the hub's cache to its blobs.
     """
     file = folder / name
     try:
@@ -149,7 +148,7 @@ def _check(file: Path, settings: LoraSettings, tensors: LoraTensors, max_rank: i
     for name, pairs in tensors.experts.items():
         if len(pairs) > len(EXPERTS_TENSORS):
             raise ModelError(f"{file}: {name}: {len(pairs)} pairs of matrices; experts have {len(EXPERTS_TENSORS)}")
-        for tensor in EXPERTS_TENSORS:  # which pair is whose shows when they are placed
+        for tensor in EXPERTS_TENSORS:  # placement decides which pair belongs to which tensor
             _check_module(file, settings, f"{name}.{tensor}", settings.rank_of(f"{name}.{tensor}"), max_rank)
 
 

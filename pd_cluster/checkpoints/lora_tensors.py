@@ -1,6 +1,6 @@
-"""The tensors of a LoRA adapter's file, by what they are for: a tensor that is for nothing is an error with its name.
+"""Classifies the tensors of a LoRA adapter's file; an unknown tensor is an error that names it.
 
-Names are as PEFT writes them, with or without its prefix. Which modules a model has is model/lora's to say.
+Names are PEFT's, with or without its prefix. Knows nothing of the model's modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MATRIX = re.compile(_MODULE + r"\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 EMBEDDING = re.compile(_MODULE + r"\.lora_embedding_(?P<side>[AB])(?:\.default)?")
 COPY = re.compile(_MODULE + r"\.base_layer\.weight")
 WHOLE = re.compile(_MODULE + r"(?:\.modules_to_save(?:\.default)?)?\.weight")
-# Experts whose weights are one tensor: PEFT wraps their module once for each tensor that it adapts.
+# Experts with stacked weights: PEFT wraps their module once per adapted tensor.
 EXPERTS = re.compile(r"(?P<path>.*\.experts)(?:\.base_layer)?")
 OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
 OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
@@ -32,9 +32,9 @@ WHY_NOT = {
 
 @dataclass(frozen=True, slots=True)
 class LoraTensor:
-    """One tensor in the file; bytes [start, stop) of it.
+    """One tensor: bytes [start, stop) of the file.
 
-    A matrix of an adapter is [rank, in_features] for A and [out_features, rank] for B.
+    A is [rank, in_features], B is [out_features, rank].
     """
 
     dtype: Literal["F32", "F16", "BF16"]
@@ -57,11 +57,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
-    """All tensors of a file, by the names that transformers gives the modules.
+    """All tensors of a file, by transformers' module names.
 
-    `experts`: one or two pairs for a module of experts, one for each of its tensors; A is [num_experts * rank,
-    in_features], expert by expert, and B [out_features, rank * num_experts], rank by rank. `wholes` stand in the place
-    of a module's weight; `copies` are the base's own.
+    `experts`: one or two pairs per module of experts, one per tensor; A is [num_experts * rank, in_features], expert by
+    expert, and B [out_features, rank * num_experts], rank by rank. `wholes` replace a module's weight; `copies` are
+    the base's own weights.
     """
 
     modules: dict[str, Pair]
@@ -72,7 +72,7 @@ class LoraTensors:
 
 
 def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collection[str]) -> LoraTensors:
-    """`saved`: ends of the names of modules that the file has whole. Raises ModelError that names a tensor."""
+    """`saved`: name suffixes of modules that the file replaces. Raises ModelError that names a tensor."""
     sides: dict[str, dict[str, LoraTensor]] = {}
     embeddings: dict[str, dict[str, LoraTensor]] = {}
     wholes: dict[str, LoraTensor] = {}
@@ -102,7 +102,7 @@ def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collecti
 
 
 def ends_with_one(module: str, ends: Iterable[str]) -> bool:
-    """As PEFT matches `modules_to_save`: also within a part of a name, so that "norm" is every norm of a layer."""
+    """Matches like PEFT's `modules_to_save`, also within a part of a name, so "norm" matches every norm of a layer."""
     return module.endswith(tuple(ends))
 
 
@@ -117,7 +117,7 @@ def _add(place: str, found: dict[str, LoraTensor], key: str, tensor: LoraTensor)
 
 
 def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str) -> dict[str, Pair]:
-    """Raises ModelError for a matrix that lacks the other, or that does not have its rank."""
+    """Raises ModelError for a missing matrix or different ranks."""
     pairs = {}
     for name, module in sorted(sides.items()):
         if missing := {"A", "B"} - module.keys():
@@ -134,7 +134,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str)
 
 
 def _apart(pairs: Mapping[str, Pair]) -> tuple[dict[str, Pair], dict[str, tuple[Pair, ...]]]:
-    """Returns linear modules, and experts whose weights are one tensor."""
+    """Returns linear modules, and experts with stacked weights."""
     modules: dict[str, Pair] = {}
     experts: dict[str, tuple[Pair, ...]] = {}
     for name, pair in pairs.items():
@@ -146,7 +146,7 @@ def _apart(pairs: Mapping[str, Pair]) -> tuple[dict[str, Pair], dict[str, tuple[
 
 
 def todays_name(name: str) -> str:
-    """Returns the name that transformers gives a module of Mixtral today."""
+    """Returns transformers' current name of a Mixtral module."""
     name = name.replace(f".{OLD_BLOCK}.", ".mlp.")
     if found := OLD_EXPERT.fullmatch(name):
         return f"{found['before']}.{OLD_PARTS[found['part']]}"

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 in Paddle's layout, as the hub's folders named `-Paddle` have it; read without torch.
+"""ERNIE 4.5 in Paddle's layout, as in the hub's `-Paddle` folders; read without torch.
 
 Linear weights are [inputs, outputs]. Queries, keys and values are columns of one matrix, and so are gate and up
 projections. The folders' 16-bit words are bfloat16, whatever their headers call them.
@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Ernie4_5_VLMoeForConditionalGeneration": PICTURES,
 }
 OLD_TYPES = {"ernie4_5_moe_vl": PICTURES}  # -> transformers'
-# Fields that only Paddle's training and kernels read.
+# Fields of Paddle's training and kernels only.
 TRAINING = re.compile(
     r"fuse_.*|fused_.*|use_(?:rmsnorm|fast_ln|flash_attention|recompute.*|sparse_.*|var_len.*)|moe_.*(?:loss|lambda).*"
     r"|moe_(?:capacity|gate|use_.*|dropout_prob|multimodal_.*|dense_experts_token_type_id|group.*)|global_aux_loss"
@@ -41,16 +41,16 @@ TEXT_FIELDS = (
     *("vocab_size", "tie_word_embeddings", "use_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
 )
 TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels", "patch_size", "spatial_merge_size")
-TIME_SHARE, ROPE_THETA = 20, 500_000.0  # of half a head; both are in no older config.json
+TIME_SHARE, ROPE_THETA = 20, 500_000.0  # of half a head; older config.json files lack both
 
 
 def may_be(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is ERNIE 4.5's, so that its folder may have this layout."""
+    """Whether a config.json is ERNIE 4.5's, whose folder may have this layout."""
     return model_type_of(config) in ARCHITECTURES.values()
 
 
 def model_type_of(config: Mapping[str, Any]) -> object:
-    """Returns transformers' model_type. Paddle's own may be missing or another one: then the architecture decides."""
+    """Returns transformers' model_type; if Paddle's is missing or different, the architecture decides."""
     given = config.get("model_type")
     names = config.get("architectures")
     of_architecture = ARCHITECTURES.get(str(names[0])) if isinstance(names, list) and names else None
@@ -62,9 +62,9 @@ def is_spare(key: str) -> bool:
 
 
 def as_transformers(config: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
-    """Returns transformers' config.json of the same model. `has_head`: the output layer has a weight of its own.
+    """Returns the config.json in transformers' form. `has_head`: the output layer has its own weight.
 
-    Raises ModelError for a field that is missing or malformed.
+    Raises ModelError for a missing or malformed field.
     """
     found = {name: value for name, value in config.items() if not TRAINING.fullmatch(name)}
     found["model_type"] = model_type = model_type_of(config)
@@ -81,7 +81,7 @@ def as_transformers(config: Mapping[str, Any], has_head: bool) -> dict[str, Any]
 
 
 def _with_pictures(config: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a text model and a tower, which Paddle's has in one."""
+    """Splits Paddle's config into those of the text model and the tower."""
     own = {name: found[name] for name in TEXT_FIELDS if found.get(name) is not None}
     tower = config["vision_config"]
     num_layers, half = config["num_hidden_layers"], config["hidden_size"] // config["num_attention_heads"] // 2
@@ -115,13 +115,13 @@ def _with_pictures(config: Mapping[str, Any], found: dict[str, Any]) -> dict[str
 
 
 def _ends(config: Mapping[str, Any], name: str, choose: Any) -> int:
-    """Returns a field that may have a value for texts and another for pictures."""
+    """Returns a field that may have separate values for text and pictures."""
     value = config[name]
     return int(choose(value) if isinstance(value, list) else value)
 
 
 class PaddleSizes(NamedTuple):
-    """Sizes that tell the parts of stored tensors apart. `hidden_size`, heads: of the text model."""
+    """Sizes that separate the parts of stored tensors. `hidden_size`, heads: the text model's."""
 
     takes_pictures: bool
     is_tied: bool
@@ -142,7 +142,7 @@ class PaddleSizes(NamedTuple):
             raise ModelError(f"config.json of ERNIE 4.5 in Paddle's layout: {error!r}; copy it again") from None
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Returns a tensor's names in the folder named `-PT`; none for one that this model does not use."""
+        """Returns a tensor's names in the `-PT` folder; empty for an unused tensor."""
         if is_spare(key) or (not self.takes_pictures and ONLY_PICTURES.search(key)):
             return ()
         name = f"model.{key.removeprefix(PREFIX)}" if key.startswith(PREFIX) else key
@@ -155,7 +155,7 @@ class PaddleSizes(NamedTuple):
         return (name,)
 
     def places(self, key: str, shape: tuple[int, ...]) -> tuple[TensorPlace, ...]:
-        """Returns those in a stored tensor of this shape. Raises ModelError for a shape that does not fit."""
+        """Returns the tensors in a stored tensor of this shape. Raises ModelError for a wrong shape."""
         names, is_turned = self.names(key), self._is_turned(key, shape)
         if len(names) < 2:
             return tuple(TensorPlace(name, is_turned=is_turned) for name in names)
@@ -171,8 +171,8 @@ class PaddleSizes(NamedTuple):
         )
 
     def _is_turned(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether inputs come first where transformers has outputs. Routers and output layers of some folders differ
-        from their other layers, which their shapes show.
+        """Whether the weight is transposed, with inputs first. In some folders, routers and output layers differ from
+        other layers, as their shapes show.
         """
         if len(shape) != 2 or key.endswith("embed_tokens.weight"):
             return False

@@ -1,7 +1,7 @@
-"""Reads the files of folders that others made: plain files alone, of bounded size, in steps.
+"""Reads files of untrusted folders: only regular files, of bounded size, in steps.
 
-A pipe in a file's place keeps nobody waiting, a size is checked before anything is read, and no read or digest holds
-the interpreter for longer than a step.
+A pipe in place of a file does not block, sizes are checked before reading, and no read or digest holds the interpreter
+for longer than a step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from pd_cluster.errors import ModelError
 
-MAX_WHOLE_NBYTES = 256 << 20  # of a file that is read whole: tokenizers of today's models have up to 35 MB
+MAX_WHOLE_NBYTES = 256 << 20  # of a file that is read whole; current tokenizers have up to 35 MB
 STEP_NBYTES = 1 << 20
 OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_plain(file: Path, most_nbytes: int | None = None, more_flags: int = 0) -> Any:
-    """Opens a file for reading; None: of any size. Raises OSError, ModelError: not a file, or too large."""
+    """Opens a file. `most_nbytes` None: any size. Raises OSError, and ModelError if it is not regular or too large."""
     stream = os.fdopen(os.open(file, OPEN | more_flags), "rb")
     found = os.fstat(stream.fileno())
     is_file = stat.S_ISREG(found.st_mode)
@@ -39,7 +39,7 @@ def read_plain(file: Path) -> bytes:
 
 
 def digest_file(stream: Any, digest: Any) -> int:
-    """Digests a file to its end; returns its size."""
+    """Digests the rest of a file; returns its size."""
     size = 0
     while part := stream.read(STEP_NBYTES):
         digest.update(part)
@@ -48,9 +48,9 @@ def digest_file(stream: Any, digest: Any) -> int:
 
 
 def read_digested(stream: Any, nbytes: int, digest: Any) -> mmap.mmap:
-    """Returns and digests a file's first `nbytes` (at least 1), in memory that nothing else has touched.
+    """Returns and digests a file's first `nbytes` (at least 1), in new memory.
 
-    A file that is shorter leaves zeros, which are not digested.
+    Zeros, which are not digested, follow a shorter file.
     """
     data = mmap.mmap(-1, nbytes)
     with memoryview(data) as view:

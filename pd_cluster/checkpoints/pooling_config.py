@@ -1,4 +1,4 @@
-"""How a checkpoint's authors pool hidden states into one vector: the files of sentence-transformers in its folder.
+"""Reads how a checkpoint pools hidden states into one vector from sentence-transformers' files in its folder.
 
 Without such files a decoder's vector is the last token's hidden state, which has seen the whole prompt.
 """
@@ -15,16 +15,16 @@ from pd_cluster.types import PoolingKind
 
 MODULES_FILE = "modules.json"
 POOLING_FILE = "1_Pooling/config.json"
-# The end of a module's type in modules.json. Vectors are normalized unless a request says otherwise.
+# Suffixes of module types in modules.json. Vectors are normalized unless a request says otherwise.
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-# The names of "pooling_mode"; older files have a true or false "pooling_mode_…" for each.
+# Values of "pooling_mode"; older files have a boolean "pooling_mode_…" for each.
 KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
 OLD_PREFIX = "pooling_mode_"
 OLD_NAMES = {f"{OLD_PREFIX}mean_tokens": "mean", f"{OLD_PREFIX}lasttoken": "lasttoken"}
 
 
 def pooling_kind_of(folder: Path) -> PoolingKind:
-    """Returns the kind that the checkpoint says. Raises ModelError for one that is not supported, or a broken file."""
+    """Returns the checkpoint's kind of pooling. Raises ModelError for an unsupported kind or a broken file."""
     file = folder / MODULES_FILE
     modules = _read(file) if file.exists() else []
     for module in modules if isinstance(modules, list) else [modules]:
@@ -47,7 +47,7 @@ def pooling_kind_of(folder: Path) -> PoolingKind:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the names of all modes that the file asks for."""
+    """Returns the names of the file's modes."""
     if "pooling_mode" in config:
         given = config["pooling_mode"]
         return [str(each) for each in given] if isinstance(given, list) else [str(given)]

@@ -1,7 +1,7 @@
-"""Reads a folder with a prompt adapter in PEFT's format, without torch: prompt tuning, p-tuning, prefix tuning.
+"""Reads a prompt adapter's folder in PEFT's format, without torch: prompt tuning, p-tuning, prefix tuning.
 
-PEFT saves what its encoders have made, so p-tuning is served as prompt tuning is: one tensor `prompt_embeddings`, a row
-for each virtual token. With prefix tuning a row has the keys and values of all layers.
+PEFT saves its encoders' outputs, so p-tuning equals prompt tuning: a tensor `prompt_embeddings` with a row per virtual
+token. In prefix tuning, a row has the keys and values of all layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pd_cluster.types.variants import PromptKind, prompt_variant
 TENSOR = "prompt_embeddings"
 KINDS: dict[str, PromptKind] = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAX_TOKENS = 65_535
-# Fields that only say how the tensor was made, or describe the base.
+# Fields that only describe the training or the base.
 NO_EFFECT = (
     *(
         "peft_type",
@@ -52,7 +52,7 @@ NO_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class PromptFolder:
-    """`tensor`, [num_tokens, width]: embeddings, or keys and values of all layers. `digest`: a name of variants.py.
+    """`tensor`, [num_tokens, width]: embeddings, or keys and values of all layers. `digest`: see variants.py.
 
     `file_nbytes`: the size of the tensor's file.
     """
@@ -73,7 +73,7 @@ class PromptFolder:
 
     @classmethod
     def read(cls, path: Path, max_tokens: int = 0) -> PromptFolder:
-        """Reads all but the numbers. `max_tokens` 0: any number. Raises ModelError that names file and field."""
+        """Reads everything but the values. `max_tokens` 0: no limit. Raises ModelError that names file and field."""
         given = config_of(path)
         config = path / CONFIG_FILE
         if (kind := given.get("peft_type")) not in KINDS:
@@ -92,7 +92,7 @@ class PromptFolder:
         return cls(path, KINDS[str(kind)], tensor, name, size)
 
     def weights(self) -> mmap.mmap:
-        """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
+        """Returns the whole file. Raises ModelError if it changed since `read`."""
         digest = hashlib.sha256(self.kind.encode() + b"\0")
         with opened(self.path, WEIGHTS_FILE, self.file_nbytes) as stream:
             data = read_digested(stream, self.file_nbytes, digest)
@@ -126,7 +126,7 @@ AdapterFolder = LoraFolder | PromptFolder
 
 
 def read_adapter(path: Path, max_rank: int, max_tokens: int = 0) -> AdapterFolder:
-    """Reads a folder with an adapter of any kind. Raises ModelError."""
+    """Reads an adapter's folder of any kind. Raises ModelError."""
     if path.is_dir() and config_of(path).get("peft_type") in KINDS:
         return PromptFolder.read(path, max_tokens)
     return LoraFolder.read(path, max_rank)
@@ -147,7 +147,7 @@ def config_of(path: Path) -> Mapping[str, Any]:
 
 
 def _check_supported(config: Path, given: Mapping[str, Any]) -> None:
-    """Raises ModelError for a field that changes what is computed and is not honoured."""
+    """Raises ModelError for an unsupported field that changes results."""
     if (number := given.get("num_transformer_submodules")) not in (None, 1):
         raise ModelError(f"{config}: num_transformer_submodules {reprlib.repr(number)}: only decoders are served")
     if given.get("modules_to_save"):

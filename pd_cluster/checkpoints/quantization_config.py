@@ -1,6 +1,6 @@
-"""The quantization that a model folder declares: the method, and what the tensors alone do not tell.
+"""The quantization that a model folder declares: the method, and details that tensors do not show.
 
-A method is a row in `METHODS`. How tensors become numbers is in model/weights. Imports no torch.
+A method is a row in `METHODS`. model/weights decodes tensors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cluster.settings.engine_config import ALSO_AT_LOAD, AT_LOAD
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
 GPTQ_BITS = (2, 3, 4, 8)
-ASCEND_CODES = ("W8A8", "W8A8_DYNAMIC")  # whose activations become codes, too
+ASCEND_CODES = ("W8A8", "W8A8_DYNAMIC")  # activations are quantized, too
 CODES_AT_LOAD = ("int8", "w4a8")
 ASCEND_TYPES = ("FLOAT", *ASCEND_CODES, "W8A16", "W4A16")
 CT_FORMATS = (
@@ -29,13 +29,13 @@ CT_FORMATS = (
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
 PACKINGS = ("auto_gptq", "auto_awq", "llm_compressor", "auto_round", "gptqmodel")
-OWN_PACKINGS = ("auto_round", "gptqmodel")  # of AutoRound, with zero points as they are
+OWN_PACKINGS = ("auto_round", "gptqmodel")  # of AutoRound, with unchanged zero points
 AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelslim"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`place`: the file and field that say so. Everything else is what the shapes of the tensors leave open.
+    """`place`: the file and field of the declaration. The other fields complete what the tensors' shapes show.
 
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
     gemv). `group_size` input features share a scale, the last group may have fewer; -1: unknown, or all. `block`:
@@ -59,7 +59,7 @@ class Quantization:
     kinds: tuple[str, ...] = ()
 
     def numerics_name(self, is_on_cpu: bool) -> str:
-        """Returns what `Numerics` has of it."""
+        """Returns the part for `Numerics`."""
         if self.method == ASCEND:
             has_codes = any(kind in ASCEND_CODES for kind in self.types.values())
         else:
@@ -68,7 +68,7 @@ class Quantization:
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:
-    """Returns what a model folder declares; None: plain weights. Raises ModelError that names field or file.
+    """Returns a model folder's declaration; None: plain weights. Raises ModelError that names field or file.
 
     `config`: the folder's config.json, or the part of it that is served.
     """
@@ -85,7 +85,7 @@ def quantization_of(path: Path, config: Settings) -> Quantization | None:
 
 
 def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings]]:
-    """Yields place, method and settings. A file counts only where config.json has no field."""
+    """Yields place, method and settings. Files count only if config.json has no field."""
     for name in QUANTIZERS_FIELDS:
         if (value := config.get(name)) is not None:
             settings = value if isinstance(value, dict) else {}
@@ -105,7 +105,7 @@ def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings
 
 
 def _method(name: object) -> str:
-    """Returns a method of `METHODS` by one of its names; "" for another one."""
+    """Returns the method of `METHODS` with this name; "" for an unknown name."""
     found = SPELLINGS.get(name, name) if isinstance(name, str) else ""
     return found if found in METHODS else ""
 
@@ -115,7 +115,7 @@ def _refused(found: Quantization, what: str, way_out: str) -> ModelError:
 
 
 def _whole(found: Quantization, settings: Settings, name: str, default: int) -> int:
-    """Returns a whole number of the settings; `default` where they have none. Raises ModelError."""
+    """Returns an integer setting; `default` if missing. Raises ModelError."""
     if (value := settings.get(name)) is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
@@ -210,7 +210,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
 
 
 def _check_transforms(found: Quantization, settings: Settings) -> None:
-    """Raises ModelError for rotations that are not in the weights, but are computed beside each layer."""
+    """Raises ModelError for rotations that are computed at run time and not merged into the weights."""
     transforms = (settings.get("transform_config") or {}).get("config_groups") or {}
     for name, transform in transforms.items():
         for each in transform.get("apply") or ():
@@ -227,9 +227,9 @@ def _block(found: Quantization, value: object, name: str) -> tuple[int, int]:
 
 
 def _w8a8_parts(found: Quantization, inputs: Settings) -> tuple[str, ...]:
-    """Returns the tensors of static activations, none of dynamic ones; what is not said is the format's default.
+    """Returns the tensors of static activations, empty for dynamic ones; missing settings have the format's defaults.
 
-    Raises ModelError for activations that are rounded in a way that is not computed.
+    Raises ModelError for unsupported rounding of activations.
     """
     given: dict[str, Any] = {"num_bits": 8, "type": "int", "dynamic": False, "symmetric": True}
     given |= {name: value for name, value in inputs.items() if value is not None}
@@ -249,7 +249,7 @@ def _w8a8_parts(found: Quantization, inputs: Settings) -> tuple[str, ...]:
 
 
 def _check_w4a8(found: Quantization, weights: Settings, inputs: Settings) -> None:
-    """Raises ModelError unless activations are rounded by a scale for each row, and nothing has a zero point."""
+    """Raises ModelError unless activations have a scale per row, and nothing has a zero point."""
     for name, default, allowed in (("num_bits", 8, 8), ("strategy", "token", "token"), ("symmetric", True, True)):
         field_name = f"input_activations.{name}"
         _only(found, {field_name: inputs.get(name, default)}, field_name, (allowed,))
@@ -309,18 +309,18 @@ CALLED = {
     "mxfp4": ("mxfp4", COMPRESSED),
     AUTO_ROUND: ("gptq", "awq", COMPRESSED),
 }
-KINDS = {"fp8": "float8", "mxfp4": "float4"}  # of weights, by these names
+KINDS = {"fp8": "float8", "mxfp4": "float4"}  # names -> kinds of weights
 
 
 def at_load(scheme: str) -> str:
-    """Returns our name of a scheme that quantizes plain weights."""
+    """Returns our name of a scheme for plain weights."""
     return ALSO_AT_LOAD.get(scheme, scheme)
 
 
 def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantization | None:
-    """Holds --quantization against the folder, whose weights are quantized by it if they are plain.
+    """Compares --quantization with the folder; plain weights are quantized by it at load.
 
-    Raises ModelError if it contradicts them.
+    Raises ModelError if they conflict.
     """
     if wanted is None:
         return found

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, and checks it against the file's size before any number is read.
+"""Reads the header of a safetensors file, and checks it against the file's size before any tensor is read.
 
 Format: 8 bytes of the header's length, the header as JSON, the tensors' bytes in one piece to the end of the file, as
 https://github.com/huggingface/safetensors#format describes it. Knows nothing of what tensors are for.
@@ -18,15 +18,15 @@ from pd_cluster.errors import ModelError
 
 MAX_HEADER_NBYTES = 100 << 20  # safetensors' own
 MAX_TENSORS = 1 << 20
-MARKS_OF_TENSOR = {b":": 4, b",": 5}  # with the comma behind it
+MARKS_OF_TENSOR = {b":": 4, b",": 5}  # including the comma after it
 MARKS_OF_METADATA = 4096
 PREFIX_NBYTES = 8
-MAX_NAME = 300  # characters of a name that are said
+MAX_NAME = 300  # characters of a name in errors
 AGAIN = "copy or download it again"
 
 
 class Header(NamedTuple):
-    """`data`: the bytes before the tensors'. `entries`: their dtype, shape and data_offsets, by name."""
+    """`data`: the bytes before the tensors. `entries`: dtype, shape and data_offsets, by tensor name."""
 
     data: bytes
     entries: dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ class Header(NamedTuple):
 def read_header(
     file: Path, stream: Any, most_nbytes: int = MAX_HEADER_NBYTES, most_tensors: int = MAX_TENSORS
 ) -> Header:
-    """Reads from the file's start. Raises ModelError: the tensors' bytes are not exactly the rest of the file."""
+    """Reads from the file's start. Raises ModelError unless the tensors fill exactly the rest of the file."""
     size = os.fstat(stream.fileno()).st_size
     prefix = stream.read(PREFIX_NBYTES)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == PREFIX_NBYTES else size

@@ -1,4 +1,4 @@
-"""Sampling defaults for requests that give none: generation_config.json and the operator's changes to it.
+"""Default sampling parameters of requests: generation_config.json and the operator's overrides.
 
 vLLM's --generation-config names the source: `auto` is the model folder, a path is another folder, and `vllm` takes no
 sampling defaults from any file. --override-generation-config is merged over the source. Other keys of a file are
@@ -20,7 +20,7 @@ NEUTRAL = "vllm"  # --generation-config: no file's sampling defaults
 def sampling_defaults(checkpoint: Checkpoint, source: str, override: Mapping[str, Number | None]) -> dict[str, Number]:
     """Maps names of `KNOWN` to values; a null of the override removes the file's value.
 
-    Raises ModelError for a value of the file that no request could have.
+    Raises ModelError for a value that no request could have.
     """
     found = {} if source == NEUTRAL else _of_file(checkpoint)
     return {name: value for name, value in {**found, **override}.items() if value is not None}

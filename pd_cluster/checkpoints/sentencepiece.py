@@ -1,7 +1,7 @@
-"""Makes the text of a tokenizer.json from a SentencePiece file, for folders that have only that: ERNIE 4.5's by Paddle.
+"""Makes a tokenizer.json from a SentencePiece file, for folders without one, such as Paddle's ERNIE 4.5.
 
-Reads the few fields of ModelProto that say how texts are split. Format and meaning: sentencepiece_model.proto and the
-normalizer of google/sentencepiece.
+Reads only the fields of ModelProto that affect splitting. Source: sentencepiece_model.proto and the normalizer of
+google/sentencepiece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.errors import ModelError
 
 FILE, MODEL, CONFIG, ADDED = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"
-# tokenizer_class -> these add nothing to a prompt
+# tokenizer classes that add nothing to a prompt
 ERNIE = ("Ernie4_5_Tokenizer", "Ernie4_5Tokenizer", "Ernie4_5_VLTokenizer", "ErnieBotTokenizer")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 UNIGRAM, BPE = 1, 2
@@ -69,7 +69,7 @@ class SentencePieces(NamedTuple):
 
 
 def tokenizer_text(file: Path) -> str:
-    """Returns the text of a folder's tokenizer.json; made from the SentencePiece file beside it where it is missing.
+    """Returns the text of a folder's tokenizer.json, made from its SentencePiece file if missing.
 
     Raises ModelError, OSError.
     """
@@ -77,14 +77,14 @@ def tokenizer_text(file: Path) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder's tokenizer is its SentencePiece file, of a class whose rules are known here."""
+    """Whether a folder's tokenizer is a SentencePiece file of a known class."""
     if (folder / FILE).exists() or not (folder / MODEL).exists() or not (folder / CONFIG).exists():
         return False
     return read_json(folder / CONFIG).get("tokenizer_class") in ERNIE
 
 
 def files_of(folder: Path) -> tuple[Path, ...]:
-    """Returns the files that a folder's tokenizer is read from."""
+    """Returns the files of a folder's tokenizer."""
     if not is_made(folder):
         return (folder / FILE,)
     return tuple(file for name in (MODEL, CONFIG, ADDED) if (file := folder / name).exists())
@@ -133,7 +133,7 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 def _bpe(pieces: list[SentencePiece]) -> dict[str, Any]:
-    """Merges are all ways to make a piece of two others; the piece with the highest score is made first."""
+    """Returns the BPE model, whose merges are all ways to join two pieces to a third, the highest score first."""
     ids = {piece.text: index for index, piece in enumerate(pieces)}
     can_merge = {piece.text for piece in pieces if piece.kind == NORMAL}
     merges: list[list[str]] = []
@@ -167,9 +167,9 @@ def _unigram(pieces: list[SentencePiece], file: Path, kind: int) -> dict[str, An
 
 
 def _added(model: SentencePieces, folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tokens that are found in a text before it is split: SentencePiece's own, and those of other files.
+    """Returns the tokens that are found in a text before splitting: SentencePiece's, and those of other files.
 
-    Special are control pieces, and what tokenizer_config.json says is.
+    Control pieces, and those that tokenizer_config.json marks, are special.
     """
     ids = {piece.text: index for index, piece in enumerate(model.pieces)}
     found = {p.text: p.kind != USER_DEFINED for p in model.pieces if p.kind in (CONTROL, USER_DEFINED, UNKNOWN)}
@@ -204,7 +204,7 @@ def _piece(data: bytes) -> SentencePiece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields numbers and values of a protobuf message: whole numbers, floats, or bytes. Raises ValueError."""
+    """Yields field numbers and values of a protobuf message: integers, floats, or bytes. Raises ValueError."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,7 +1,6 @@
-"""Folders whose tensors have other names or shapes than transformers': each is a `Layout`, one entry of `LAYOUTS`.
+"""Folders whose tensors differ from transformers' in name or shape: each is a `Layout`, one entry of `LAYOUTS`.
 
-Says which part of which stored tensor is a tensor of the model, by names and shapes alone: imports no torch, and reads
-no weights.
+Maps the model's tensors to parts of stored tensors by names and shapes only; imports no torch and reads no weights.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a folder's tensors are those of the model that its config in transformers' form describes.
+    """Maps a folder's tensors to those of the model, whose config is in transformers' form.
 
-    `names`: a tensor's names in the model; none if it is not read. `places`: the same, with the place of each in the
-    tensor, by its shape. `dtypes`: what dtypes of the files' headers mean. `is_spare`: whether a tensor belongs to a
-    part of the model that is not served, by its name.
+    `names`: a tensor's names in the model; empty if it is not read. `places`: the same with positions, from the
+    tensor's shape. `dtypes`: the meaning of headers' dtypes. `is_spare`: whether a tensor, by name, belongs to an
+    unserved part of the model.
     """
 
     name: str
@@ -66,14 +65,14 @@ class WeightFolder:
         return (key,) if self.layout is None else self.layout.names(key)
 
     def dtype(self, stored: str) -> str:
-        """Returns what a dtype of a header means."""
+        """Returns the actual dtype of a header's dtype."""
         return stored if self.layout is None else self.layout.dtypes.get(stored, stored)
 
 
 def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], Layout | None]:
-    """Returns a folder's config.json in transformers' form, and its layout; None: its tensors have transformers' own.
+    """Returns a folder's config.json in transformers' form, and its layout; None: transformers' layout.
 
-    `overrides`: the operator's, which internlm's own field `rotary` is under. Raises ModelError.
+    `overrides`: the operator's; they take precedence over internlm's field `rotary`. Raises ModelError.
     """
     unsafe = sorted(folder.glob("*.pdparams"))
     if unsafe and not any(folder.glob("*.safetensors")):
@@ -88,9 +87,9 @@ def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[st
 
 
 def _kimi(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], None] | None:
-    """Kimi-K2's folders name code of their own for what is a DeepSeek-V3, tensors and all, as their model card says.
+    """Kimi-K2's folders name their own code, but the model and its tensors are DeepSeek-V3's (model card).
 
-    So do the text models of K2.5's.
+    The same holds for K2.5's text models.
     """
     text = config.get("text_config")
     if isinstance(text, dict) and (found := _kimi(folder, text, overrides)) is not None:

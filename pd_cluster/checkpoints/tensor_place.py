@@ -1,4 +1,4 @@
-"""Where a tensor of a model is in a stored one."""
+"""The position of a model's tensor in a stored tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 class TensorPlace(NamedTuple):
     """`name`: in the model. `pieces`: [start, stop) along the stored dimension `dim`, joined; None: all of it.
 
-    `is_turned`: the two dimensions are stored the other way round.
+    `is_turned`: the stored tensor is transposed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Reads without torch which models take pictures, and how.
+"""Reads how a model takes pictures, without torch.
 
 Knows nothing of weights or of pixels. The models are those of media/kinds/image_kinds.py.
 """
@@ -28,14 +28,14 @@ RESCALE = 1 / 255
 
 @dataclass(frozen=True, slots=True)
 class VisionPart:
-    """How a model reads pictures. Its pixels, times `rescale`, less `mean`, by `std`, are what its tower takes."""
+    """How a model reads pictures. Its tower takes (pixels * `rescale` - `mean`) / `std`."""
 
     model_type: str
     rules: ImageRules
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     rescale: float
-    files: tuple[Path, ...]  # that say so, beside config.json
+    files: tuple[Path, ...]  # with these settings, besides config.json
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> VisionPart:
@@ -59,7 +59,7 @@ class VisionPart:
 
 
 def _given(folder: Path, config: Mapping[str, Any]) -> FolderFields:
-    """Reads the files that say how pictures are prepared. Raises ModelError."""
+    """Reads the preprocessor's files. Raises ModelError."""
     file = folder / PREPROCESSOR
     processor = _object(folder / PROCESSOR)
     inner = processor.get("image_processor")

@@ -1,7 +1,7 @@
-"""Checks safetensors files without torch: whether they are complete and plain, and a digest to compare them by.
+"""Checks without torch that safetensors files are complete and plain, and digests them.
 
-Quantized weights are recognized by what quantizers leave behind: their own description files, tensors of scales,
-weights of integers or eight-bit floats. Loaded as they are, they would be numbers without their scales.
+Recognizes quantized weights by quantizers' description files, tensors of scales, and weights of integers or eight-bit
+floats, which would be wrong without their scales.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pd_cluster.errors import ModelError
 SAMPLE_NBYTES = 64 << 10
 WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Names of a text model's weights in a multimodal folder: as transformers 5 and 4 write them, without a head, and where
-# the text model has no prefix of its own.
+# Names of a text model's weights in a multimodal folder: of transformers 5 and 4, without a head, and without a prefix.
 TEXT_WEIGHTS = re.compile(
     r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
     r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"
@@ -46,20 +45,20 @@ QUANTIZERS_TENSORS = (
     *("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "W_q"),
     *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
 )
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # of weights as numbers
-NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of names that always are weights
-# Buffers that are no floats, which earlier versions of transformers saved and modules compute today: masks of GPT-2,
-# GPT-NeoX and their kin, and positions.
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # of unquantized weights
+NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of weights' names
+# Non-float buffers that earlier versions of transformers saved and modules now compute: masks of GPT-2, GPT-NeoX and
+# similar models, and positions.
 BUFFERS = re.compile(r"(?:^|\.)(?:(?:attn|attention)\.(?:masked_)?bias|position_ids)$")
 
 
 def quantized(place: str, method: str = "") -> ModelError:
-    """Returns the refusal of quantized weights. `place`: the file, and the field or tensor in it."""
+    """Returns the refusal of quantized weights. `place`: the file and its field or tensor."""
     return ModelError(f"{place}: {NO_QUANTIZATION}{f' ({method})' if method else ''}; {WAY_OUT}")
 
 
 def method_of(settings: object) -> str:
-    """Returns the method that a quantizer's settings name; "" if they name none."""
+    """Returns the method in a quantizer's settings; "" if they name none."""
     if not isinstance(settings, dict):
         return ""
     for name in METHOD_FIELDS:
@@ -71,9 +70,9 @@ def method_of(settings: object) -> str:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yields the files that hold the model, chosen as transformers does: one whole file, or the files of the index.
+    """Yields the model's files, chosen like transformers does: one whole file, or the index's files.
 
-    Without either, all safetensors files, which only ranks read. Raises ModelError for a malformed index.
+    Without these, yields all safetensors files, which only ranks read. Raises ModelError for a malformed index.
     """
     index = folder / INDEX
     if (whole := folder / WHOLE_FILE).exists():
@@ -88,7 +87,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def text_name(key: str) -> str:
-    """Returns a weight's name in the text model by itself; "" for a weight of another part."""
+    """Returns a weight's name in the text model alone; "" for another part's weight."""
     found = TEXT_WEIGHTS.fullmatch(key)
     if found is None:
         return ""
@@ -98,8 +97,8 @@ def text_name(key: str) -> str:
 def weights_digest(file: Path, is_plain: Callable[[str], bool], meaning: Callable[[str], str] = str) -> bytes:
     """Digests the header and samples (start, middle, end of the data) of one file.
 
-    `is_plain`: whether the model reads a tensor as numbers, by its name. `meaning`: of the header's dtypes. Raises
-    ModelError: incomplete, or such a tensor is recognizably quantized.
+    `is_plain`: whether the tensor of this name must be unquantized. `meaning`: of the header's dtypes. Raises
+    ModelError if the file is incomplete, or such a tensor is quantized.
     """
     header = _read_header(file)
     for name, dtype in ((name, meaning(str(entry["dtype"]))) for name, entry in header.entries.items()):
@@ -117,7 +116,7 @@ def weights_digest(file: Path, is_plain: Callable[[str], bool], meaning: Callabl
 
 
 def whole_digest(folder: Path) -> str:
-    """Digests every byte of the model's weight files, in hex: for what outlives them. Raises ModelError."""
+    """Returns a hex digest of every byte of the weight files, for data that outlives them. Raises ModelError."""
     digest = hashlib.sha256()
     for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder)}):
         try:
@@ -129,12 +128,12 @@ def whole_digest(folder: Path) -> str:
 
 
 def stored_dtypes(file: Path) -> dict[str, str]:
-    """Maps the names of a file's tensors to their dtypes, as safetensors calls them. Raises ModelError."""
+    """Maps a file's tensor names to safetensors' dtypes. Raises ModelError."""
     return {name: str(entry["dtype"]) for name, entry in _read_header(file).entries.items()}
 
 
 def num_weights(folder: Path) -> int:
-    """Estimates the number of weights in a folder's safetensors files: their bytes divided by two."""
+    """Estimates the number of weights in a folder's safetensors files as their bytes / 2."""
     return weights_nbytes(folder) // 2
 
 
@@ -144,7 +143,7 @@ def weights_nbytes(folder: Path) -> int:
 
 
 def _read_header(file: Path) -> Header:
-    """Raises ModelError: incomplete, or with more than its tensors."""
+    """Reads the header. Raises ModelError for an incomplete file or extra bytes."""
     try:
         with open_plain(file) as stream:
             return read_header(file, stream)

@@ -1,1 +1,1 @@
-"""The time that serving takes, as numbers that fit a machine: predictions, roles, simulator and planner share them."""
+"""Time costs of serving on one machine, for predictions, roles, the simulator and the planner."""

@@ -1,4 +1,4 @@
-"""Costs as a JSON file, every number under its name; see linear_costs.py for what they mean."""
+"""Reads and writes costs as JSON files; linear_costs.py defines the fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def read_costs(path: str | Path, flag: str = "--costs") -> Costs:
-    """Raises ConfigError: one line with the flag, the file, the field and its value."""
+    """Raises ConfigError with the flag, the file, the field and its value."""
     where = f"{flag} {path}"
     try:
         with open(path, "rb") as file:
@@ -38,7 +38,7 @@ def read_costs(path: str | Path, flag: str = "--costs") -> Costs:
 
 
 def write_costs(path: str | Path, costs: Costs, flag: str = "--out") -> None:
-    """Raises ConfigError when the file cannot be written."""
+    """Raises ConfigError if the file cannot be written."""
     write_output(str(path), flag, msgspec.json.format(msgspec.json.encode(_shown(costs)), indent=2) + b"\n")
 
 

@@ -1,7 +1,7 @@
 """Fits a step's linear terms to measured steps: non-negative least squares of relative errors, in plain Python.
 
-A term is kept only where it explains more than noise (Schwarz's criterion), so that few or alike samples give few
-terms. Where samples cannot tell two terms apart, prompts get a time per token and decode steps a constant one.
+Keeps only terms that explain more than noise (Schwarz's criterion), so few or similar samples give few terms. If
+samples cannot separate two terms, prompts get a time per token, and decode steps a constant time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from pd_cluster.costs.linear_costs import StepCost, StepWork
 
-TERMS = ("prompt_token_s", "step_s", "row_s", "context_token_s", "prompt_pair_s")  # by preference among equals
-LEAST_PIVOT = 1e-9  # of a matrix with ones on its diagonal: less is rounding, and its columns are the same
-LEAST_ERROR = 1e-5  # relative: a closer fit is not a better one
+TERMS = ("prompt_token_s", "step_s", "row_s", "context_token_s", "prompt_pair_s")  # preferred first
+LEAST_PIVOT = 1e-9  # of a matrix with a unit diagonal; below it, columns are equal up to rounding
+LEAST_ERROR = 1e-5  # relative; smaller errors count as equal
 MOST_BREAKPOINTS = 48
 
 Sample = tuple[StepWork, float]
@@ -22,7 +22,7 @@ Matrix = list[list[float]]
 
 
 def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
-    """Returns what each of `TERMS` is multiplied by."""
+    """Returns the factor of each of `TERMS`."""
     num_rows = max(0, work.num_rows - num_flat_rows)
     return work.num_prompt_tokens, 1.0, num_rows, work.num_context_tokens, work.num_prompt_pairs
 
@@ -30,7 +30,7 @@ def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
 def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
     """Returns the cost of a step, and the mean of |predicted - measured| / measured over these steps.
 
-    A sample is a step's work and its seconds; those without work or time say nothing. Raises ValueError without any.
+    A sample is a step's work and seconds; samples without work or time are ignored. Raises ValueError without samples.
     """
     counted = [(work, took_s) for work, took_s in samples if took_s > 0 and (work.num_rows or work.num_prompt_tokens)]
     if not counted:
@@ -52,7 +52,7 @@ def mean_error(cost: StepCost, samples: Sequence[Sample]) -> float:
 
 
 def _breakpoints(samples: Sequence[Sample]) -> list[int]:
-    """Returns the numbers of rows up to which they may cost nothing: 0, and those measured but the two largest."""
+    """Returns candidates for the number of free rows: 0, and the measured numbers except the two largest."""
     measured = sorted({work.num_rows for work, _ in samples if work.num_rows})[:-2]
     return [0, *measured[:: -(-len(measured) // MOST_BREAKPOINTS) or 1]]
 
@@ -88,7 +88,7 @@ def _subsets(of: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def solve(matrix: Matrix, right: Sequence[float]) -> list[float] | None:
-    """Solves a symmetric system by elimination; None where its columns are not independent."""
+    """Solves a symmetric system by elimination; None if its columns are dependent."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for at, row in enumerate(rows):
         if row[at] < LEAST_PIVOT:

@@ -1,4 +1,4 @@
-"""Seconds of a step, a handover, the host and a neighbour, as linear terms. Pure arithmetic.
+"""Linear costs of steps, handovers, the host and neighbours, in seconds. Pure arithmetic.
 
 `pd-cluster profile` fits them to real steps and writes them to a file; `pd-cluster simulate`, `plan` and roles by cost
 read them.
@@ -14,23 +14,23 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class StepWork(NamedTuple):
-    """The integers of a step that its time depends on."""
+    """The work of a step, which determines its time."""
 
-    num_rows: int = 0  # sequences that decode: one token each
-    num_context_tokens: int = 0  # that these attend to, in all
-    num_prompt_tokens: int = 0  # computed of prompts
-    num_prompt_pairs: int = 0  # of a prompt's token with one before it: tokens x context, summed over chunks
+    num_rows: int = 0  # decoding sequences, one token each
+    num_context_tokens: int = 0  # all tokens that these attend to
+    num_prompt_tokens: int = 0  # computed prompt tokens
+    num_prompt_pairs: int = 0  # of a prompt token and an earlier one: tokens x context, summed over chunks
 
 
 def num_pairs_of(num_tokens: int, num_before: int) -> int:
-    """Returns how many pairs so many tokens of a prompt have with themselves and with `num_before` tokens."""
+    """Returns the number of pairs of a chunk's tokens with each other and with `num_before` earlier tokens."""
     return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
 
 
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """The time of a step: a + b x rows + c x context + d x prompt tokens + e x pairs.
 
-    Rows are flat, then rising: the first `num_flat_rows` cost nothing more than the step itself.
+    The first `num_flat_rows` rows cost nothing beyond the step itself.
     """
 
     step_s: Seconds = 0.0  # a
@@ -54,7 +54,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverCost(msgspec.Struct, frozen=True, array_like=True):
-    """The time of a handover after its prompt's last step: a setup, and the bytes that are still to go."""
+    """The time of a handover after its prompt's last step: a setup, and the bytes still to send."""
 
     setup_s: Seconds = 0.0
     byte_s: Seconds = 0.0
@@ -64,7 +64,7 @@ class HandoverCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostCost(msgspec.Struct, frozen=True, array_like=True):
-    """The host's time beside the device's: of an instance's step, of the scheduler's request and message."""
+    """The host's own time: per instance step, and per request and message of the scheduler."""
 
     step_s: Seconds = 0.0
     request_s: Seconds = 0.0
@@ -75,9 +75,9 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """By how much a step slows while an instance of the other role computes on the same host; 1: not at all.
+    """The factor by which a step slows while an instance of the other role computes on the same host; 1: not at all.
 
-    `num_cores`: of that host, 0 where it is not known. More instances than cores share them.
+    `num_cores`: the host's; 0: unknown. If there are more instances than cores, they share.
     """
 
     decode_beside_prefill: Factor = 1.0
@@ -85,9 +85,9 @@ class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
     num_cores: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def factor(self, is_prefill: bool, num_computing: int) -> float:
-        """Returns by how much a step of this role slows where so many instances compute, itself included.
+        """Returns the factor by which a step of this role slows while this many instances compute, including its own.
 
-        A neighbour of the same role counts as one of the other: it takes its cores back, too.
+        A neighbour of the same role counts like one of the other role, because it also takes its cores back.
         """
         if num_computing < 2:
             return 1.0
@@ -105,12 +105,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     handover: HandoverCost = HandoverCost()
     host: HostCost = HostCost()
     neighbour: NeighbourCost = NeighbourCost()
-    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of the KV cache, all layers, one device of an instance
+    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # KV cache of all layers on one device of an instance
     num_blocks: Annotated[int, msgspec.Meta(ge=1)] = 4096  # of an instance's pool
     block_size: Annotated[int, msgspec.Meta(ge=1)] = 16
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
-    error: dict[str, float] = {}  # of the fit, by what was fitted: the mean of |predicted - measured| / measured
+    error: dict[str, float] = {}  # fit -> the mean of |predicted - measured| / measured
 
     @property
     def is_measured(self) -> bool:

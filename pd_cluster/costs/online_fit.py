@@ -1,7 +1,7 @@
-"""Fits linear terms of steps and handovers while they run: recent ones weigh most. No clock of its own.
+"""Fits linear costs to running steps and handovers; recent ones weigh most. Reads no clock.
 
-Steps that decode, that compute prompts, and that do both are summed apart: a thousand steps of one kind leave what was
-known of the others. The terms follow by coordinate descent, a sweep a step: about 10 µs.
+Decode steps, prompt steps and mixed steps have separate sums, so many steps of one kind do not erase the others. The
+terms follow by coordinate descent, one sweep a step: about 10 µs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from operator import mul
 from pd_cluster.costs.cost_fit import TERMS, columns_of
 from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 
-DECAY = 0.96  # a step weighs half after 17 more of its kind
+DECAY = 0.96  # a step's weight halves after 17 more of its kind
 FADE = 0.999  # by a step of another kind
-LEAST_SHARE = 0.05  # that is left of a kind
-MOST_UNLIKE = 16.0  # a step so many times shorter or longer than others of its kind weighs as one this far from them
+LEAST_SHARE = 0.05  # of the weight that a kind keeps
+MAX_TIME_RATIO = 16.0  # limits how far, as a factor, a step's time may differ from its kind in the weighting
 LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
 
 FIRST_HANDOVERS = 3  # open links and register memory
@@ -30,10 +30,10 @@ LEAST = [LEAST_TERM.get(name, 0.0) for name in TERMS]
 
 @dataclass(slots=True)
 class _KindSums:
-    """Sums of products of PAIRS of columns, and of columns with seconds; recent steps weigh most.
+    """Weighted sums of products of PAIRS of columns, and of columns with seconds.
 
-    A step weighs by its predicted time beside `level_s`, the mean of its kind: errors are relative, and a machine that
-    becomes slower is followed as quickly as one that becomes faster.
+    A step's weight depends on its predicted time relative to `level_s`, the mean of its kind, so that errors are
+    relative, and the fit follows slower and faster machines equally quickly.
     """
 
     level_s: float
@@ -42,7 +42,7 @@ class _KindSums:
 
     def add(self, columns: tuple[float, ...], took_s: float, predicted_s: float) -> None:
         self.level_s += (1 - DECAY) * (took_s - self.level_s)
-        least_s, most_s = self.level_s / MOST_UNLIKE, self.level_s * MOST_UNLIKE
+        least_s, most_s = self.level_s / MAX_TIME_RATIO, self.level_s * MAX_TIME_RATIO
         weight = (self.level_s / min(max(predicted_s, least_s), most_s)) ** 2
         weighted = [weight * column for column in columns]
         news = [weighted[a] * columns[b] for a, b in PAIRS] + [took_s * column for column in weighted]
@@ -51,7 +51,7 @@ class _KindSums:
 
 
 class OnlineFit:
-    """`cost` is the fit to the steps so far."""
+    """`cost`: the fit to the steps so far."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
@@ -59,7 +59,7 @@ class OnlineFit:
         self._kinds: dict[tuple[bool, bool], _KindSums] = {}
 
     def add(self, work: StepWork, took_s: float) -> None:
-        """Counts a step; one without work or time says nothing."""
+        """Adds a step; ignores steps without work or time."""
         name = work.num_rows > 0, work.num_prompt_tokens > 0
         if took_s <= 0 or not any(name):
             return
@@ -100,14 +100,14 @@ class MeanWork:
 
     @property
     def work(self) -> StepWork:
-        """Returns whole numbers; no work before any step."""
+        """Returns rounded means; no work before the first step."""
         return StepWork(*(round(total / self._num) for total in self._sums)) if self._num else StepWork()
 
 
 class OnlineHandoverFit:
-    """Fits setup and bytes of handovers to recent ones: a line through their times by bytes.
+    """Fits setup and time per byte to recent handovers, as a line.
 
-    Where handovers are about as large as each other, a byte takes `assumed_byte_s`, and the rest is the setup.
+    If handovers have similar sizes, a byte takes `assumed_byte_s`, and the rest is setup.
     """
 
     def __init__(self, assumed_byte_s: float) -> None:
@@ -127,7 +127,7 @@ class OnlineHandoverFit:
 
     @property
     def cost(self) -> HandoverCost | None:
-        """None: too few are known."""
+        """None: too few handovers."""
         if self._num < LEAST_HANDOVERS:
             return None
         nbytes, took_s = self._nbytes / self._num, self._took_s / self._num

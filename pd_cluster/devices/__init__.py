@@ -1,1 +1,1 @@
-"""The devices that torch computes on: names, streams, groups of ranks."""
+"""Devices: names, streams, process groups, cores."""

@@ -1,7 +1,7 @@
-"""Keeps the threads of a rank's steps on its own share of the host's cores. Never imports torch.
+"""Binds the threads of a rank's steps to its share of the host's cores. Never imports torch.
 
-A bound thread cannot leave a core that another program takes, so a home is left for a while when its thread has waited
-for long. docs/protocol/membership.md has the rules.
+A bound thread cannot leave a core that another program takes, so binding pauses when a thread has waited for long.
+docs/protocol/membership.md has the rules.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pd_cluster import host
 log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
-OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # of the user
-WINDOW_S = 0.5  # of steps, over which waiting is measured
+OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # set by the user
+WINDOW_S = 0.5  # of steps over which waiting is measured
 MOST_WAITING = 0.3  # of that time
 AWAY_S = 10.0
-MEASURED_AT_ONCE = 4  # threads: with more of them, not every step is measured
+MEASURED_AT_ONCE = 4  # threads; with more, not every step is measured
 NS = 1e9
 
 Waited = Callable[[int], float]  # seconds that a thread, by its id, has waited for a core since it began
-Spread = Callable[[int, frozenset[int]], list[int]]  # binds the calling thread's team of that many; returns its ids
+Spread = Callable[[int, frozenset[int]], list[int]]  # binds the calling thread's team of that size; returns thread ids
 
 
 def in_order(cores: Collection[int], folder: Path = CPUS) -> list[int]:
-    """Returns cores so that those that share a physical core, a package or a memory node are neighbours."""
+    """Sorts cores so that those that share a physical core, a package or a memory node are adjacent."""
     return sorted(cores, key=lambda core: (_node(core, folder), *_place(core, folder), core))
 
 
 def _node(core: int, folder: Path) -> int:
-    """Returns the memory node of a core; 0 where the kernel names none."""
+    """Returns a core's memory node; 0 if the kernel names none."""
     return min((int(entry.name[4:]) for entry in (folder / f"cpu{core}").glob("node[0-9]*")), default=0)
 
 
 def _place(core: int, folder: Path) -> tuple[int, int]:
-    """Returns a core's package, and the physical core in it."""
+    """Returns a core's package and physical core."""
     topology = folder / f"cpu{core}" / "topology"
     try:
         package, physical = ((topology / name).read_text("ascii") for name in ("physical_package_id", "core_id"))
@@ -53,7 +53,7 @@ def _place(core: int, folder: Path) -> tuple[int, int]:
 
 
 def as_list(cores: Collection[int]) -> str:
-    """Returns cores as the kernel writes them: 0-3,8-11."""
+    """Formats cores like the kernel, such as 0-3,8-11."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][-1] + 1:
@@ -64,7 +64,7 @@ def as_list(cores: Collection[int]) -> str:
 
 
 class CannotBind(Exception):
-    """The reason why a rank has no home."""
+    """The reason why a rank's threads cannot be bound."""
 
 
 def always() -> bool:
@@ -73,15 +73,15 @@ def always() -> bool:
 
 @dataclass(slots=True)
 class CoreAffinity:
-    """The home of one rank. Its methods are called by the thread that computes, and never raise."""
+    """The cores of one rank. The computing thread calls its methods, which never raise."""
 
     cores: frozenset[int]
     all_cores: frozenset[int]
-    node_cores: frozenset[int]  # those of the home's memory nodes
+    node_cores: frozenset[int]  # of these cores' memory nodes
     waited: Waited
     spread: Spread | None = None  # for a rank of several cores
     clock: Callable[[], float] = time.monotonic
-    may_bind: Callable[[], bool] = always  # asked at the beginning of a step
+    may_bind: Callable[[], bool] = always  # called at the beginning of a step
     _may_bind: bool = field(default=True, init=False)
     _is_home: bool = field(default=False, init=False)
     _is_off: bool = field(default=False, init=False)
@@ -94,7 +94,7 @@ class CoreAffinity:
 
     @classmethod
     def of(cls, index: int, size: int, env: Mapping[str, str] = os.environ, folder: Path = CPUS) -> Self:
-        """Returns the home of a rank by its place among the ranks of its host. Raises CannotBind."""
+        """Returns a rank's affinity by its index among the ranks of its host. Raises CannotBind."""
         own = next((name for name in OWN_BINDINGS if env.get(name, "").lower() not in ("", "false")), "")
         if own:
             raise CannotBind(f"{own} is set, which binds threads itself")
@@ -109,7 +109,7 @@ class CoreAffinity:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Loads a model with the calling thread, and those that it starts, on the home's memory nodes."""
+        """Keeps the calling thread and the threads that it starts on these cores' memory nodes, to load a model."""
         self._bind(self.node_cores)
         try:
             yield
@@ -124,7 +124,7 @@ class CoreAffinity:
                 self._watch.begin(self.clock())
 
     def take(self, num_threads: int) -> None:
-        """Gives a step's threads the home if they are the rank's own share, and all cores if there are more."""
+        """Binds a step's threads to the rank's cores; more threads than the rank's share may use all cores."""
         is_home = self._may_bind and not self._is_off and num_threads <= len(self.cores)
         if is_home != self._is_home:
             self._bind(self.cores if is_home else self.all_cores)
@@ -139,7 +139,7 @@ class CoreAffinity:
         self._team = team
 
     def end(self) -> None:
-        """Ends a step. Threads that others start meanwhile may run anywhere, so the next one binds its team anew."""
+        """Ends a step. New threads may run anywhere, so the next step binds its team again."""
         self._team = 1, frozenset()
         if not self._is_home:
             return
@@ -171,18 +171,18 @@ class CoreAffinity:
 
 @dataclass(slots=True)
 class _Watch:
-    """Measures how long the threads of steps wait for a core, in some of the steps if they are many."""
+    """Measures how long the threads of steps wait for a core, in only some steps if there are many threads."""
 
     waited: Waited
-    threads: list[int] = field(default_factory=list)  # of the last team; none: the calling thread is alone
+    threads: list[int] = field(default_factory=list)  # of the last team; empty: only the calling thread
     _began_s: float = 0.0
     _before: dict[int, float] = field(default_factory=dict)
-    _num_left: int = 0  # steps until the next one that is measured
+    _num_left: int = 0  # steps until the next measured one
     _steps_s: float = 0.0
     _waited_s: dict[int, float] = field(default_factory=dict)
 
     def begin(self, now_s: float) -> None:
-        """Raises OSError or ValueError where the kernel does not tell."""
+        """Raises OSError or ValueError if the kernel does not report waiting."""
         self._before = {}
         self._num_left -= 1
         if self._num_left < 0:
@@ -192,7 +192,7 @@ class _Watch:
             self._began_s = now_s
 
     def end(self, now_s: float) -> bool:
-        """Returns whether one of them waited for too long, once enough steps are measured. Raises as `begin`."""
+        """Returns whether a thread waited too long, once enough steps are measured. Raises like `begin`."""
         if not self._before:
             return False
         self._steps_s += now_s - self._began_s
@@ -207,7 +207,7 @@ class _Watch:
 
 
 def waited_by(thread: int) -> float:
-    """Raises OSError or ValueError where the kernel does not say it; 0 for a thread that has ended."""
+    """Returns the seconds waited; 0 for an ended thread. Raises OSError or ValueError without such counts."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited, *_ = map(int, file.read().split())

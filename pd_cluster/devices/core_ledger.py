@@ -1,9 +1,8 @@
-"""Lets the rank processes of one host share its cores step by step: a ledger of locks. Never imports torch.
+"""A ledger of locks with which the rank processes of a host share its cores, step by step. Never imports torch.
 
-Each rank has one byte of a file that all of them can open, and holds a lock on that byte: a shared one while it rests,
-an exclusive one while it computes. The number of ranks that compute follows from the locks, and with it the threads of
-each: the host's cores, divided evenly. The kernel releases the locks of a process that ends in any way, and nobody
-waits for one.
+Each rank locks one byte of a common file: shared while it rests, exclusive while it computes. The locks show how many
+ranks compute; these divide the host's cores evenly. The kernel releases the locks of ended processes, and no process
+waits for a lock.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from pd_cluster import host
 log = logging.getLogger(__name__)
 
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pid
-STAMP = struct.Struct("=d")  # when a rank began to rest, by the monotonic clock; 0: it never computed
-COMPUTES = float("inf")  # in its place, where another process holds the lock
+STAMP = struct.Struct("=d")  # monotonic time at which a rank began to rest; 0: it never computed
+COMPUTES = float("inf")  # replaces the stamp if another process holds the lock
 MODE = 0o600
-LENT_AFTER_S = 0.02  # a shorter rest is one between two steps, whose borrower would only be in the way
+LENT_AFTER_S = 0.02  # a shorter rest is between two steps; lending would only disturb them
 
 
 def ledger_name() -> str:
-    """Returns the name of the ledger's file: processes whose cores may differ never share one."""
+    """Returns the ledger's file name, distinct for processes whose cores may differ."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "cgroup")]
     group = Path("/proc/self/cgroup").read_text("utf-8")
@@ -41,10 +40,10 @@ def ledger_name() -> str:
 
 @dataclass(slots=True)
 class CoreLedger:
-    """The view that one rank has of the ledger. `index` and `size`: its place among the ranks of the table's host.
+    """One rank's view of the ledger. `index` and `size`: its position among the ranks of its host in the table.
 
-    A rank that is not seen here may run elsewhere, on other cores or in another container, or keep its cores for
-    itself, so they are not lent: it counts as one that computes.
+    A rank without a lock here may run on other cores, in another container, or keep its cores, so it counts as
+    computing and lends none.
     """
 
     path: Path
@@ -54,15 +53,17 @@ class CoreLedger:
     clock: Callable[[], float] = time.monotonic
     _fd: int = field(default=-1, init=False)
     _is_busy: bool = field(default=False, init=False)
-    _others: tuple[tuple[int, bytes], ...] = field(default=(), init=False)  # their places, and a question for each
+    _others: tuple[tuple[int, bytes], ...] = field(
+        default=(), init=False
+    )  # the other ranks' bytes, and a lock query for each
 
     @property
     def own_threads(self) -> int:
-        """The threads of a rank while all others compute."""
+        """The threads of a rank while all ranks compute."""
         return max(1, self.num_cores // self.size)
 
     def open(self) -> None:
-        """Raises OSError if the file cannot be made, or its file system has no such locks."""
+        """Raises OSError if the file cannot be made or its file system lacks such locks."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
         try:
             self._lock(fcntl.F_RDLCK)
@@ -79,7 +80,7 @@ class CoreLedger:
         self._is_busy = False
 
     def begin(self) -> None:
-        """Counts this rank among those that compute, until `end`; may be called again."""
+        """Marks this rank as computing until `end`; may be called again."""
         if not self._is_busy and self._fd >= 0:
             try:
                 self._is_busy = self._lock(fcntl.F_WRLCK)
@@ -98,7 +99,7 @@ class CoreLedger:
                 self._give_up(error)
 
     def num_threads(self) -> int:
-        """Returns the threads that this rank may use now, at least `own_threads`; it asks again after each layer."""
+        """Returns the threads that this rank may use now, at least `own_threads`; called again after each layer."""
         if self._fd < 0:
             return self.own_threads
         try:
@@ -109,7 +110,7 @@ class CoreLedger:
         return max(self.own_threads, self.num_cores // num_busy)
 
     def sees_all(self) -> bool:
-        """Whether every other rank of the host is seen here, and so may run on the same cores as this one."""
+        """Whether every other rank of the host holds a lock here, and so may run on the same cores."""
         if self._fd < 0:
             return False
         try:
@@ -123,7 +124,7 @@ class CoreLedger:
         return kind
 
     def _keeps(self, index: int, question: bytes) -> bool:
-        """Whether another rank needs its cores: it computes, did so a moment ago, or is not seen here."""
+        """Whether another rank needs its cores: it computes, did so recently, or holds no lock here."""
         if self._kind(question) != fcntl.F_RDLCK:
             return True
         (rests_since_s,) = STAMP.unpack(os.pread(self._fd, STAMP.size, index * STAMP.size).ljust(STAMP.size, b"\0"))
@@ -133,7 +134,7 @@ class CoreLedger:
         os.pwrite(self._fd, STAMP.pack(rests_since_s), self.index * STAMP.size)
 
     def _lock(self, kind: int) -> bool:
-        """Returns False if another process has this rank's byte: its predecessor, which is about to end."""
+        """Returns False if this rank's predecessor, which is about to end, still locks its byte."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(kind, self.index))
         except OSError as error:
@@ -143,7 +144,7 @@ class CoreLedger:
         return True
 
     def _give_up(self, error: OSError) -> None:
-        """Keeps the own share from now on, and to the others is not seen: the file's system does not serve any more."""
+        """Keeps this rank's own share from now on and releases its lock, because the file system failed."""
         log.warning("this rank keeps its own cores from now on: the ledger %s failed: %s", self.path, error.strerror)
         self.close()
 

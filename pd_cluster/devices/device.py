@@ -1,4 +1,4 @@
-"""The only place that names devices to torch: their kind, their number, this process's own, and its memory.
+"""Devices in torch: kinds, numbers, this process's device, and memory. Only this module names devices to torch.
 
 Imports torch only inside functions: a worker's parent checks names here and never loads it. torch_npu is imported when
 an NPU is requested, by name or because this machine has NPUs and no GPU. streams.py launches work on devices and orders
@@ -61,7 +61,7 @@ class MemoryInfo(NamedTuple):
 
 
 def check_name(name: str) -> None:
-    """Checks a `--device`. Raises ConfigError for an unknown name; needs no torch."""
+    """Checks `--device` without torch. Raises ConfigError for an unknown name."""
     if name not in ("auto", *KINDS):
         raise ConfigError(f"{called('device')} {name}: expected auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
@@ -98,7 +98,7 @@ def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
 
 
 def _kind_here() -> DeviceKind:
-    """Returns CUDA where torch finds a GPU, NPU where the driver shows one; an unusable NPU is then an error."""
+    """Returns CUDA if torch finds a GPU, NPU if the driver shows one, even an unusable one, which is then an error."""
     if num_cuda_devices():
         return "cuda"
     return "npu" if npu_files() else "cpu"
@@ -124,12 +124,12 @@ def num_cuda_devices() -> int:
 
 
 def npu_files() -> list[str]:
-    """Returns the driver's files for NPUs; one for each card that this process may use."""
+    """Returns the driver's files for NPUs, one for each card that this process may use."""
     return sorted(glob.glob(NPU_FILES))
 
 
 def num_npu_devices() -> int:
-    """Counts visible NPUs; 0 also where torch-npu cannot be imported."""
+    """Counts visible NPUs; 0 if torch-npu cannot be imported."""
     return 0 if _npu_problem() else int(_npu().device_count())
 
 
@@ -190,10 +190,10 @@ def peak_nbytes(device: Device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator had no memory left: the allocator's own error, or one in the place of it.
+    """Whether an accelerator was out of memory: the allocator's error, or one that hides it.
 
-    While a graph is captured or instantiated the driver raises errors of its own, and ending a capture can hide the
-    allocator's.
+    During capture or instantiation of a graph, the driver raises its own errors, and the end of a capture can hide
+    the allocator's error.
     """
     import torch
 
@@ -208,7 +208,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def pinned_nbytes(device: Device) -> int | None:
     """Returns the bytes of pinned host memory that this process's allocator has taken from the driver.
 
-    torch's allocator rounds each block up to a power of two. None where torch does not tell.
+    torch's allocator rounds each block up to a power of two. None if torch does not report them.
     """
     stats = getattr(_module(device), "host_memory_stats", None)
     return None if stats is None else int(stats().get("allocated_bytes.current", 0))
@@ -220,18 +220,18 @@ def reset_peak(device: Device) -> None:
 
 
 def product(device: Device) -> str:
-    """Returns the name that an accelerator's driver gives its product."""
+    """Returns an accelerator's product name, by its driver."""
     return str(_module(device).get_device_name(device.index))
 
 
 def uuid(device: Device) -> str:
-    """Names an accelerator to every process of the host, whichever devices it sees; "" if its driver does not."""
+    """Returns an id of an accelerator that all processes of the host share; "" if the driver has none."""
     name = str(_module(device).get_device_properties(device.index).uuid)
     return name if name.strip("0-") else ""
 
 
 def with_uuid(kind: DeviceKind, wanted: str) -> Device | None:
-    """Returns the device with this `uuid`, if it is visible to this process."""
+    """Returns the visible device with this `uuid`, if any."""
     if not wanted:
         return None
     num_visible = {"cpu": lambda: 0, "cuda": num_cuda_devices, "npu": num_npu_devices}[kind]()
@@ -244,7 +244,7 @@ def can_read(device: Device, other: Device) -> bool:
 
 
 def expands_segments() -> str:
-    """Returns the setting that makes torch's allocator grow allocations, which other processes cannot map, or ""."""
+    """Returns the setting, if any, that makes torch's allocator grow allocations, which other processes cannot map."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             return f"{name}={os.environ[name]}"

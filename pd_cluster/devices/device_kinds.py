@@ -1,6 +1,6 @@
 """Describes each kind of device in one row, so that no other module compares kinds.
 
-A field is a capability or a requirement; the code that reads it decides the consequences. Needs no torch.
+A field is a capability or a requirement; its readers decide the consequences. Needs no torch.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ NPU_KIND = Kind(
     wants_layers_apart=True,
     most_plane_numel=(1 << 31) - 1,
     graphs_take_any_context=True,
-    captures_at_start_only=True,  # what a capture costs there is unknown; the step under way would pay it
-    captures_modules=False,  # torch-npu's graphs of operators that are not ours are untested
-    captures_sums=False,  # nobody here has seen HCCL's sums in a graph
-    spreads_tokens=False,  # nor its broadcast of tokens between launches; --npu-tp-graphs asks for both
+    captures_at_start_only=True,  # a capture's cost is unknown, and would delay the current step
+    captures_modules=False,  # torch-npu's graphs of other operators are untested
+    captures_sums=False,  # HCCL's sums in a graph are untested
+    spreads_tokens=False,  # so is its broadcast of tokens between launches; --npu-tp-graphs enables both
     is_slow_to_name_streams=True,
 )
 BY_KIND: dict[DeviceKind, Kind] = {each.name: each for each in (CPU_KIND, CUDA_KIND, NPU_KIND)}

@@ -1,7 +1,6 @@
-"""Launches on a device and their order: streams, marks in them, and graphs of launches.
+"""Streams, marks and graphs of launches on a device.
 
-On CPU everything has happened when a call returns. NPUs work like CUDA devices, with differences noted where they
-matter.
+On CPU, calls are synchronous. NPUs work like CUDA devices, except where noted.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pd_cluster.devices.device import Device
 HostValues = Mapping[str, list[int]]  # the values that the host passed to launches, by argument name
 Replay = Callable[..., Any]  # repeats all launches; HostValues replace the values that the host passed before
 
-# torch hands out the 32 streams of a priority in turn, over and over. A launch by another thread on the stream that is
-# being captured would go into the graph and not be done: so no copy may have that priority, nor that of the ranks'
-# sums, which join the capture on a stream of their own (group.py: the highest).
+# torch hands out the 32 streams of a priority in turn, repeatedly. Another thread's launch on the captured stream would
+# become part of the graph instead of running, so copies must not have this priority, nor the highest, which the ranks'
+# sums use in captures (group.py).
 CAPTURE_PRIORITY = -1  # a high one
 
 _current = threading.local()  # on NPUs, where querying the current stream is slow
@@ -64,7 +63,7 @@ REACHED = Marker(None)
 
 
 class CopyStream:
-    """A stream for copies alongside computation. On CPU everything has happened when a call returns."""
+    """A stream for copies alongside computation. On CPU, calls are synchronous."""
 
     def __init__(self, device: Device, priority: int = 0) -> None:
         self._device = device
@@ -111,7 +110,7 @@ def _current_stream(device: Device) -> Any:
 def _recorded(device: Device, stream: Any) -> Marker:
     if stream is None:
         return Marker(None)
-    event = devices._module(device).Event(blocking=True)  # waiting threads sleep: the others need the core
+    event = devices._module(device).Event(blocking=True)  # waiting threads sleep, because others need the core
     event.record(stream)
     return Marker(event)
 
@@ -119,8 +118,8 @@ def _recorded(device: Device, stream: Any) -> Marker:
 def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
     """Returns a function that captures an accelerator's launches as a graph; its result launches all of them again.
 
-    Both return the same tensors. The graphs share their memory: each run overwrites the results of the one before. Only
-    NPUs can replace the values that the host passed to launches.
+    Both return the same tensors. The graphs share memory, so each run overwrites earlier results. Only NPUs can replace
+    the values that the host passed to launches.
     """
     module = devices._module(device)
     side = CopyStream(device, CAPTURE_PRIORITY)
@@ -130,7 +129,7 @@ def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
 
     def make(run: Callable[[], Any]) -> Replay:
         side.after(mark(device))  # of this thread's own stream, before the side stream replaces it
-        with side:  # run once uncaptured: kernels are compiled and loaded, which no capture can hold
+        with side:  # run once uncaptured, to compile and load kernels, which captures do not allow
             run()
         devices.synchronize(device)
         return make_graph(device, module, options, run)

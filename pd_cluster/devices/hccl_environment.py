@@ -1,4 +1,4 @@
-"""HCCL's environment for the rank processes of an instance on NPUs, from its entry of the rank table and the deadlines.
+"""HCCL's environment variables for the ranks of an instance on NPUs, from its rank table entry and deadlines.
 
 HCCL reads its variables when torch_npu creates the first communicator, so they are set when a rank process starts. The
 operator's own settings are kept. Knows nothing of torch, devices or processes, nor whether an NPU is present: an
@@ -35,7 +35,7 @@ ANY_PORT = "auto"
 
 
 class HcclVariable(NamedTuple):
-    """One variable. `value` is None where it is left to HCCL, and "" where it is removed."""
+    """One variable. `value`: None to leave it to HCCL, "" to remove it."""
 
     name: str
     value: str | None
@@ -53,7 +53,7 @@ class _Given(NamedTuple):
 
 
 def is_wanted(device: str, server: Server) -> bool:
-    """Whether an instance that is started with that --device may use HCCL.
+    """Whether an instance with this --device may use HCCL.
 
     The table gives GPUs and CPU slots the host's own address, and NPUs theirs.
     """
@@ -69,7 +69,7 @@ def settings(
     env: Mapping[str, str],
     is_fast: bool = False,
 ) -> list[HcclVariable]:
-    """Returns every variable of HCCL that the cluster sets or removes.
+    """Returns all HCCL variables that the cluster sets or removes.
 
     `bind_address` is `server_ip` as a number. `is_fast`: `--fast-collectives`.
     """
@@ -82,20 +82,20 @@ def settings(
 
 
 def environment(found: list[HcclVariable]) -> dict[str, str]:
-    """Returns a rank process's variables beyond those that it inherits; an empty value removes a variable."""
+    """Returns a rank process's additional variables; an empty value removes a variable."""
     return {each.name: each.value for each in found if each.value is not None and not each.is_yours}
 
 
 def hccl_config(buffer_mb: int, env: Mapping[str, str] = os.environ) -> dict[str, object]:
     """Returns `ProcessGroupHCCL.Options.hccl_config` of one communicator.
 
-    It would override the operator's HCCL_BUFFSIZE, so it is empty where that is set.
+    Empty if the operator sets HCCL_BUFFSIZE, which it would override.
     """
     return {} if env.get(BUFFER) else {"hccl_buffer_size": buffer_mb}
 
 
 def device_nbytes(num_pairs: int, has_ranks: bool, has_unit: bool, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the device memory of a rank's communicators: those of KV pairs, its instance's and its unit's."""
+    """Returns the device memory of a rank's communicators: of KV pairs, its instance and its unit."""
     sizes_mb, given = (PAIR_BUFFER_MB, GROUP_BUFFER_MB, UNIT_BUFFER_MB), env.get(BUFFER, "")
     pair_mb, group_mb, unit_mb = (int(given),) * 3 if given.isdecimal() else sizes_mb
     return 2 * (num_pairs * pair_mb + has_ranks * group_mb + has_unit * unit_mb) << 20

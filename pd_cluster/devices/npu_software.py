@@ -1,4 +1,4 @@
-"""Versions of the software under a worker on NPUs: the table of what is needed, and what this machine has.
+"""Required and installed versions of the software for workers on NPUs.
 
 docs/ascend.md repeats the table, and a test compares the two. Reads version files and package metadata; opens no
 device and imports neither torch nor torch-npu. Atlas A2 and A3 need the same versions.
@@ -19,7 +19,7 @@ Software = Literal["Python", "torch", "torch-npu", "CANN", "HDK driver"]
 _CARDS: Final = "v?davinci[0-9]+"
 _DRIVER: Final = Path("usr/local/Ascend/driver/version.info")
 _CANN_HOMES: Final = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_HOME")  # CANN's set_env.sh sets the first two
-_CANN_FOLDERS: Final = ("cann", "ascend-toolkit/latest")  # of ASCEND_ROOT, where no variable names CANN
+_CANN_FOLDERS: Final = ("cann", "ascend-toolkit/latest")  # below ASCEND_ROOT, if no variable names CANN
 _CANN_FILES: Final = (
     "*-linux/ascend_toolkit_install.info",
     "*-linux/ascend_*_install.info",
@@ -40,7 +40,7 @@ _UPGRADE: Final = "upgrade driver and firmware of the host to one newer HDK rele
 class SoftwareNeed:
     """`feature` needs `least` <= version < `below`, each a major.minor; an empty `below` is no limit.
 
-    A release candidate has what its release has: 25.3.rc1 is 25.3. `source` says where the bound was published.
+    A release candidate counts as its release: 25.3.rc1 is 25.3. `source`: where the bound was published.
     """
 
     software: Software
@@ -75,7 +75,7 @@ NEEDS: Final = (
 
 
 class InstalledVersion(NamedTuple):
-    """One version. It is empty if none was found; `at` is its file, or the places that were searched."""
+    """A version; "" if none was found. `at`: its file, or the searched paths."""
 
     version: str
     at: str
@@ -109,7 +109,7 @@ def installed(
 
 
 def faults(found: Mapping[Software, InstalledVersion]) -> list[str]:
-    """Returns one line for everything that is missing, unreadable, too old, too new or does not go together."""
+    """Returns one line for each missing, unreadable, too old, too new or incompatible version."""
     lines: list[str] = []
     for software in dict.fromkeys(need.software for need in NEEDS):
         lines += _faults_of(software, found[software])

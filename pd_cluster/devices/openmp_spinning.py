@@ -1,10 +1,9 @@
-"""Stops the OpenMP threads of a user's own process from spinning while others want its cores. Never imports torch.
+"""Stops OpenMP threads of a user's process from spinning while other programs need the cores. Never imports torch.
 
-A thread that waits for its team spins for milliseconds before it sleeps. On free cores that is the fastest; beside
-busy programs it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which
-libgomp reads only when it is loaded: too late for a program that has imported torch. But libgomp also spins hardly at
-all while it has more threads than cores (see GOMP_SPINCOUNT in its manual). So while threads of this process wait for
-cores, more threads are added, which only sleep.
+A thread that waits for its team spins for milliseconds before it sleeps. That is fastest on free cores, but on busy
+ones it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads
+only when loaded, too late for a program that has imported torch. But libgomp hardly spins while it has more threads
+than cores (GOMP_SPINCOUNT in its manual). So while threads of this process wait for cores, sleeping threads are added.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from pd_cluster.native.build import KernelsUnavailable, openmp_runtime
 
 log = logging.getLogger(__name__)
 
-PARKED = {"OMP_WAIT_POLICY": "passive"}  # for processes of our own
+PARKED = {"OMP_WAIT_POLICY": "passive"}  # for our own processes
 OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of the user
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25  # over which waiting is measured
 MOST_COST = 0.01  # of the time, for measuring
-BEGINS, ENDS = 0.2, 0.1  # of a window, in which the thread that waited longest had no core
+BEGINS, ENDS = 0.2, 0.1  # of a window that the longest-waiting thread had no core
 QUIET_S = 10.0  # at least, before spinning is tried again
 
 
 @dataclass(slots=True)
 class Spinning:
-    """Threads sleep at once from the start, and as long as others want the cores. Closed by `close`.
+    """Threads sleep at once from the start and while others need the cores. `close` ends it.
 
-    `num_threads`: those of a step. `tick` is called by the thread that computes, between steps.
+    `num_threads`: of a step. The computing thread calls `tick` between steps.
     """
 
     runtime: ctypes.CDLL  # with torch's own threads
@@ -57,7 +56,7 @@ class Spinning:
 
     @classmethod
     def here(cls, num_threads: int, env: Mapping[str, str] = os.environ) -> Spinning | None:
-        """Returns None for one thread, for a user's own policy, and where there is not one OpenMP library."""
+        """Returns None for one thread, for a user's own policy, and unless there is exactly one OpenMP library."""
         if num_threads < 2 or any(env.get(name) for name in OWN_POLICIES):
             return None
         try:
@@ -71,7 +70,7 @@ class Spinning:
         return self._sleepers is not None
 
     def tick(self) -> None:
-        """Measures now and then whether threads wait for cores, and decides for the next window. Never raises."""
+        """Measures regularly whether threads wait for cores, and decides for the next window. Never raises."""
         now_s = self.clock()
         if self._is_off or now_s < self._next_s:
             return
@@ -90,9 +89,9 @@ class Spinning:
         self._remove()
 
     def _measure(self) -> float:
-        """Returns the largest part of the time since the last call in which one thread of this process had no core."""
+        """Returns the largest share of the time since the last call that a thread of this process waited for a core."""
         began_s, found = self.clock(), {}
-        with contextlib.suppress(OSError, ValueError):  # a kernel that does not count it leaves all as it is
+        with contextlib.suppress(OSError, ValueError):  # without the kernel's counts, nothing changes
             found = {int(each): self.waited(int(each)) for each in os.listdir(TASKS)}
         ended_s = self.clock()
         longest_s = max((found[each] - self._before_s[each] for each in found if each in self._before_s), default=0.0)
@@ -116,7 +115,7 @@ class Spinning:
 
 
 class _Sleepers:
-    """An OpenMP team of that many threads, one of them Python's, that has nothing to do."""
+    """An idle OpenMP team of that many threads, one of them Python's."""
 
     def __init__(self, runtime: ctypes.CDLL, size: int) -> None:
         self._runtime, self._size = runtime, size

@@ -1,4 +1,4 @@
-"""Process groups over accelerators, built directly: NCCL's on CUDA, HCCL's on NPUs. Only this module tells them apart.
+"""Process groups over accelerators: NCCL's on CUDA, HCCL's on NPUs. Only this module distinguishes them.
 
 Knows nothing of what is sent or summed. torch's classes for both come from device.py; HCCL's environment comes from
 hccl.py through the parent of this process.
@@ -24,7 +24,7 @@ from pd_cluster.devices.hccl_environment import (
 Backend = Literal["nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-# torch's handling of a group whose peer has died: end only the group, not this process. Read at creation of a group.
+# torch's reaction to a peer's death: end only the group, not this process. Read when a group is created.
 ERROR_HANDLING: Mapping[Backend, str] = {
     "nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "hccl": "TORCH_HCCL_ASYNC_ERROR_HANDLING",
@@ -33,7 +33,7 @@ CLEAN_UP_ONLY = "2"
 
 
 def why_none(backend: str, device: Device) -> str:
-    """Returns why there can be no such group over this device, or ""."""
+    """Returns why this device cannot have such a group; "" if it can."""
     if not device.is_accelerator:
         return "this instance's pool is in host memory"
     if device.dist_backend != backend or devices.process_group(device) is None:
@@ -57,29 +57,29 @@ def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Devic
 
 
 def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
-    """Creates the group of those ranks of a unit's members that exchange rows; as with `make_ranks`, errors end the
-    process. No graph captures its calls.
+    """Creates the group of a unit's ranks that exchange rows; as in `make_ranks`, errors end the process. No graph
+    captures its calls.
     """
     return _make(store, "unit", rank, size, timeout_s, device, UNIT_BUFFER_MB)
 
 
 def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
-    """Returns the device memory that communicators take beside torch's allocator: HCCL's; NCCL's is not known."""
+    """Returns HCCL communicators' device memory outside of torch's allocator; NCCL's is unknown."""
     return device_nbytes(num_pairs, has_ranks, has_unit) if device.dist_backend == "hccl" else 0
 
 
 def finish(work: Any, device: Device) -> None:
-    """Completes work that has ended. Raises RuntimeError when it has failed."""
+    """Completes ended work. Raises RuntimeError if it failed."""
     work.wait()  # raises NCCL's errors, but not HCCL's
     if _backend(device) == "hccl" and not work.is_success():
         raise RuntimeError("HCCL reports an error; its own log says which")
 
 
 def abort(group: Any, device: Device, reason: str) -> None:
-    """Ends the group's work at this end as far as its library can; `reason` is for the library's log.
+    """Ends the group's local work as far as its library can. `reason`: for the library's log.
 
-    HCCL's class inherits torch's `abort`, which does nothing. Its own method destroys the communicator and returns
-    nothing: work that the device has begun may still end later, so its memory must be kept until then.
+    HCCL's class inherits torch's `abort`, which does nothing. Its own method destroys the communicator, but work on
+    the device may end later, so its memory must be kept until then.
     """
     if _backend(device) == "hccl":
         group.abort_hccl_comm(reason)

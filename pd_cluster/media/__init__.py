@@ -1,1 +1,1 @@
-"""Pictures of prompts: from a file's bytes to the pixels and tokens that a model reads."""
+"""Pictures and videos of prompts: from a file's bytes to a model's pixels and tokens."""

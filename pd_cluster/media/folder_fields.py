@@ -1,4 +1,4 @@
-"""Reads what a model's folder says of pictures. Every refusal is a ModelError that names the file and the field."""
+"""Reads a model folder's picture settings. Every refusal is a ModelError that names the file and the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class FolderFields:
-    """`file`: that of the preprocessor. `token_id_of` returns the id of a control token by its text, or None."""
+    """`file`: the preprocessor's. `token_id_of`: returns the id of a control token by its text, or None."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -23,23 +23,23 @@ class FolderFields:
     preprocessor: Mapping[str, Any]
     processor: Mapping[str, Any]  # of processor_config.json and tokenizer_config.json together
     token_id_of: Callable[[str], int | None]
-    video: tuple[Path, Mapping[str, Any]]  # the file that says how videos are prepared, and what it says
+    video: tuple[Path, Mapping[str, Any]]  # the video preprocessor's file and content
 
     @property
     def tower(self) -> Mapping[str, Any]:
         return part(self.config, "vision_config")
 
     def count(self, name: str, default: int | None = None, of_tower: bool = False) -> int:
-        """Returns a whole number of at least 1 of config.json, or of the tower's part of it."""
+        """Returns an integer of at least 1 from config.json, or from the tower's part of it."""
         value = (self.tower if of_tower else self.config).get(name, default)
         return self._whole(self.folder / CONFIG, f"vision_config.{name}" if of_tower else name, value)
 
     def number(self, name: str, default: int) -> int:
-        """Returns a whole number of at least 1 of the preprocessor's file."""
+        """Returns an integer of at least 1 from the preprocessor's file."""
         return self._whole(self.file, name, self.preprocessor.get(name, default))
 
     def token_id(self, *names: str, default: int | None = None) -> int:
-        """Returns the id that config.json has under one of the names."""
+        """Returns the token id in config.json under one of these names."""
         value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ModelError(f"{self.folder / CONFIG}: {names[0]} {value!r}: must be a token's id")
@@ -49,7 +49,7 @@ class FolderFields:
         return value
 
     def control_token(self, name: str, default: str) -> int:
-        """Returns the id of a control token that the processor has under a name."""
+        """Returns the id of the processor's control token of this name."""
         text = self.token_text(name, default)
         found = self.token_id_of(text)
         if found is None:
@@ -57,7 +57,7 @@ class FolderFields:
         return found
 
     def token_text(self, name: str, default: str) -> str:
-        """Returns the text of a control token that the processor has under a name."""
+        """Returns the text of the processor's control token of this name."""
         text = self.processor.get(name, default)
         text = text.get("content") if isinstance(text, dict) else text
         return text if isinstance(text, str) and text else default
@@ -70,7 +70,7 @@ class FolderFields:
         return height, width
 
     def edge(self, name: str, edge: str, default: int) -> int:
-        """Returns one of the sizes of the preprocessor's file that are named like `shortest_edge`."""
+        """Returns a size of the preprocessor's file with a name like `shortest_edge`."""
         given = self.preprocessor.get(name, default)
         value = given.get(edge) if isinstance(given, Mapping) else given
         return self._whole(self.file, f"{name}.{edge}", value)
@@ -86,7 +86,7 @@ class FolderFields:
         return self._real(name, self.preprocessor.get(name, default))
 
     def refuse(self, names: tuple[str, ...], value: bool, why: str) -> None:
-        """Raises ModelError for a switch of the preprocessor that has this value."""
+        """Raises ModelError if a switch of the preprocessor has this value."""
         for name in names:
             if self.preprocessor.get(name) is value:
                 raise ModelError(f"{self.file}: {name} {str(value).lower()}: {why}")

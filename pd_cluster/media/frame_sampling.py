@@ -1,4 +1,4 @@
-"""Which frames of a video are read."""
+"""Chooses the frames of a video."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 
 class FrameSampling(msgspec.Struct, frozen=True):
-    """How many frames of a file are read: at most `num_frames`, evenly spread; and `fps` of each second, unless 0."""
+    """The number of frames to read: at most `num_frames`, evenly spread, and `fps` per second, unless 0."""
 
     num_frames: int = 32
     fps: float = 0.0
 
     def indices(self, num_frames: int, fps: float, most: int | None = None) -> list[int]:
-        """Returns those of a video with `num_frames` frames; `most`: a request's own limit."""
+        """Returns the indices for a video with `num_frames` frames. `most`: the request's limit."""
         wanted = min(num_frames, self.num_frames if most is None else most)
         if self.fps:
             wanted = min(wanted, max(1, math.floor(num_frames / fps * self.fps)))

@@ -1,6 +1,6 @@
-"""Decodes a file of a picture, turns it upright and resizes it. Needs Pillow; knows nothing of where files are from.
+"""Decodes a picture's file, rotates it upright and resizes it. Needs Pillow; knows nothing of where files are from.
 
-Every refusal is a RequestError in words of its own: a decoder's messages may show memory, and are never passed on.
+Every refusal is a RequestError with its own text, because decoders' messages may show memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
 
 
 def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
-    """Returns the picture in a file and its digest. Raises RequestError."""
+    """Returns a file's picture and its digest. Raises RequestError."""
     with with_field_names():
         picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
         check_size(picture, rules)
@@ -40,7 +40,7 @@ def of_array(pixels: Any) -> Pictures.Image:
 
 
 def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
-    """Checks what a file's header says, before anything is decoded. Raises RequestError."""
+    """Checks a file's header before decoding. Raises RequestError."""
     width, height = picture.size
     if not width or not height:
         raise RequestError("it has no pixels; send another one")
@@ -50,9 +50,9 @@ def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
 
 
 def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
-    """Returns a decoded picture as its model reads it, and its digest. Raises RequestError.
+    """Returns a decoded picture in the model's form, and its digest. Raises RequestError.
 
-    It is turned as its EXIF says, put on white where it is transparent, and resized. Further frames are ignored.
+    Rotates it by its EXIF data, puts it on white if transparent, and resizes it. Ignores further frames.
     """
     check_size(picture, rules)
     with with_field_names():
@@ -65,7 +65,7 @@ def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
 
 
 def _pixels(picture: Pictures.Image, view: ImageView, resample: int) -> bytes:
-    """Returns the pixels of a copy of the picture, tile by tile."""
+    """Returns the pixels of one copy, tile by tile."""
     for height, width in (view.via, view.size) if view.via is not None else (view.size,):
         if picture.size != (width, height):
             picture = picture.resize((width, height), Pictures.Resampling(resample))
@@ -81,14 +81,14 @@ def _pixels(picture: Pictures.Image, view: ImageView, resample: int) -> bytes:
 
 
 def digest_of(image: Image) -> bytes:
-    """Names a picture by its content; how a model reads it is part of the model's identity."""
+    """Digests a picture's content; the model's identity covers how it is read."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
     kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
     return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
 def decode(picture: Pictures.Image) -> None:
-    """Decodes the picture, and gives its transparent color the scale of the decoded numbers; Pillow keeps the file's.
+    """Decodes the picture, and scales its transparent color, which Pillow keeps in the file's bit depth.
 
     PNG, section 11.3.2.1: the color has the file's bit depth (1, 2, 4, 8 or 16).
     """
@@ -103,7 +103,7 @@ def decode(picture: Pictures.Image) -> None:
 
 
 def in_color(picture: Pictures.Image) -> Pictures.Image:
-    """Returns the decoded picture in RGB, on white where it is transparent."""
+    """Returns the decoded picture in RGB, on white."""
     is_wide, key = picture.mode.startswith("I;16") or picture.mode in WIDE, picture.info.get("transparency")
     if picture.mode in HAVE_ALPHA or (key is not None and not is_wide):
         picture = picture.convert("RGBA")
@@ -115,13 +115,13 @@ def in_color(picture: Pictures.Image) -> Pictures.Image:
 
 
 def _gray(picture: Pictures.Image, key: object) -> Pictures.Image:
-    """Returns a picture of wide gray values with 8 bits; those equal to `key` are white."""
+    """Returns a picture of wide gray values with 8 bits; values equal to `key` become white."""
     values = picture.convert("F")
     scale = 1 / 256 if picture.mode.startswith("I;16") or _is_wide(picture) else 1.0
     gray = values.point(lambda value: value * scale).convert("L")
     if not isinstance(key, int):
         return gray
-    import numpy as np  # a scheduler that meets no such picture stays without it
+    import numpy as np  # loaded only for such pictures
 
     is_clear = (np.asarray(values) == key).astype(np.uint8) * 255
     return Pictures.composite(Pictures.new("L", gray.size, 255), gray, Pictures.fromarray(is_clear))
@@ -135,10 +135,10 @@ def _is_wide(picture: Pictures.Image) -> bool:
 
 @contextmanager
 def with_field_names() -> Iterator[None]:
-    """Turns a decoder's errors into RequestErrors without its words."""
+    """Replaces a decoder's errors by RequestErrors without its messages."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its own limit of pixels is ours
+            warnings.simplefilter("ignore")  # we set its limit of pixels
             yield
     except RequestError:
         raise

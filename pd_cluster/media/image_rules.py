@@ -1,6 +1,6 @@
-"""How a model reads pictures: pixels, tokens and rotary positions of each.
+"""How a model reads pictures: pixels, tokens and rotary positions.
 
-Numbers only: knows nothing of files, of pixels or of tensors. Each kind of models has rules of its own (media/kinds).
+Pure arithmetic: knows nothing of files, pixels or tensors. Each kind of model has its own rules (media/kinds).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pd_cluster.media.video_rules import TimestampStyle, Video, VideoRules
 from pd_cluster.types import Image, RopePositions, Span
 
 NUM_CHANNELS = 3
-NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's numbers of filters, which preprocessors' files have, too
+NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's numbers of filters, also used in preprocessors' files
 
 
 class ImageView(NamedTuple):
-    """A copy of a picture: resized, then cut out or filled up around its middle to `canvas`, then cut into tiles.
+    """A copy of a picture: resized, then cropped or padded around its middle to `canvas`, then cut into tiles.
 
-    Each is (height, width); None: not done. `via`: a size to which it is resized first.
+    Each is (height, width); None: skipped. `via`: an intermediate size.
     """
 
     size: tuple[int, int]
@@ -32,7 +32,7 @@ class ImageView(NamedTuple):
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture's size is that of its Image: rows and columns of what the rules count, patches or tiles.
+    """A picture's size is that of its Image: rows and columns of patches or tiles, depending on the rules.
 
     `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
     the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
@@ -50,49 +50,49 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
-    no_videos: str = ""  # why, if its folder is the reason
+    no_videos: str = ""  # the reason, if its folder is the cause
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
-        """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
+        """Returns a picture's size for the model, without pixels, and its copies.
 
         Raises RequestError.
         """
         raise NotImplementedError
 
     def shape(self, image: Image) -> tuple[int, int, int]:
-        """Returns how many copies or tiles it has, and the height and width of each in pixels."""
+        """Returns the number of copies or tiles, and the height and width of each in pixels."""
         raise NotImplementedError
 
     def num_tokens(self, image: Image) -> int:
         raise NotImplementedError
 
     def most(self) -> Image:
-        """Returns the size of a picture that takes the most memory."""
+        """Returns the picture size that takes the most memory."""
         raise NotImplementedError
 
     def size_problem(self, image: Image) -> str:
-        """Returns why no picture has this size; "" if one may have it."""
+        """Returns why this size is invalid; "" if it is valid."""
         raise NotImplementedError
 
     def tokens(self, image: Image) -> list[int]:
-        """Returns a picture's tokens; it has features in the places of those that are `token_id`."""
+        """Returns a picture's tokens; features replace those equal to `token_id`."""
         return [self.token_id] * self.num_tokens(image)
 
     def places(self, image: Image) -> list[int]:
-        """Returns which of a picture's tokens have features, ascending."""
+        """Returns the indices of a picture's tokens with features, ascending."""
         return [at for at, token_id in enumerate(self.tokens(image)) if token_id == self.token_id]
 
     def positions(
         self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
     ) -> RopePositions | None:
-        """Returns the rotary positions of a prompt with pictures; None: those of a text.
+        """Returns the rotary positions of a prompt with pictures; None: plain text positions.
 
-        `steps`: how far each picture is from the first of its video in time, in positions; 0 for others.
+        `steps`: each picture's distance in time from the first of its video, in positions; 0 for others.
         """
         return None
 
     def num_bytes(self, image: Image) -> int:
-        """Returns the size of its pixels."""
+        """Returns the bytes of its pixels."""
         return math.prod(self.shape(image)) * NUM_CHANNELS
 
     def largest(self) -> Image:
@@ -111,7 +111,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptWithImages(msgspec.Struct, frozen=True):
-    """A prompt with its pictures: each has as many tokens as it takes."""
+    """A prompt with its pictures, each expanded to its tokens."""
 
     token_ids: list[int]
     spans: tuple[Span, ...] = ()
@@ -120,7 +120,7 @@ class PromptWithImages(msgspec.Struct, frozen=True):
 
 
 def _check_marks(token_ids: list[int], places: list[int], rules: ImageRules, param: str) -> None:
-    """Raises RequestError unless each placeholder is between its marks, and no mark is without one."""
+    """Raises RequestError unless placeholders and marks match."""
     kinds = [("an image", rules.token_id, rules.marks)]
     if rules.video is not None:
         kinds.append(("a video", rules.video.token_id, (rules.video.start_id, rules.video.end_id)))
@@ -143,10 +143,9 @@ def place(
     videos: Sequence[Video] = (),
     encode: Callable[[str], list[int]] = lambda text: [],
 ) -> PromptWithImages:
-    """Multiplies the placeholders of a prompt, which has one for each image and video, in their order.
+    """Expands the placeholders of a prompt, one for each image and video, in order.
 
-    `images` come with their digests. `encode` returns the tokens of a text. Raises RequestError for another number of
-    placeholders.
+    `images`: with digests. `encode`: returns a text's tokens. Raises RequestError for a wrong number of placeholders.
     """
     marks = {rules.token_id: ("images", len(images))}
     if rules.video is not None:
@@ -176,7 +175,7 @@ def place(
 
 
 class _Laying:
-    """A prompt that is put together."""
+    """A prompt under construction."""
 
     def __init__(self, rules: ImageRules, encode: Callable[[str], list[int]]) -> None:
         self.token_ids: list[int] = []
@@ -186,17 +185,17 @@ class _Laying:
         self._rules, self._encode = rules, encode
 
     def image(self, image: Image, digest: bytes) -> None:
-        if self._rules.marks:  # the first of them, which is part of the picture
+        if self._rules.marks:  # the first mark, which is part of the picture
             self.token_ids.pop()
         self.token_ids += self._rules.before
         self._add(image, digest, 0)
         self.token_ids += self._rules.after
 
     def video(self, video: Video, following: list[int]) -> int:
-        """Adds a video; returns how many of the tokens behind its placeholder it replaces, too.
+        """Adds a video; returns how many of the tokens after its placeholder it also replaces.
 
-        With stamps, each of its pictures gets the tokens around the placeholder, and its time beside them. Marks become
-        a part of the first and the last picture.
+        With stamps, each picture gets the tokens around the placeholder, and its time. Marks become part of the first
+        and the last picture.
         """
         rules = self._rules.video
         assert rules is not None

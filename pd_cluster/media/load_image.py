@@ -1,4 +1,4 @@
-"""LMDeploy's `load_image`, for users' own programs: a picture from wherever it is.
+"""LMDeploy's `load_image` for users' programs: loads a picture from any source.
 
 A picture that cannot be read is an error, never a substitute.
 """
@@ -19,9 +19,9 @@ from pd_cluster.media.media_fetch import MAX_FILE_NBYTES, Places, fetched
 
 
 def load_image(image_url: str | os.PathLike[str] | Pictures.Image, **_: Any) -> Pictures.Image:
-    """Returns a picture, by its URL (http, https, data), its path or as it is. Raises RequestError.
+    """Returns a picture, given by URL (http, https, data), by path or directly. Raises RequestError.
 
-    URLs are followed to public addresses only, so that a program may pass its clients' URLs on.
+    Connects only to public addresses, so that programs may pass on clients' URLs.
     """
     if isinstance(image_url, Pictures.Image):
         return image_url

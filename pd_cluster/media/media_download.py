@@ -1,8 +1,7 @@
-"""Downloads from hosts that an operator allows, and from no address inside of a network unless it is itself allowed.
+"""Downloads from allowed hosts, and from private addresses only if the address itself is allowed.
 
-The name is resolved once, every address that it has is checked, and the connection goes to the address that was
-checked: a name that changes its address meanwhile gains nothing. Redirects are checked in the same way. Proxies of the
-environment are not used. Blocks; runs in a child process.
+A name is resolved once, all its addresses are checked, and the connection uses a checked address, so DNS rebinding has
+no effect. Redirects are checked the same way. Ignores the environment's proxies. Blocks; runs in a child process.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from urllib.parse import urljoin, urlsplit
 
 from pd_cluster.errors import RequestError
 
-TIMEOUT_S = 10.0  # for all of it
+TIMEOUT_S = 10.0  # in all
 MAX_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
-ANY_HOST = "*"  # in place of hosts' names; addresses are checked as ever
+ANY_HOST = "*"  # any host name; addresses are still checked
 HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 PLAIN_URL = re.compile(r"[\x21-\x7e]+")
 PIECE_NBYTES = 1 << 16
-# Addresses that stand for others, of IPv4: 6to4, NAT64 and Teredo
+# IPv6 addresses that contain IPv4 addresses: 6to4, NAT64 and Teredo
 TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32")))
-UNICAST = ipaddress.ip_network("2000::/3")  # all public addresses of IPv6; Python calls some others global, too
-OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # a machine's own services
+UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; Python calls some others global, too
+OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # services of cloud machines
 
 
 class Downloads(NamedTuple):
-    """`domains`: hosts by name or by address, or ANY_HOST, which stands for public addresses.
+    """`domains`: hosts by name or address, or ANY_HOST for all public addresses.
 
-    `refused`: addresses of the cluster itself, which may be public ones.
+    `refused`: the cluster's own addresses, which may be public.
     """
 
     domains: tuple[str, ...]
     refused: tuple[str, ...]
     max_nbytes: int
-    kind: str = "image"  # begins the media type that is wanted
+    kind: str = "image"  # the beginning of the expected media type
 
 
 class MediaTarget(NamedTuple):
@@ -73,7 +72,7 @@ def downloaded(url: str, downloads: Downloads) -> bytes:
 
 
 def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
-    """Parses a URL, strictly: the result is checked and used, and the text never again. Raises RequestError."""
+    """Parses a URL strictly; only the result is checked and used afterwards. Raises RequestError."""
     wrong = RequestError(f"{reprlib.repr(url[:60])}: not a plain http(s) URL; send another one")
     if not PLAIN_URL.fullmatch(url) or "\\" in url:
         raise wrong
@@ -92,12 +91,12 @@ def target_of(url: str, domains: tuple[str, ...]) -> MediaTarget:
 
 
 def _is_bracketed(netloc: str) -> bool:
-    """Whether the host is an address of IPv6 without a scope; urlsplit has checked its form."""
+    """Whether the host is an IPv6 address without a scope; urlsplit has checked its form."""
     return netloc.startswith("[") and "%" not in netloc
 
 
 def addresses_in(domains: tuple[str, ...]) -> set[str]:
-    """Returns the addresses among hosts, each in its one canonical form."""
+    """Returns the addresses among hosts in canonical form."""
     found = set()
     for domain in domains:
         with contextlib.suppress(ValueError):
@@ -106,7 +105,7 @@ def addresses_in(domains: tuple[str, ...]) -> set[str]:
 
 
 def may_connect(address: str, refused: tuple[str, ...], allowed: Collection[str] = ()) -> bool:
-    """Whether an address is a public one or among `allowed`, and none of the cluster's."""
+    """Whether an address is public or among `allowed`, and not the cluster's."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if str(found) in allowed:
         return str(found) not in refused
@@ -118,7 +117,7 @@ def may_connect(address: str, refused: tuple[str, ...], allowed: Collection[str]
 
 
 def _address_of(target: MediaTarget, downloads: Downloads) -> str:
-    """Resolves a host. Raises RequestError if any of its addresses may not be connected to."""
+    """Resolves a host. Raises RequestError if any of its addresses is not allowed."""
     allowed = addresses_in(downloads.domains)
     entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in entries]
@@ -128,7 +127,7 @@ def _address_of(target: MediaTarget, downloads: Downloads) -> str:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Speaks to an address that was checked, under the host's name."""
+    """Connects to a checked address under the host's name."""
 
     def __init__(self, target: MediaTarget, address: str, until_s: float) -> None:
         super().__init__(target.host, target.port)
@@ -141,21 +140,21 @@ class _Connection(http.client.HTTPConnection):
             self.sock = context.wrap_socket(self.sock, server_hostname=self._target.host)
 
     def end(self) -> None:
-        """Ends what waits for the other side, with an OSError or at an end of file; for any thread."""
+        """Ends blocked reads and writes, with an OSError or an end of file. Callable from any thread."""
         with contextlib.suppress(OSError, AttributeError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[bytes, str | None]:
-    """Returns the body, or where else it is. Raises RequestError, OSError and HTTPException."""
+    """Returns the body or a redirect's target. Raises RequestError, OSError and HTTPException."""
     connection = _Connection(target, _address_of(target, downloads), until_s)
-    late = threading.Timer(_left(until_s), connection.end)  # headers come in pieces, each with the socket's own timeout
+    late = threading.Timer(_left(until_s), connection.end)  # the socket's timeout applies to each piece of the headers
     late.daemon = True
     late.start()
     try:
         connection.request("GET", target.path, headers={"Accept": f"{downloads.kind}/*", "User-Agent": "pd-cluster"})
         answer = connection.getresponse()
-        _left(until_s)  # an end of file may be this side's own
+        _left(until_s)  # this side may have caused the end of file
         if answer.status in REDIRECTS and (location := answer.getheader("Location")):
             return b"", location
         if answer.status != 200:
@@ -166,7 +165,7 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
             if len(body) > downloads.max_nbytes:
                 raise RequestError(f"a file has at most {downloads.max_nbytes} bytes; send a smaller one")
         _left(until_s)
-        if answer.length:  # bytes that were announced and are missing
+        if answer.length:  # announced bytes are missing
             raise http.client.IncompleteRead(bytes(body), answer.length)
         return bytes(body), None
     finally:
@@ -181,7 +180,7 @@ def _piece(connection: _Connection, answer: http.client.HTTPResponse, until_s: f
 
 
 def _left(until_s: float) -> float:
-    """Returns the seconds that are left. Raises TimeoutError."""
+    """Returns the remaining seconds. Raises TimeoutError."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -1,6 +1,6 @@
-"""Gets the bytes of a picture or video from where its URL says. Runs in a child process, and blocks.
+"""Gets the bytes of a picture or video from its URL. Blocks; runs in a child process.
 
-Every refusal is a RequestError. Knows nothing of what is in the bytes.
+Every refusal is a RequestError. Knows nothing of the contents.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pd_cluster.errors import RequestError
 from pd_cluster.media.media_download import Downloads, downloaded
 
 MAX_FILE_NBYTES = 24 << 20
-FRAMES = "video/jpeg"  # of data: URLs that list the frames of a video
+FRAMES = "video/jpeg"  # for data: URLs with the frames of a video
 DATA = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)*(?P<is_base64>;base64)?,", re.ASCII)
 FILE = "file://"
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Where pictures may be from, besides `data:` URLs. `local_root`: "" for no files."""
+    """The allowed sources of pictures, besides `data:` URLs. `local_root` "": no files."""
 
     local_root: str = ""
     domains: tuple[str, ...] = ()
 
     @property
     def known(self) -> str:
-        """Names the kinds of URLs that are taken."""
+        """Names the allowed kinds of URLs."""
         more = [FILE] * bool(self.local_root) + ["http(s)://"] * bool(self.domains)
         return " or ".join(["data: URLs", *more])
 
 
 class MediaKind(NamedTuple):
-    """The sort of file that is wanted. `kind` begins its media type, `name` is for messages."""
+    """The expected sort of file. `kind`: the beginning of its media type. `name`: for messages."""
 
     kind: str
     name: str
@@ -51,7 +51,7 @@ VIDEO = MediaKind("video", "video", 128 << 20)
 
 
 def fetched(url: str, places: Places, refused: tuple[str, ...] = (), sort: MediaKind = PICTURE) -> bytes:
-    """Returns a picture's or video's file. `refused`: addresses that are never connected to. Raises RequestError."""
+    """Returns a picture's or video's file. `refused`: addresses that are never allowed. Raises RequestError."""
     scheme = url[:10].partition(":")[0].lower()
     if scheme == "data":
         head = _head(url, sort)
@@ -67,7 +67,7 @@ def fetched(url: str, places: Places, refused: tuple[str, ...] = (), sort: Media
 
 
 def listed_frames(url: str) -> list[bytes] | None:
-    """Returns the files of the frames of a `data:video/jpeg` URL; None for another URL. Raises RequestError."""
+    """Returns the frames' files of a `data:video/jpeg` URL; None for another URL. Raises RequestError."""
     if not url[:200].lower().startswith(f"data:{FRAMES};base64,"):
         return None
     head = _head(url, VIDEO)
@@ -100,7 +100,7 @@ def _too_large(sort: MediaKind) -> RequestError:
 def _read(url: str, root: str, sort: MediaKind) -> bytes:
     """Reads a regular file below `root`.
 
-    Nothing else is opened on purpose; the file that was opened is checked again, because a link may change meanwhile.
+    Checks the opened file again, because a link may have changed meanwhile.
     """
     path = unquote_to_bytes(url[len(FILE) :])
     refusal = RequestError("a file:// URL must name a file below the server's --allowed-local-media-path")

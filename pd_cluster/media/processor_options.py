@@ -1,6 +1,6 @@
-"""Reads `mm_processor_kwargs`, a request's choice of how its media are read, by vLLM's and FastDeploy's names.
+"""Reads `mm_processor_kwargs`, a request's options for its media, by vLLM's and FastDeploy's names.
 
-They only choose among what the model's folder allows. Numbers only: knows nothing of files or of pixels.
+The model's folder limits them. Pure arithmetic: knows nothing of files or of pixels.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "num_frames": ("num_frames",),
     "video_max_frames": ("num_frames",),
 }
-EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`, and what they mean
+EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # names in `size` -> their meaning
 
 
 class ReadOptions(msgspec.Struct, frozen=True):
-    """None: as the folder and the server's settings say."""
+    """None: the folder's and the server's settings."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -49,7 +49,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], name: str) -> ReadOptions:
-        """Reads them. Raises RequestError, in which they are called `name`."""
+        """Reads the options. `name`: the field in errors. Raises RequestError."""
         fields: dict[str, Any] = {}
         for key, value in _without_size(given, name).items():
             if key not in KEYS:
@@ -63,12 +63,12 @@ class ReadOptions(msgspec.Struct, frozen=True):
         return cls(**fields)
 
     def over(self, others: ReadOptions) -> ReadOptions:
-        """Returns these, and the others' where these say nothing."""
+        """Returns these options, with `others` as defaults."""
         own = {name: value for name, value in structs.asdict(self).items() if value is not None}
         return structs.replace(others, **own)
 
     def rules(self, rules: ImageRules, name: str) -> ImageRules:
-        """Returns a model's rules with these bounds. Raises RequestError for what the model cannot have."""
+        """Returns a model's rules with these limits. Raises RequestError for unsupported ones."""
         areas = (self.min_pixels, self.max_pixels, self.video_min_pixels, self.video_max_pixels)
         if not any(each is not None for each in areas):
             return rules
@@ -92,7 +92,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
 
 def _without_size(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns them with the areas that `size` means by their own names."""
+    """Replaces `size` by the areas that it means."""
     found = dict(given)
     if "size" not in found:
         return found
@@ -116,7 +116,7 @@ def _check(name: str, key: str, value: Any) -> None:
 
 
 def _area(name: str, least: int | None, most: int | None, folders_least: int, folders_most: int) -> tuple[int, int]:
-    """Returns a lower and an upper bound. Raises RequestError."""
+    """Returns a lower and an upper limit. Raises RequestError."""
     for key, value in (("min_pixels", least), ("max_pixels", most)):
         if value is not None and value > folders_most:
             raise _wrong(name, f"{key} {value}: this model's folder has max_pixels {folders_most}; give at most that")

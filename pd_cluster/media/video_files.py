@@ -1,7 +1,7 @@
-"""Decodes a file of a video, chooses frames of it and resizes them. Needs PyAV; knows nothing of where files are from.
+"""Decodes a video's file, chooses frames and resizes them. Needs PyAV; knows nothing of where files are from.
 
-Every refusal is a RequestError in words of its own. A header's number of frames is checked against those that are
-there; frames are never decoded beyond the last that is wanted.
+Every refusal is a RequestError with its own text. The header's number of frames is checked; frames after the last
+chosen one are not decoded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SECONDS = 3600.0
 MAX_FRAME_PIXELS = 36 << 20  # of a frame, before it is resized: 8192 x 4608
 MAX_FPS = 1000.0
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
-# The first bytes of files, by their offset -> FFmpeg's name of the container
+# First bytes of files and their offset -> FFmpeg's name of the container
 CONTAINERS = {(4, b"ftyp"): "mov", (0, b"\x1a\x45\xdf\xa3"): "matroska", (8, b"AVI "): "avi"}
 JPEG_FRAMES = b"\xff\xd8\xff"  # begins each frame of `data:video/jpeg`
 MISSING = "reading videos needs PyAV on the server: pip install 'pd-cluster[video]'"
@@ -54,7 +54,7 @@ def frames_of(data: bytes, sampling: FrameSampling, most: int | None = None) -> 
 
 
 def frames_of_pictures(files: Sequence[bytes], sampling: FrameSampling, most: int | None = None) -> VideoFrames:
-    """Returns the chosen ones of frames that are files themselves, of JPEG. Raises RequestError."""
+    """Returns the chosen frames of a video of JPEG files. Raises RequestError."""
     if not 1 <= len(files) <= MAX_FILE_FRAMES:
         raise RequestError(f"{len(files)} frames: a video has 1 to {MAX_FILE_FRAMES}; send fewer")
     indices = sampling.indices(len(files), DEFAULT_FPS, most)
@@ -73,7 +73,7 @@ def _opened(av: Any, data: bytes, container: str) -> Any:
 
 
 def _stream(opened: Any) -> Any:
-    """Returns a file's video. Raises RequestError for what is not read."""
+    """Returns a file's video. Raises RequestError for unsupported ones."""
     if not opened.streams.video:
         raise RequestError("the file has no video in it; send another one")
     stream = opened.streams.video[0]
@@ -90,7 +90,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _measured(av: Any, data: bytes, container: str) -> tuple[int, float]:
-    """Returns how many frames there are, without decoding them, and how many a second has. Raises RequestError."""
+    """Returns the number of frames, without decoding, and the frame rate. Raises RequestError."""
     with _opened(av, data, container) as opened:
         stream = _stream(opened)
         announced, rate = stream.frames, stream.average_rate or stream.guessed_rate
@@ -114,7 +114,7 @@ def _measured(av: Any, data: bytes, container: str) -> tuple[int, float]:
 
 
 def _decoded(av: Any, data: bytes, container: str, indices: Sequence[int]) -> Iterator[Pictures.Image]:
-    """Yields the frames of these indices, which ascend."""
+    """Yields the frames of these ascending indices."""
     wanted = iter(indices)
     next_index = next(wanted)
     with _opened(av, data, container) as opened:
@@ -136,19 +136,19 @@ def _decoded(av: Any, data: bytes, container: str, indices: Sequence[int]) -> It
 
 @contextmanager
 def _in_own_words(av: Any) -> Iterator[None]:
-    """Turns a decoder's errors into RequestErrors without its words."""
+    """Replaces a decoder's errors by RequestErrors without its messages."""
     try:
         yield
     except RequestError:
         raise
     except MemoryError:
         raise RequestError("decoding it takes too much memory; send a smaller one") from None
-    except Exception:  # FFmpeg's errors are of many kinds
+    except Exception:  # FFmpeg raises errors of many kinds
         raise RequestError("the file is broken or cut short; send it anew") from None
 
 
 def fitted(frames: VideoFrames, rules: GridRules) -> Video:
-    """Returns a video as its model reads it: the last frame is repeated until all are whole. Raises RequestError."""
+    """Returns a video in the model's form; repeats the last frame to complete the last picture. Raises RequestError."""
     assert rules.video is not None
     together, first = rules.video.together, frames.pictures[0]
     height, width = rules.video.resized(max(together, len(frames.pictures)), first.height, first.width, rules.side)
@@ -180,7 +180,7 @@ def _pixels(picture: Pictures.Image, height: int, width: int, font: str, time_s:
 
 
 def _stamped(picture: Pictures.Image, font: str, time_s: float) -> Pictures.Image:
-    """Returns a copy with its time in the corner, black in a white outline, as ERNIE's processor draws it."""
+    """Returns a copy with its time in the corner, black with a white outline, like ERNIE's processor."""
     size = max(1, int(min(picture.size) * 0.1))
     (hours, seconds), picture = divmod(time_s, 3600), picture.copy()
     text = f"time: {int(hours):02d}:{int(seconds // 60):02d}:{seconds % 60:05.02f}"

@@ -1,31 +1,31 @@
-"""Videos that callers of this process give: a file with a limit of its own, or frames. Imports no decoder."""
+"""Videos from callers in this process: a file with its own limit, or frames. Imports no decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-DEFAULT_FPS = 24.0  # of frames that come without a rate, as in transformers
+DEFAULT_FPS = 24.0  # of frames without a rate, as in transformers
 
 
 class MediaWithOptions(NamedTuple):
-    """A picture or video of a prompt that says how it is read, by the names of `mm_processor_kwargs`."""
+    """A picture or video of a prompt with its own options, named as in `mm_processor_kwargs`."""
 
     medium: Any
     options: Mapping[str, Any]
 
 
 class AskedVideo(NamedTuple):
-    """`max_frames` None: as many as the server's settings say."""
+    """`max_frames` None: the server's setting."""
 
     url: str
     max_frames: int | None = None
 
 
 class VideoFrames(NamedTuple):
-    """Frames of a video, each with its index among the `num_frames` of it, of which there are `fps` in a second."""
+    """Frames of a video, with their indices among its `num_frames` frames at `fps` per second."""
 
-    pictures: list[Any]  # of Pillow
+    pictures: list[Any]  # Pillow's
     indices: list[int]
     num_frames: int
     fps: float

@@ -1,4 +1,4 @@
-"""A video as a model reads it: pictures of a few frames each, with their times. Numbers and bytes only."""
+"""A video as a model reads it: pictures of a few frames each, with times. Numbers and bytes only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import Image
 
 MAX_ASPECT_RATIO = 200
-MAX_PIXELS = 12 << 20  # of all frames of a video, as its model reads them
+MAX_PIXELS = 12 << 20  # of all resized frames of a video
 
 
 class Video(msgspec.Struct, frozen=True):
-    """`images`: each of as many frames as the tower reads together, in their order, with its digest.
+    """`images`: in order, each with the frames that the tower reads together, and its digest.
 
-    `times_s`: where each lies in the video, as its model's stamps count. `step_s`: from each to the next, by the rate
-    at which frames were chosen.
+    `times_s`: each one's time in the video, as the model's stamps count. `step_s`: the time between them, from the
+    sampling rate.
     """
 
     images: tuple[Image, ...]
@@ -33,7 +33,7 @@ class Video(msgspec.Struct, frozen=True):
 
 
 class TimestampStyle(enum.Enum):
-    """How a prompt says when each picture of a video was."""
+    """How a prompt states the time of each picture of a video."""
 
     NONE = "none"
     BEFORE = "before"  # in tenths of a second, the middle of its frames
@@ -41,7 +41,7 @@ class TimestampStyle(enum.Enum):
 
 
 class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model reads videos. `token_id`: the placeholder of one in a prompt, and its tokens.
+    """How a model reads videos. `token_id`: a video's placeholder and tokens.
 
     `together`: frames that the tower reads as one picture. `min_pixels` and `max_pixels` bound a frame's area, or with
     `shares_area` that of all frames together. With `stamps`, each picture stands between `start_id` and `end_id` beside
@@ -69,7 +69,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     def resized(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
         """Returns the height and width of each frame, in whole tokens with sides of `side` pixels. Raises RequestError.
 
-        As transformers' video processors do it, except that frames never have more than MAX_PIXELS together.
+        Like transformers' video processors, except that all frames together have at most MAX_PIXELS.
         """
         if not height or not width or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
@@ -95,11 +95,11 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_frame_pixels(self) -> int:
-        """Returns a bound of a frame's area."""
+        """Returns a limit of a frame's area."""
         return min(self.max_pixels, MAX_PIXELS // 2)
 
     def steps(self, video: Video) -> list[int]:
-        """Returns where each picture lies in time, in positions from the first one on."""
+        """Returns each picture's time, in positions from the first one."""
         if self.has_stamps:
             return [0] * len(video.images)
         interval = _single(self.tokens_per_second * video.step_s) if self.tokens_per_second else 1.0
@@ -109,7 +109,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return f"<{time_s:.1f} seconds>" if self.stamps is TimestampStyle.BEFORE else str(int(time_s))
 
     def time_of(self, first_s: float, last_s: float) -> float:
-        """Returns what a picture's stamp says, by the times of its first and last frame."""
+        """Returns the time in a picture's stamp, from the times of its first and last frame."""
         return first_s if self.stamps is TimestampStyle.BEHIND else (first_s + last_s) / 2
 
 

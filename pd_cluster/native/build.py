@@ -1,7 +1,7 @@
-"""Compiles the kernels for this machine, once, and caches the result in the user's cache folder.
+"""Compiles the kernels once for this machine, and caches the result in the user's cache folder.
 
-The file's name identifies everything it depends on; processes that want it at once let one of them build it. An
-unfinished one is never visible. Knows nothing of tensors.
+The file's name identifies all its inputs; of concurrent processes, one builds it. Unfinished files are never visible.
+Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # infinities and NaN keep their meaning
 )
-COMPILE_DEADLINE_S = 180.0  # a few seconds, but not where many processes share a core
+COMPILE_DEADLINE_S = 180.0  # usually seconds, but more if many processes share a core
 VERSION_DEADLINE_S = 60.0
 POLL_S = 0.05
-MOST_TRIES = 3  # of a compilation during which a source changes
+MOST_TRIES = 3  # compilations while sources change
 OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
@@ -40,7 +40,7 @@ def are_wanted() -> bool:
 
 
 def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
-    """Returns the kernels, ready to be called. Raises KernelsUnavailable."""
+    """Loads the kernels. Raises KernelsUnavailable."""
     runtime = openmp_runtime()
     library = ctypes.CDLL(str(build(flags)))
     library.pd_init.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -52,7 +52,7 @@ def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
 
 
 def openmp_runtime() -> ctypes.CDLL:
-    """Returns torch's own OpenMP library: two thread pools spinning on the same cores would be very slow."""
+    """Returns torch's own OpenMP library, because two thread pools that spin on the same cores are very slow."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
     found = sorted(path for path in paths if OPENMP.search(path))
     of_torch = [path for path in found if "/torch/" in path or "/torch.libs/" in path] or found
@@ -65,7 +65,7 @@ def openmp_runtime() -> ctypes.CDLL:
 
 
 def identity() -> str:
-    """Identifies the kernels and the processor that they are compiled for; "": there are none."""
+    """Identifies the kernels and their processor; "" without kernels."""
     try:
         return build(FLAGS).name if are_wanted() else ""
     except KernelsUnavailable:
@@ -93,9 +93,9 @@ def _is_there(target: Path) -> bool:
 
 @contextlib.contextmanager
 def _turn(target: Path) -> Iterator[None]:
-    """Lets one process at a time compile this file: those of a cluster start together, and each would take a core.
+    """Lets one process at a time compile this file, because a cluster's processes start together.
 
-    Nobody waits longer than a compilation may take. Raises KernelsUnavailable.
+    Waits at most as long as a compilation may take. Raises KernelsUnavailable.
     """
     lock, until_s = target.with_suffix(".lock"), time.monotonic() + COMPILE_DEADLINE_S
     try:
@@ -110,7 +110,7 @@ def _turn(target: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(POLL_S)
         yield
-        lock.unlink(missing_ok=True)  # who waits for it finds the compiled file
+        lock.unlink(missing_ok=True)  # waiting processes find the compiled file
     finally:
         os.close(fd)
 
@@ -120,7 +120,7 @@ def _target(compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns a folder that belongs to this user alone: its files are executed."""
+    """Returns a folder of this user alone, because its files are executed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-cluster"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,15 +141,15 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
         if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
             digest.update(line.encode())
-        elif not line:  # the first core stands for all
+        elif not line:  # the first core represents all
             break
     return digest.hexdigest()[:24]
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> bool:
-    """Makes `target`, unless a source changes meanwhile: what was compiled is then not what its name says.
+    """Makes `target`, unless a source changes meanwhile, so that its name would be wrong.
 
-    Returns whether it is there.
+    Returns whether it exists.
     """
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kernels-", suffix=".so")

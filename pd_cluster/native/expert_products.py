@@ -1,6 +1,6 @@
-"""The experts of a block in one call of the C kernels, for experts whose two products are packed (products.py).
+"""Computes the experts of a block in one call of the C kernels, for experts with packed products (packed_products.py).
 
-The same bits as expert by expert, in less time: threads share the work of all experts that were chosen.
+Bitwise equal to expert by expert, but faster: threads share the work of all chosen experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExpertsCall(ctypes.Structure):
 
 
 class ExpertProducts:
-    """Adds up what the chosen experts return for each row, times its weights, in the order of the experts."""
+    """Adds up the chosen experts' outputs times the row's weights, in the order of the experts."""
 
     __slots__ = ("_addresses", "_call", "_kept", "_library", "hidden_size")
 

@@ -1,6 +1,6 @@
-"""Products of a few float32 rows in C, with weights that oneDNN has packed: its numbers, to the bit, in less time.
+"""Multiplies a few float32 rows in C with weights packed by oneDNN: bitwise equal to oneDNN, but faster.
 
-For processors with AVX-512. How oneDNN packs a weight, and in which order it adds, is promised nowhere: compare.
+For processors with AVX-512. oneDNN guarantees neither its packing nor its order of addition, so compare results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.native import build
 
 MOST_ROWS = 96  # float_products.h
 LINE, LINE_INPUTS = 64, 16
-SPAN, NARROW_SPAN = 1024, 512  # inputs that oneDNN adds before it adds the next; of weights with up to SPAN inputs
+SPAN, NARROW_SPAN = 1024, 512  # inputs that oneDNN adds at a time; for weights of up to SPAN inputs
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -76,8 +76,8 @@ class FloatProducts:
 
 
 def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FloatProducts | None:
-    """Makes the layer of a weight [N, K] that oneDNN has packed; None if kernels or processor have none, or its size
-    shows that it is packed otherwise. Results must be compared with oneDNN's before they are used."""
+    """Makes the layer of a weight [N, K] packed by oneDNN; None without kernels or AVX-512, or if its size shows
+    another packing. Results must be compared with oneDNN's before use."""
     function = _function()
     nbytes = -(-shape[0] // LINE) * LINE * -(-shape[1] // LINE_INPUTS) * LINE_INPUTS * 4
     if function is None or torch.ops.mkldnn._nbytes(packed) != nbytes:

@@ -1,6 +1,6 @@
-"""Adapters beside a linear layer, in C: the rows of a step that have one, each with its own.
+"""Computes LoRA adapters of a linear layer in C, for the rows of a step that have one.
 
-A row's numbers are the same whichever rows are computed with it. Knows nothing of where adapters come from.
+A row's result does not depend on other rows. Knows nothing of where adapters come from.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _function() -> Any:
 
 
 class StepBlocks:
-    """The rows of a step that have adapters, as C takes them: at most four rows of one adapter in a block."""
+    """The rows of a step with adapters, in C's form: blocks of at most four rows of one adapter."""
 
     def __init__(self, slots: Ints) -> None:
-        """`slots` [num_rows]: those of the rows' adapters; 0: none."""
+        """`slots` [num_rows]: the slots of the rows' adapters; 0: no adapter."""
         rows = np.flatnonzero(slots)
         self._rows = rows[np.argsort(slots[rows], kind="stable")]
         present, counts = np.unique(slots[rows], return_counts=True)
@@ -83,16 +83,16 @@ class LoraTable:
         addresses = np.zeros(max(len(self._addresses), 2 * slot), dtype=np.int64)
         addresses[: len(self._addresses)] = self._addresses
         addresses[slot] = record.ctypes.data
-        self._addresses = addresses  # in one go: a step may be under way, with the earlier ones
+        self._addresses = addresses  # replaced at once, because a step may be using the old ones
 
     def drop(self, slot: int) -> None:
-        """Forgets an adapter that no step under way has."""
+        """Removes an adapter that no running step uses."""
         if slot in self._kept:
             self._addresses[slot] = 0
             del self._kept[slot]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, blocks: StepBlocks) -> None:
-        """Adds to y [num_rows, out_features] what the adapters make of x [num_rows, in_features]; both float32."""
+        """Adds the adapters' outputs for x [num_rows, in_features] to y [num_rows, out_features]; both float32."""
         assert x.dtype == y.dtype == torch.float32
         assert x.stride(1) == y.stride(1) == 1
         addresses = self._addresses
@@ -113,7 +113,7 @@ class LoraTable:
 
 
 def _packed_a(a: torch.Tensor) -> torch.Tensor:
-    """Returns A [rank, in_features] in C's order, filled up with zeros."""
+    """Returns A [rank, in_features] in C's order, padded with zeros."""
     ranks, inputs = -(-a.shape[0] // RANKS), -(-a.shape[1] // INPUTS)
     padded = a.new_zeros((ranks * RANKS, inputs * INPUTS))
     padded[: a.shape[0], : a.shape[1]] = a
@@ -121,7 +121,7 @@ def _packed_a(a: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_b(b: torch.Tensor) -> torch.Tensor:
-    """Returns B [out_features, rank] in C's order, filled up with zeros."""
+    """Returns B [out_features, rank] in C's order, padded with zeros."""
     outputs = -(-b.shape[0] // OUTPUTS)
     padded = b.new_zeros((outputs * OUTPUTS, b.shape[1]))
     padded[: b.shape[0]] = b

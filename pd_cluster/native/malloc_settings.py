@@ -35,12 +35,12 @@ def give_pages_back(address: int, nbytes: int) -> None:
 
 
 def give_freed_back() -> None:
-    """Returns what malloc keeps of freed memory to the system, where it is glibc's."""
+    """Returns the freed memory that glibc's malloc keeps to the system."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def resident_nbytes() -> int:
-    """Returns the memory that this process has in use, shared pages included."""
+    """Returns the memory that this process uses, including shared pages."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE

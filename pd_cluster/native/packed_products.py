@@ -1,7 +1,7 @@
 """Linear layers in C with weights of 16, 8 or 4 bits: codes packed once, multiplied as packed_weights.h describes.
 
-A row's numbers depend neither on the rows beside it nor on the number of threads. Activations and results are float32;
-each function says to what activations are rounded first. Every function returns None if the kernels cannot run here.
+A row's result depends neither on other rows nor on the number of threads. Activations and results are float32; each
+function states how it rounds activations first, and returns None if the kernels cannot run here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # packed_weights.h
 MOST_DECODED = 128  # inputs of a span whose weights are decoded for many rows
-MOST_NUMBERS = 256  # the same where they become float32 numbers
+MOST_NUMBERS = 256  # the same for weights decoded to float32
 MOST_EXACT_INPUTS = 65_536  # sums of products of codes stay below 2^31
 LEAST_MAGNITUDE = 2.0**-100  # codes of smaller rows are zeros
 
@@ -60,7 +60,7 @@ _loading = threading.Lock()
 
 
 def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
-    """Returns the kernels compiled with these flags; None if they are not wanted or cannot be had."""
+    """Returns the kernels compiled with these flags; None if they are disabled or unavailable."""
     if not build.are_wanted():
         return None
     with _loading:
@@ -218,7 +218,7 @@ class PackedProduct:
 
     @property
     def call(self) -> ProductCall:
-        """The product without its rows; it points to memory of this layer."""
+        """The product without its rows; it points to this layer's memory."""
         return self._product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

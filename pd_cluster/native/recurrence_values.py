@@ -1,4 +1,4 @@
-"""The recurrent layers that kernels compute, as values: a short convolution, a recurrence, the norm behind it."""
+"""The parts of recurrent layers as values: a short convolution, a recurrence, and the norm after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Convolution:
 class GatedNorm:
     """A root-mean-square norm of each head, or of each group of heads, and a gate before or after it.
 
-    `weight` [num_features] of a head, or of all heads; None: nothing is normed.
+    `weight` [num_features] of a head, or of all heads; None: no norm.
     """
 
     gate: Gate = "none"

@@ -1,7 +1,7 @@
-"""Recurrent layers in C, between their projections: a short convolution, a recurrence, and the norm behind it.
+"""Recurrent layers in C, between their projections: a short convolution, a recurrence, and the norm after it.
 
-The tokens of a sequence are computed one after the other, from and into the planes of its state: a row's bits depend
-neither on where steps begin nor on the rows beside it. Knows nothing of models; all numbers are float32.
+Tokens of a sequence are computed one by one, with its state's planes, so results are bitwise independent of steps'
+boundaries and of other rows. Knows nothing of models; all values are float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from pd_cluster.native import build
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
-ROWS_AT_ONCE = 128  # between two phases: what the first makes stays in the cache for the second
+ROWS_AT_ONCE = 128  # per phase, so that the first phase's results stay in the cache for the second
 KERNELS = range(2, 9)  # convolution.h, gated_delta.h, mamba2.h
 MOST_WIDTH = 256  # of a key, or of B and C
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -115,7 +115,7 @@ def _function(flags: tuple[str, ...]) -> ctypes._NamedFuncPointer:
 
 
 def can_run() -> bool:
-    """Whether the kernels can be built here, and are wanted."""
+    """Whether the kernels are enabled and available."""
     try:
         return build.are_wanted() and _function(build.FLAGS) is not None
     except build.KernelsUnavailable:  # the model's loader logs why
@@ -173,7 +173,7 @@ class StateKernel:
         return call
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        kept = tensor.detach().float().flatten().clone()  # not a view of what was loaded
+        kept = tensor.detach().float().flatten().clone()  # not a view of the loaded weights
         self._kept.append(kept)
         return kept.data_ptr()
 

@@ -12,7 +12,7 @@ WORD_NBITS = 64  # of the kernel's masks
 
 
 def team_binding() -> Callable[[int, frozenset[int]], list[int]]:
-    """Returns `bind(num_threads, cores)`, which returns the threads' ids. It raises OSError.
+    """Returns `bind(num_threads, cores)`, which returns the threads' ids and may raise OSError.
 
     Raises KernelsUnavailable.
     """

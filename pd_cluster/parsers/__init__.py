@@ -1,4 +1,4 @@
-"""A model's output text read as reasoning, content and tool calls, piece by piece, and the guides that tools ask for.
+"""Splits a model's output text into reasoning, content and tool calls as it arrives, and builds guides for tools.
 
 Pure: text in, parts out. Knows nothing of HTTP, tokens, tokenizers or devices.
 """

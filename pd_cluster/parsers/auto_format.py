@@ -1,6 +1,6 @@
-"""Chooses the formats of calls and reasoning by a model's chat template and its type, for the name `auto`.
+"""Chooses the formats of calls and reasoning from a model's chat template and type, for the name `auto`.
 
-A template writes earlier calls as the model writes new ones, so its texts decide first. Knows nothing of files.
+A template writes earlier calls as the model writes new ones, so the template decides first. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ GPT_OSS = "openai_gptoss"  # its calls and its reasoning are one format
 
 
 class KnownFormats(NamedTuple):
-    """The names of a model's formats; "" for one that it does not have."""
+    """The names of a model's formats; "" if it has no such format."""
 
     tool_parser: str
     reasoning_parser: str = ""
 
 
 class ChosenFormats(NamedTuple):
-    """`because`: what decided; "" if nothing did."""
+    """`because`: the reason for the choice; "" if no format was chosen."""
 
     formats: KnownFormats
     because: str
 
 
-# Texts of which a template has all, and the formats. The first row that fits counts: more specific ones come first.
+# Texts that a template must all contain, and the formats. The first match wins, so more specific rows come first.
 BY_TEMPLATE: tuple[tuple[tuple[str, ...], KnownFormats], ...] = (
     (("<｜DSML｜ calls>",), KnownFormats("deepseek_v41", "deepseek_v41")),
     (("<｜DSML｜tool_calls>",), KnownFormats("deepseek_v4", "deepseek_v4")),
@@ -75,7 +75,7 @@ BY_TEMPLATE: tuple[tuple[tuple[str, ...], KnownFormats], ...] = (
     (("<tool_call>", "<response>"), KnownFormats("ernie45", "ernie45")),
     (("<tool_call>",), KnownFormats("hermes", "qwen3")),
 )
-# Types whose templates do not tell, or that have none. A type counts with what stands behind it: `mimo_v2_flash`.
+# Prefixes of types whose templates are missing or do not identify the format; `mimo` also matches `mimo_v2_flash`.
 BY_TYPE: dict[str, KnownFormats] = {
     "gemma4": KnownFormats("gemma4", "gemma4"),
     "lfm2": KnownFormats("lfm2"),
@@ -89,7 +89,7 @@ BY_TYPE: dict[str, KnownFormats] = {
     "seed_oss": KnownFormats("seed_oss", "seed_oss"),
     "apertus": KnownFormats("apertus", "apertus"),
 }
-ONLY_BY_TYPE = ("mimo",)  # their templates look like those of others
+ONLY_BY_TYPE = ("mimo",)  # their templates look like other models' templates
 NO_FORMATS = KnownFormats("", "")
 
 
@@ -108,6 +108,6 @@ def formats_of_model(template: str, model_type: str) -> ChosenFormats:
 
 
 def _reasons(parser: str, template: str) -> bool:
-    """Returns whether a template has the marks of this reasoning: some models of a family reason, others do not."""
+    """Returns whether a template has the marks of this reasoning: in some families, only some models reason."""
     thinking = THINKING.get(parser, NONE)
     return all(text in template for text in thinking.pieces or thinking.opens[:1])

@@ -1,7 +1,7 @@
-"""Guides for values in Gemma's markup: bare keys, strings between quotes of its own, other values bare.
+"""Guides for values in Gemma's markup: bare keys, strings between Gemma's own quotes, other values bare.
 
-A schema is followed through objects, lists, references and alternatives; what else narrows it is refused by name. Keys
-come in the order of the alphabet, as the chat templates write them.
+Supports a schema's objects, lists, references and alternatives, and refuses other constraints by name. Keys are in
+alphabetical order, as the chat templates write them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BraceGuides:
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
-        self._rules: dict[str, Node] = {}  # name -> node
-        self._names: dict[str, str] = {}  # what a rule is for -> its name
+        self._rules: dict[str, Node] = {}  # rule name -> node
+        self._names: dict[str, str] = {}  # a rule's purpose -> its name
 
     def call_of(self, given: Sequence[Tool]) -> Node:
         """Returns the node of a call's name and arguments. Raises RequestError."""
@@ -42,13 +42,13 @@ class BraceGuides:
         return ["rules", self._rules, ["any", *calls]]
 
     def _rule(self, purpose: str, make: Callable[[], Node]) -> Node:
-        """Returns a reference to the rule for a purpose, made on its first use, which may be within itself."""
+        """Returns a reference to the rule for a purpose, which is built on first use and may refer to itself."""
         if purpose not in self._names:
             name = self._names[purpose] = f"value_{len(self._names)}"
             self._rules[name] = make()
         return ["rule", self._names[purpose]]
 
-    # ---- values that a schema describes
+    # ---- values with a schema
 
     def _value(self, tool: Tool, name: str, given: Any) -> Node:
         schema = resolved(given, tool.parameters)
@@ -89,7 +89,7 @@ class BraceGuides:
             if not isinstance(others, dict) or not others:
                 return self._any_object()
             return _braces(_many(["seq", _KEY, ["text", ":"], self._value(tool, name, others)]))
-        after, first = _NOTHING, _NOTHING  # what may come behind a key, and where none has come, from one key on
+        after, first = _NOTHING, _NOTHING  # nodes from one key on: after an earlier key, and without one
         for key in sorted({*properties, *required}, key=lambda key: (key.lower(), key), reverse=True):
             value = self._value(tool, key, properties.get(key, True))
             one: Node = ["seq", ["text", f"{key}:"], value]
@@ -125,7 +125,7 @@ class BraceGuides:
 
 
 def _must_have(tool: Tool, name: str, schema: dict[str, Any], known: set[str]) -> None:
-    """Raises RequestError for a member that is not among those that are followed."""
+    """Raises RequestError for an unsupported member."""
     if others := sorted(set(schema) - known):
         raise refused(tool, f"{others[0]} of {name}")
 

@@ -1,8 +1,8 @@
 """Calls as `call:NAME{key:value,…}` between markers, as Gemma 4 and FunctionGemma write them.
 
-Strings stand between two quotes, a text of their own that needs no escapes; keys, numbers, `true` and `null` are bare.
-Clients receive JSON: a string as it comes, any other value once it is whole, as its schema's types allow. A call that
-never ends has no closing brace. brace_guides.py has the guides.
+A string stands between two special quotes and needs no escapes; keys, numbers, `true` and `null` are bare. Clients
+receive JSON: a string as it arrives, any other value once it is complete, as its schema's types allow. A call that
+never ends has no closing brace. brace_guides.py builds the guides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pd_cluster.parsers.schema_types import Types, resolved, types_of
 from pd_cluster.parsers.text_stream import Steps, TextStream
 
 MAX_NAME_NUM_CHARS = 256
-MAX_DEPTH = 64  # of objects and lists in one call
-PREFIXES = ("call:", ":")  # models leave out the word
+MAX_DEPTH = 64  # nested objects and lists in one call
+PREFIXES = ("call:", ":")  # some models leave out the word
 
 _NAME = re.compile(r"[^\s{}<>|\"]+")
 _NO_KEY = re.compile(r"[{}\[\],\n]")
@@ -31,9 +31,9 @@ _NO_KEY = re.compile(r"[{}\[\],\n]")
 
 @dataclass(frozen=True)
 class BraceCalls:
-    """`begin`, `call:NAME{…}` and `end`. `quote` stands on both sides of a string.
+    """Calls as `begin`, `call:NAME{…}` and `end`. `quote` surrounds a string.
 
-    `quotes_all`: models write other values between quotes, too, so only a schema makes such a text a string.
+    `quotes_all`: models also quote other values, so only the schema tells whether a quoted value is a string.
     """
 
     begin: str
@@ -60,7 +60,7 @@ class BraceCalls:
                 out.content(stream.take(len(self.begin)))
 
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads one call. Returns whether it is one; otherwise the stream keeps what was taken."""
+        """Reads one call. Returns False if the text is not a call; the stream then still has it."""
         for prefix in PREFIXES:
             if (yield from stream.begins(prefix)):
                 stream.take(len(prefix))
@@ -92,14 +92,14 @@ class BraceCalls:
 
 
 class _Values:
-    """Reads the values of one call, and emits them as JSON."""
+    """Reads the values of one call and emits them as JSON."""
 
     def __init__(self, form: BraceCalls, stream: TextStream, out: CollectedReply) -> None:
         self._form, self._stream, self._out = form, stream, out
         self._depth = 0
 
     def read_object(self, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Steps[bool]:
-        """Takes `{…}`, or all of it up to the call's end where only braces are missing. Returns False if it is none."""
+        """Takes `{…}`, also if the call ends before the closing braces. Returns False for any other text."""
         root = schema if root is None else root
         known = schema.get("properties")
         properties = known if isinstance(known, dict) else {}
@@ -134,7 +134,7 @@ class _Values:
         return True
 
     def _value(self, given: Any, types: Types, root: Mapping[str, Any]) -> Steps[bool]:
-        """Takes one value. Returns False at the end of the text, and where another text follows."""
+        """Takes one value. Returns False if no value follows."""
         yield from self._stream.blanks()
         char = yield from self._stream.peek()
         if char == "{":
@@ -170,7 +170,7 @@ class _Values:
         self._out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _key(self) -> Steps[str | None]:
-        """Takes a key and its colon; None, and nothing, if none follows."""
+        """Takes a key and its colon. If no key follows, takes nothing and returns None."""
         quote, pieces = self._form.quote, list[str]()
         is_quoted = yield from self._stream.begins(quote)
         self._stream.keep()
@@ -191,7 +191,7 @@ class _Values:
         return key if is_quoted else key.strip()
 
     def _goes_on(self, closer: str) -> Steps[bool]:
-        """Takes a comma, if one follows. Returns whether it does, or the end of the brackets."""
+        """Takes a comma, if any. Returns whether a comma or the closing bracket follows."""
         yield from self._stream.blanks()
         if (yield from self._stream.peek()) == ",":
             self._stream.take(1)
@@ -199,7 +199,7 @@ class _Values:
         return (yield from self._closes(closer))
 
     def _closes(self, closer: str) -> Steps[bool]:
-        """Returns whether the brackets end here, also where the call ends without closing them."""
+        """Returns whether the brackets end here; the end of the call also ends them."""
         yield from self._stream.blanks()
         return (yield from self._stream.peek()) == closer or (yield from self._stream.begins(self._form.end))
 
@@ -211,7 +211,7 @@ class _Values:
         return True
 
     def _close(self, closer: str) -> Steps[None]:
-        """Takes the bracket, unless the call ends without it."""
+        """Takes the closing bracket, unless the call ends without it."""
         self._depth -= 1
         if (yield from self._stream.peek()) == closer:
             self._stream.take(1)

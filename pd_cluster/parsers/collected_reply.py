@@ -1,4 +1,4 @@
-"""The parts of one reply as they are collected, and the JSON object that most formats use for one call.
+"""Collects the parts of one reply, and reads the JSON object that most formats use for a call.
 
 Knows nothing of the markup around calls.
 """
@@ -19,37 +19,37 @@ NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
 IDS = ("id", "type", "index", "tool_call_id")
 
-# none: not a call; whole: the arguments are complete; torn: the arguments began but did not stay valid JSON
+# none: not a call; whole: the arguments are complete; torn: the arguments began but became invalid JSON
 Outcome = Literal["none", "whole", "torn"]
 
 
 class CollectedReply:
-    """The parts in order. Blanks that stand alone before, between or after calls are markup, not content.
+    """The parts in order. Text of only blanks before, between or after calls is markup, not content.
 
-    Calls beyond `most_calls` leave no trace.
+    Calls beyond `most_calls` are dropped.
     """
 
     def __init__(self, most_calls: int | None = None, schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS) -> None:
-        """`schemas`: tool -> the JSON schema of its arguments, which some markup needs to tell texts from numbers."""
+        """`schemas`: tool -> the JSON schema of its arguments; some markup needs it to tell strings from numbers."""
         self._parts: list[Part] = []
         self._schemas = schemas
         self._most_calls = most_calls
         self._num_seen = 0
         self.is_cut = False  # the text has ended within the latest call
-        self.in_call = False  # its arguments may go on behind content
+        self.in_call = False  # the latest call's arguments may continue after content
         self.is_damaged = False  # an end marker was missing
         self._unwrapped: list[Unwrapped] = []  # the outermost first
         self._uncited: Uncited | None = None
-        self._thought: Emit | None = None  # takes the text before the first call, if it is reasoning
+        self._thought: Emit | None = None  # receives the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
 
     def schema_of(self, name: str) -> Mapping[str, Any]:
-        """Returns the schema of a tool's arguments; empty for a tool that the request does not have."""
+        """Returns the schema of a tool's arguments; empty for a tool that is not in the request."""
         return self._schemas.get(name, NO_SCHEMAS)
 
     def has_tool(self, name: str) -> bool:
-        """Returns whether a call of this name is one of the request's tools, as far as they are known."""
+        """Returns whether the request has a tool of this name; True if its tools are unknown."""
         return bool(name) and (not self._schemas or name in self._schemas)
 
     @property
@@ -64,15 +64,15 @@ class CollectedReply:
         self._parts.append(Reasoning(text))
 
     def think(self, thought: Emit) -> None:
-        """Gives the text before the first call to `thought`: it is reasoning that a call ends."""
+        """Sends the text before the first call to `thought`, because it is reasoning that the call ends."""
         self._thought = thought
 
     def unwrap(self, wraps: tuple[str, ...]) -> None:
-        """From now on content is shown without these texts around it."""
+        """Removes these texts around content from now on."""
         self._unwrapped.insert(0, Unwrapped(wraps, self._unwrapped[0].add if self._unwrapped else self._content))
 
     def leave_out_citations(self) -> None:
-        """From now on content is shown without marks of citations."""
+        """Removes citation marks from content from now on."""
         self._uncited = Uncited(self._unmarked)
 
     def content(self, text: str) -> None:
@@ -111,11 +111,11 @@ class CollectedReply:
             self._parts.append(CallArguments(self._num_seen - 1, text))
 
     def cut(self) -> None:
-        """Says that the text has ended within the latest call."""
+        """Records that the text ended within the latest call."""
         self.is_cut = True
 
     def end(self) -> None:
-        """Ends the reply. A reply of nothing but blanks is content."""
+        """Ends the reply. A reply of only blanks is content."""
         self._flush()
         if not self._num_seen and (text := "".join(self._blanks)):
             self._parts.append(Content(text))
@@ -128,13 +128,13 @@ class CollectedReply:
 
     @property
     def num_held(self) -> int:
-        """Characters of content that may yet turn out to be what stands around it."""
+        """Held-back characters that may be content or markup around it."""
         num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
         num_marks = sum(each.num_held for each in self._unwrapped)
         return num_blanks + num_marks + (self._uncited.num_held if self._uncited is not None else 0)
 
     def take(self) -> list[Part]:
-        """Returns the parts collected since the last call; neighbours of one kind become one part."""
+        """Returns the parts collected since the last call of this method; adjacent parts of one kind are joined."""
         taken, self._parts = self._parts, []
         joined: list[Part] = []
         for _, run in groupby(taken, lambda part: (type(part), part[:-1])):
@@ -163,7 +163,7 @@ class _Call:
         self._is_whole = False
         self.name = ""
         self.has_arguments = False
-        self.has_others = False  # members that no call has
+        self.has_others = False  # members that calls do not have
 
     @property
     def outcome(self) -> Outcome:
@@ -198,11 +198,11 @@ class _Call:
 def read_call(
     stream: TextStream, out: CollectedReply, needs_arguments: bool = False, name: str = "name"
 ) -> Steps[Outcome]:
-    """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
+    """Reads `{"name": "…", "arguments": {…}}`, with members in any order; skips unknown members.
 
-    Arguments may be called parameters, may be a string that holds an object, and may be missing, unless
-    `needs_arguments`, from an object of nothing but a name, an id and a type. `name`: the member with the tool's name.
-    If this is not a call, the text taken is in the stream, provided that it `keep`s.
+    Arguments may be called parameters, may be a string that holds an object, and, without `needs_arguments`, may be
+    missing if the object has only a name, an id and a type. `name`: the member with the tool's name. If this is not
+    a call, a stream in `keep` mode still has the text.
     """
     call = _Call(stream, out)
     if not (yield from take_sign(stream, "{")):
@@ -220,7 +220,7 @@ def read_call(
 
 
 def read_keyed_call(stream: TextStream, out: CollectedReply) -> Steps[Outcome]:
-    """Reads `{"NAME": {ARGUMENTS}}`. If this is not a call, the text taken is in the stream, which must `keep`."""
+    """Reads `{"NAME": {ARGUMENTS}}`. If this is not a call, the stream, which must `keep`, still has the text."""
     if not (yield from take_sign(stream, "{")):
         return "none"
     name = yield from read_string(stream)
@@ -269,7 +269,7 @@ def _plain_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
 
 
 def _quoted_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
-    """Reads an object that is written as a string."""
+    """Reads an object encoded as a string."""
     is_other = False
 
     def add(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning by name, each as the chat template of the models' card writes it."""
+"""The formats of tool calls and of reasoning by name, as the models' own chat templates write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pd_cluster.parsers.xml_markup import XmlCalls
 
 
 def begins_of(form: Format) -> tuple[str, ...]:
-    """Returns the texts that only a call begins with, as far as the format has such."""
+    """Returns the texts that only calls begin with; empty if the format has none."""
     match form:
         case JsonCalls(begin=begin, begins=others, is_word=False):
             return (begin, *others)
@@ -38,7 +38,7 @@ def begins_of(form: Format) -> tuple[str, ...]:
 
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
-# Tokens that calls share with turns. In an earlier reply they are text: they could begin a turn of another role.
+# Tokens that both calls and turns use. In an earlier reply they are text, because they could begin another role's turn.
 TURN_MARKS = frozenset(
     (*MARKS, *XTML, "<|plamo:msg|>", "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n")
 )
@@ -140,7 +140,7 @@ THINKING: dict[str, Thinking] = {
 FORMATS |= JSON_FORMATS
 THINKING |= JSON_THINKING
 
-# names that vLLM has for formats above
+# vLLM's names for the formats above
 CALL_ALIASES = {
     "ernie45": "hermes",
     "jamba": "hunyuan_a13b",

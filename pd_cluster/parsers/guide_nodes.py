@@ -3,8 +3,8 @@
 A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
 ["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker…] (anything up to and with
 the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text], and ["rules", {name:
-node}, node], within which ["rule", name] stands for a node that may have itself in it. Markers are given as text,
-whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
+node}, node], within which ["rule", name] refers to a node that may contain itself. Markers are given as text,
+whether or not the tokenizer has a token for them. Knows nothing of the library that enforces guides.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 Node = list[Any]
 
-MAX_CALLS = 16  # for required calls without a limit in the request, so that the model must come to an end
+MAX_CALLS = 16  # if the request requires calls without a limit, so that the answer ends
 FREE: Node = ["pattern", r"(.|\n)*"]
 BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is the JSON schema of the arguments. `strict`: optional calls must follow it, too."""
+    """`parameters`: the JSON schema of the arguments. `strict`: optional calls must follow it, too."""
 
     name: str
     parameters: dict[str, Any]
@@ -34,9 +34,9 @@ def array_schema(given: Sequence[Tool], key: str, most: int, name: str = "name",
 
 
 def call_schema(given: Sequence[Tool], key: str, name: str = "name", call_id: str = "") -> dict[str, Any]:
-    """Returns the schema of one call of any of the tools, with their arguments in the member `key`, or in the one of
-    the tool's name if `key` is empty. `name` is the member with the tool's name, and `call_id`, if any, the one with
-    the call's number. An `$id` keeps a schema's references local to it.
+    """Returns the schema of one call of any of the tools. The arguments are in the member `key`, or in a member named
+    after the tool if `key` is empty. `name`: the member with the tool's name. `call_id`: the member with the call's
+    number, if any. An `$id` keeps a schema's references local.
     """
     numbered: dict[str, Any] = {call_id: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if call_id else {}
     found: list[dict[str, Any]] = []

@@ -1,11 +1,11 @@
-"""gpt-oss's replies (harmony): messages in channels, for reasoning, for the answer, and for one call of a function.
+"""gpt-oss's replies (harmony): messages in channels for reasoning, the answer, and one function call.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-Commentary without a recipient is content: the model means it for the user. Messages of one kind are joined by newlines.
-A header that the end of the reply cuts short is not shown, unless it names a function or has other words
-than a header. Text behind the arguments of a call is content. The model stops after a call, so guides permit one.
+Commentary without a recipient is content for the user. Messages of one kind are joined by newlines. A header that the
+end of the reply cuts short is dropped, unless it names a function or has words that no header has. Text after a call's
+arguments is content. The model stops after a call, so guides permit one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOO_MUCH = re.compile(r"[\s}]*")
 
 
 class Channels(Thinking):
-    """The reasoning of such replies, whose reader takes the calls, too."""
+    """The reasoning format of harmony replies; its reader also reads the calls."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Channels(Thinking):
         return [*rest, ["repeat", 0, None, _THOUGHT]]
 
     def within_content(self, node: Node) -> Node:
-        """Returns the node for a message of content that the prompt has begun, and for the messages after it."""
+        """Returns the node for a content message that the prompt began, and for later messages."""
         return ["any", FREE, ["seq", *_rest(*CHANNEL_NAMES), node]]
 
     def answer(self, start: Start, node: Node) -> Node:
@@ -56,7 +56,7 @@ class Channels(Thinking):
 
 
 class ChannelCalls:
-    """Calls of such replies. They come without reasoning only where no reply has any."""
+    """The call format of harmony replies. Calls lack reasoning only if no reply has reasoning."""
 
     markers = MARKS
 
@@ -70,7 +70,7 @@ class ChannelCalls:
         for tool in given:
             to: Node = ["text", f" to={FUNCTIONS}{tool.name}"]
             body: list[Node] = [["repeat", 0, 1, form], ["marker", MESSAGE], ["json", object_of(tool)]]
-            found += [["seq", channel, to, *body], ["seq", to, channel, *body]]  # models write both orders
+            found += [["seq", channel, to, *body], ["seq", to, channel, *body]]  # models use both orders
         return ["any", *found]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
@@ -84,9 +84,9 @@ def _head(*channels: str) -> list[Node]:
 
 
 def _rest(*channels: str) -> list[Node]:
-    """Returns the nodes from within a message to where the next one's header goes on.
+    """Returns the nodes from the inside of one message to the header of the next.
 
-    Between them may be others in these channels, which begin without an end of the one before.
+    Other messages in these channels may come between; each may begin without an end mark of the previous message.
     """
     unended: Node = ["seq", ["until", CHANNEL], *_head(*channels)[1:]]
     ended: Node = ["seq", ["until", *ENDS], ["marker", START]]
@@ -97,7 +97,7 @@ _THOUGHT: Node = ["seq", *_head("analysis"), *_rest("analysis")]
 
 
 def read_channels(stream: TextStream, out: CollectedReply, start: Start, reads_calls: bool) -> Steps[None]:
-    """Reads a whole reply. `start`: the message that the prompt's end has begun, if any."""
+    """Reads a whole reply. `start`: the message that the prompt's end began, if any."""
     reasoning, content = _Joined(out.reasoning), _Joined(out.content)
     if start != "perhaps":
         yield from _body(stream, Trimmed(reasoning.next()).add if start == "reasoning" else content.next())
@@ -118,7 +118,7 @@ def read_channels(stream: TextStream, out: CollectedReply, start: Start, reads_c
 
 
 def _header(stream: TextStream) -> Steps[str | None]:
-    """Takes a message's header; None: the text has none here."""
+    """Takes a message's header; returns None if none follows."""
     stream.keep()
     yield from stream.blanks()
     for mark in (START, CHANNEL, MESSAGE, CONSTRAIN, TO):
@@ -156,7 +156,7 @@ def _is_cut_header(text: str) -> bool:
 
 
 def _body(stream: TextStream, emit: Emit) -> Steps[str]:
-    """Takes a message's text and the mark that ends it. Returns the mark behind the text."""
+    """Takes a message's text, and its end mark if any. Returns the mark after the text."""
     marker = yield from stream.until((*ENDS, START, CHANNEL), emit)
     if marker in ENDS:
         stream.take(len(marker))

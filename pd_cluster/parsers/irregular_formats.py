@@ -1,4 +1,4 @@
-"""Formats that no description covers: Llama 3's bare JSON, the two ways of Mistral and of dots, a bare array."""
+"""Formats without a declarative description: Llama 3's bare JSON, Mistral's and dots' two forms, a bare array."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pd_cluster.parsers.guide_nodes import BLANK, FREE, MAX_CALLS, Node, Tool, a
 from pd_cluster.parsers.text_stream import Steps, TextStream
 from pd_cluster.parsers.xml_markup import XmlCalls
 
-_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<]|<[^|])"]  # the beginning of a reply that has text first
+_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<]|<[^|])"]  # the beginning of a reply that starts with text
 
 
 class Llama3Calls:
-    """`{"name": …, "parameters": …}`, or several."""
+    """One or more `{"name": …, "parameters": …}`."""
 
     markers: tuple[str, ...] = (irregular_readers.PYTHON_TAG,)
 
@@ -40,7 +40,7 @@ class Llama3Calls:
 
 
 class MistralCalls:
-    """`[TOOL_CALLS]` and an array of calls, or, from newer models, one call's name and arguments."""
+    """`[TOOL_CALLS]` and an array of calls or, from newer models, one call's name and arguments."""
 
     markers: tuple[str, ...] = (irregular_readers.TOOL_CALLS, irregular_readers.CALL_ID, irregular_readers.ARGS)
 
@@ -69,7 +69,7 @@ class MistralCalls:
 
 
 class DotsCalls(XmlCalls):
-    """Calls of parameters between tags, or as a JSON object between the same markers."""
+    """Calls as parameters between tags, or as a JSON object between the same markers."""
 
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         if (yield from stream.peek()) == "{":
@@ -78,7 +78,7 @@ class DotsCalls(XmlCalls):
 
 
 class ArrayCalls:
-    """`[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
+    """`[{"name": …, "parameters": …}, …]`, which guides impose on models without their own markup."""
 
     markers: tuple[str, ...] = ()
 

@@ -1,8 +1,8 @@
-"""Readers of calls whose markup no description covers: Llama 3, Mistral, and arrays without any markup.
+"""Readers of calls without a declarative description: Llama 3, Mistral, and bare arrays.
 
-Text that looks like a call and is none is content, as it was written. If a call's arguments stop being valid JSON, the
-call keeps the rest, up to a closing marker, the next call's or the end, so clients see what the model wrote. Knows
-nothing of reasoning, nor of which tools exist.
+Text that looks like a call but is not is unchanged content. If a call's arguments become invalid JSON, the call keeps
+the text up to a closing marker, the next call or the end, so that clients see the model's output. Knows nothing of
+reasoning or of which tools exist.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TOO_MUCH = re.compile(rf"[{BLANKS};,}}\]]*")
 
 
 def read_content(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads a reply without any calls."""
+    """Reads a reply without calls."""
     yield from stream.until((), out.content)
 
 
 def read_llama3(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads `{"name": …, "parameters": …}`, or several, separated by `;` or blanks, and content around them.
+    """Reads one or more `{"name": …, "parameters": …}`, separated by `;` or blanks, and content around them.
 
-    Within text, only a call that begins just so, or with its tag, is one.
+    After text, a call must begin with exactly this text or with its tag.
     """
     stream.keep()
     yield from stream.blanks()
@@ -66,7 +66,7 @@ def _read_llama3_call(stream: TextStream, out: CollectedReply) -> Steps[bool]:
 
 
 def read_mistral(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads `[TOOL_CALLS]` and calls as objects, or, from newer models, one call's name and arguments."""
+    """Reads `[TOOL_CALLS]` and calls as objects or, from newer models, one call's name and arguments."""
     while (yield from stream.until((TOOL_CALLS,), out.content)):
         stream.keep()
         stream.take(len(TOOL_CALLS))
@@ -80,7 +80,7 @@ def read_mistral(stream: TextStream, out: CollectedReply) -> Steps[None]:
 
 
 def read_array(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads `[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
+    """Reads `[{"name": …, "parameters": …}, …]`, which guides impose on models without their own markup."""
     stream.keep()
     yield from read_objects(stream, out, (), is_marked=False)
     yield from stream.until((), out.content)
@@ -93,9 +93,9 @@ def read_objects(
     is_marked: bool = True,
     read_one: Callable[[TextStream, CollectedReply], Steps[Outcome]] = read_call,
 ) -> Steps[bool]:
-    """Reads calls as objects: one, several, or an array of them. The stream must keep its text.
+    """Reads calls as objects: one, several, or an array. The stream must keep its text.
 
-    Returns whether there was a call, or `is_marked` and an array of none; otherwise the text is put back. A torn call
+    Returns whether there was a call, or an empty array if `is_marked`; otherwise puts the text back. A torn call
     extends to one of `ends`.
     """
     num_seen = out.num_seen
@@ -124,7 +124,7 @@ def read_objects(
 
 
 def read_torn(stream: TextStream, out: CollectedReply, ends: Sequence[str]) -> Steps[str]:
-    """Reads the rest of a torn call, which is text of its arguments. Returns the end that comes next."""
+    """Reads the rest of a torn call as its arguments. Returns the end marker that follows."""
     marker = yield from stream.until(ends, out.arguments)
     if not marker:
         out.cut()
@@ -132,9 +132,9 @@ def read_torn(stream: TextStream, out: CollectedReply, ends: Sequence[str]) -> S
 
 
 def close_calls(stream: TextStream, out: CollectedReply, end: str, starts: Sequence[str]) -> Steps[str]:
-    """Takes the marker behind calls. Text before it is content, unless it only closes what is not open.
+    """Takes the marker after calls. Text before it is content, except unmatched closing brackets.
 
-    Returns which of `starts` comes before it; "" for none.
+    Returns which of `starts` comes before the marker; "" for none.
     """
     if (yield from stream.take_after_run(_TOO_MUCH, end)):
         return ""

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON, Python or Gemma's braces, by the names that vLLM has for them, and their reasoning."""
+"""Formats whose calls are JSON, Python or Gemma's braces, by vLLM's names, and their reasoning."""
 
 from __future__ import annotations
 

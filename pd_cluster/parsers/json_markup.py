@@ -1,8 +1,8 @@
 """Calls as JSON between markers: whole objects, arrays of objects, or a name and then its arguments.
 
-Each is a description of a model's markup. Text that looks like a call and is none is content, as it was written, and so
-is text behind a call that never ends. If a call's arguments stop being valid JSON, the call keeps the rest, up to the
-closing marker, the next call's or the end. A pair of markers with nothing in it is nothing.
+Each class describes a model's markup. Text that looks like a call but is not is unchanged content, and so is text after
+a call that never ends. If a call's arguments become invalid JSON, the call keeps the text up to the closing marker, the
+next call or the end. An empty pair of markers is dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pd_cluster.parsers.irregular_readers import close_calls, read_objects, read
 from pd_cluster.parsers.json_scan import scan_value
 from pd_cluster.parsers.text_stream import Steps, TextStream
 
-MAX_NAME_NUM_CHARS = 256  # with what stands around it
+MAX_NAME_NUM_CHARS = 256  # including the texts around it
 _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """`begin` and then `{"name": …, "arguments": …}`, or with `is_array` an array of these; then `end`, if it has one.
+    """Calls as `begin`, `{"name": …, "arguments": …}` (an array of these if `is_array`), and `end`, if any.
 
-    `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write. `pieces`: the
-    tokens that some tokenizers make of `begin`. `is_word`: other texts have `begin`, too, so it begins calls only right
-    before their array. Without a `key` a call is `{NAME: ARGUMENTS}`. `name`: the member with the tool's name.
-    `call_id`: one with the call's number, if there is any.
+    `begins`: alternatives to `begin`. `key`: the arguments' member in guides; if empty, a call is `{NAME: ARGUMENTS}`.
+    `pieces`: the tokens that some tokenizers make of `begin`. `is_word`: `begin` is an ordinary word, so it begins
+    calls only right before their array. `name`: the member with the tool's name. `call_id`: the member with the
+    call's number, if any.
     """
 
     begin: str
@@ -96,7 +96,7 @@ class JsonCalls:
         return [*gap, ["json", array_schema(given, self.key, most, self.name, self.call_id)], *self._end()]
 
     def _items(self, given: Sequence[Tool], most: int) -> list[Node]:
-        """Returns what follows the bracket that opens an array."""
+        """Returns the nodes after an array's opening bracket."""
         call: list[Node] = [BLANK, ["json", call_schema(given, self.key, self.name, self.call_id)], BLANK]
         return [*call, ["repeat", 0, most - 1, ["seq", ["text", ","], *call]], ["text", "]"], *self._end()]
 
@@ -108,9 +108,9 @@ class JsonCalls:
 class NamedCalls:
     """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`.
 
-    All calls of a reply stand between `opening` and `closing`, if those are given. `head` and `tail` are nodes of the
-    guide around the name, and `around` removes from the text before the separator what is not the name. `pieces`: the
-    tokens that some tokenizers make of these texts.
+    All calls of a reply stand between `opening` and `closing`, if given. `head` and `tail`: the guide's nodes around
+    the name. `around`: a regex for the parts to remove from the text before the separator to get the name. `pieces`:
+    the tokens that some tokenizers make of these texts.
     """
 
     begin: str
@@ -143,7 +143,7 @@ class NamedCalls:
                 out.content(stream.take(len(marker)))
 
     def _is_empty(self, stream: TextStream, marker: str) -> Steps[bool]:
-        """Takes the marker that closes this one, if nothing but blanks is between them."""
+        """Takes the matching closing marker, if only blanks precede it."""
         if marker == self.closing:
             return False
         yield from stream.blanks()
@@ -153,7 +153,7 @@ class NamedCalls:
         return is_empty
 
     def _read_one(self, stream: TextStream, out: CollectedReply, marker: str, others: Sequence[str]) -> Steps[bool]:
-        """Reads the first call of a section, or one that stands alone. Returns whether it is one."""
+        """Reads the first call of a section, or a call without a section. Returns False if there is no call."""
         if marker != self.begin and (marker == self.closing or not (yield from self._begins(stream))):
             return False
         name = yield from self._name(stream)
@@ -172,7 +172,7 @@ class NamedCalls:
         return True
 
     def _begins(self, stream: TextStream) -> Steps[bool]:
-        """Takes what begins a call, which models leave out where a mark before the name follows."""
+        """Takes a call's `begin`, which models leave out if a mark before the name follows."""
         if (yield from stream.begins(self.begin)):
             stream.take(len(self.begin))
             return True
@@ -180,7 +180,7 @@ class NamedCalls:
         return bool(marks) and (yield from stream.begins(marks[0]))
 
     def _name(self, stream: TextStream) -> Steps[str]:
-        """Takes the text up to the separator, and with it. Returns the name in it; "" if there is none."""
+        """Takes the text up to and including the separator. Returns the name in it; "" if there is none."""
         pieces: list[str] = []
         if not (yield from stream.short_until(self.separator, MAX_NAME_NUM_CHARS, pieces.append)):
             return ""

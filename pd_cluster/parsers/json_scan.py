@@ -1,7 +1,7 @@
-"""Finds JSON values in a stream as text arrives: where each one ends, and what is not a value.
+"""Finds JSON values, and where they end, in a stream as text arrives.
 
-Structure is checked as in RFC 8259. Strings may contain anything: models write control characters and unknown escapes,
-and neither makes the string's end less certain. Knows nothing of what the values are for.
+Checks structure as in RFC 8259. Strings may contain anything, because models write control characters and unknown
+escapes, which leave the string's end certain. Knows nothing of the values' meaning.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from pd_cluster.parsers.text_stream import BLANK_RUN, Emit, Steps, TextStream
 
-MAX_DEPTH = 256  # nested arrays and objects; anything deeper is not accepted as a value
+MAX_DEPTH = 256  # nested arrays and objects; deeper text is not a value
 
 _PLAIN = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
@@ -19,10 +19,10 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
-    """Takes one value and the blanks before it, verbatim. Returns False if it is none; the stream then stands at the
-    fault.
+    """Takes one value and the blanks before it, verbatim. Returns False if the text is invalid; the stream then stands
+    at the fault.
     """
-    closers: list[str] = []  # for each open array and object, the character that closes it
+    closers: list[str] = []  # the closing character of each open array and object
     while True:
         char = yield from _next(stream, emit)
         if char in _CLOSERS:
@@ -50,7 +50,7 @@ def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
 
 
 def scan_string(stream: TextStream, emit: Emit) -> Steps[bool]:
-    """Takes one string with its quotes, and emits the text between them as it is written."""
+    """Takes one string with its quotes, and emits the raw text between them."""
     if (yield from stream.peek()) != '"':
         return False
     stream.take(1)
@@ -67,7 +67,7 @@ def scan_string(stream: TextStream, emit: Emit) -> Steps[bool]:
 
 
 def read_string(stream: TextStream) -> Steps[str | None]:
-    """Takes a string and the blanks before it, and returns its value; None if there is no string."""
+    """Takes a string and the blanks before it. Returns its value; None if there is no string."""
     yield from stream.blanks()
     pieces: list[str] = []
     decoder = StringDecoder(pieces.append)
@@ -119,7 +119,7 @@ def _leaf(stream: TextStream, emit: Emit) -> Steps[bool]:
     return _NUMBER_OR_NAME.fullmatch("".join(pieces)) is not None
 
 
-_PIECE = re.compile(r"[^\\]+|\\u[0-9a-fA-F]{4}|\\u(?![0-9a-fA-F]{0,3}\Z)|\\[^u]")  # no escape that is cut short
+_PIECE = re.compile(r"[^\\]+|\\u[0-9a-fA-F]{4}|\\u(?![0-9a-fA-F]{0,3}\Z)|\\[^u]")  # complete escapes only
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -1,4 +1,4 @@
-"""Guides for calls whose arguments are nested elements. Raises RequestError for schemas that this cannot express."""
+"""Guides for calls whose arguments are nested elements. Raises RequestError for schemas that they cannot express."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pd_cluster.parsers.tool_schema import DEFINITIONS, FOLLOWED, REMARKS, must_
 from pd_cluster.parsers.xml_guides import text_nodes
 from pd_cluster.parsers.xml_tags import TEXT
 
-MAX_DEPTH = 16  # of elements in one argument: a schema that refers to itself has no end
+MAX_DEPTH = 16  # nested elements in one argument; a recursive schema has no limit of its own
 FOLLOWED_IN_ARRAYS = {"type", "items", "minItems", "maxItems"}
 NESTED = {"array", "object"}
-SIGNS = f"{string.ascii_letters}{string.digits}_.$-"  # of names that are not in a schema
+SIGNS = f"{string.ascii_letters}{string.digits}_.$-"  # characters of names that are not in a schema
 
 
 def required_elements(tags: NestedTags, given: Sequence[Tool], most: int) -> Node:
-    """Returns the node of at least one call, and nothing else."""
+    """Returns the node of one or more calls without other text."""
     return ["seq", ["marker", tags.begin], ["repeat", 1, most, _one(tags, given)], ["marker", tags.end]]
 
 
 def optional_elements(tags: NestedTags, given: Sequence[Tool], most: int | None) -> Node:
-    """Returns the node of free text in which whatever begins like a call is one."""
+    """Returns the node of free text with calls; text that begins like a call must be one."""
     many: Node = ["repeat", 1, most, _one(tags, given)]
     return ["seq", ["repeat", 0, most, ["seq", ["until", tags.begin], many, ["marker", tags.end]]], FREE]
 
@@ -37,7 +37,7 @@ def _one(tags: NestedTags, given: Sequence[Tool]) -> Node:
 
 def _tool(tags: NestedTags, tool: Tool) -> Node:
     head: list[Node] = [["text", tool.name], ["exact", '">']]
-    if not tool.parameters:  # anything goes
+    if not tool.parameters:  # any arguments are valid
         return ["seq", *head, *_free(tags, "/invoke>", {"invoke"})]
     must_be_plain(tool)
     return ["seq", *head, *_members(tags, tool, tool.parameters, 1), ["marker", tags.close]]
@@ -59,7 +59,7 @@ def _element(tags: NestedTags, tool: Tool, name: str, given: Any, depth: int) ->
 
 
 def _inside(tags: NestedTags, tool: Tool, name: str, given: Any, depth: int) -> list[Node]:
-    """Returns the nodes of an element's inside and of its end."""
+    """Returns the nodes of an element's content and of its end."""
     schema, end = resolved(given, tool.parameters), f"{tags.tag}/{name}>"
     types = types_in(given, tool.parameters)
     if types == TEXT:
@@ -82,14 +82,14 @@ def _inside(tags: NestedTags, tool: Tool, name: str, given: Any, depth: int) -> 
 
 
 def _free(tags: NestedTags, end: str, names: set[str]) -> list[Node]:
-    """Returns the nodes of any text and elements, and of the tag that ends them. `names`: the elements around."""
+    """Returns the nodes of any text and elements, and of the tag that ends them. `names`: the enclosing elements."""
     closing, opening = other_than({"", *names, tags.section}), other_than({"", tags.section})
     inner: Node = ["seq", ["until", tags.mark], ["pattern", rf"<({opening}|\/{closing})>"]]
     return [["repeat", 0, None, inner], ["until", tags.mark], ["exact", f"<{end}"]]
 
 
 def other_than(names: set[str]) -> str:
-    """Returns a pattern of the names that are none of these."""
+    """Returns a pattern of all names except these."""
     found = []
     for first in sorted({name[0] for name in names if name}):
         rest = other_than({name[1:] for name in names if name[:1] == first})

@@ -1,10 +1,10 @@
-"""Calls whose arguments are nested elements, each tag with a mark before it, as MiniMax M3 writes them.
+"""Calls whose arguments are nested elements with a mark before each tag, as MiniMax M3 writes them.
 
     ]<]minimax[>[<invoke name="f">]<]minimax[>[<days>]<]minimax[>[<item>2]<]minimax[>[</item>]<]minimax[>[</days>…
 
-An argument that is text is passed on as it comes; any other is read whole, and becomes JSON as its schema says. An
-element without its end ends with the one around it or with the call. Text between arguments is content. A call that
-never ends has no closing brace.
+A text argument is passed on as it arrives; any other is read whole and converted to JSON by its schema. An element
+without an end tag ends with its parent or with the call. Text between arguments is content. A call that never ends has
+no closing brace.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pd_cluster.parsers.text_stream import Emit, Steps, TextStream
 from pd_cluster.parsers.xml_tags import TEXT
 
 MAX_NAME_NUM_CHARS = 256
-MAX_DEPTH = 64  # of elements in one argument; deeper ones are text
-BESIDE = "$text"  # the member for text that stands beside elements
+MAX_DEPTH = 64  # nested elements in one argument; deeper ones are text
+TEXT_MEMBER = "$text"  # the member for text next to elements
 
 _NAME = re.compile(r"[^\s<>{}\"/]+")
 
 
 @dataclass(frozen=True)
 class NestedCalls(NestedTags):
-    """Reads such calls, and makes their guides."""
+    """Reads calls with nested elements, and makes their guides."""
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         return required_elements(self, given, most)
@@ -55,7 +55,7 @@ class NestedCalls(NestedTags):
                 out.content(stream.take(len(self.begin)))
 
     def _read_more(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
-        """Reads up to the end of a section: perhaps more calls."""
+        """Reads further calls, if any, up to the end of a section."""
         ends = (self.begin, self.end)
         while not (yield from stream.take_after_blanks(self.end)):
             marker = yield from stream.until((*ends, self.call), out.content)
@@ -66,7 +66,7 @@ class NestedCalls(NestedTags):
                 out.content(stream.take(len(marker)))
 
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
+        """Reads one call. If there is none, puts the kept text back and returns False."""
         name = ""
         if (yield from stream.begins(self.call)):
             stream.take(len(self.call))
@@ -86,7 +86,7 @@ class NestedCalls(NestedTags):
         return True
 
     def _argument(self, stream: TextStream, call: _ElementCall) -> Steps[bool]:
-        """Reads one argument, or the call's end. Returns whether more may follow."""
+        """Reads one argument or the call's end. Returns whether more may follow."""
         yield from stream.blanks()
         if not (yield from stream.until((self.tag,), call.out.content, drops_cut=True)):
             call.out.cut()
@@ -116,7 +116,7 @@ class NestedCalls(NestedTags):
         return True
 
     def _inside(self, stream: TextStream, end: str) -> Steps[str]:
-        """Takes the inside of a tag and its end, and returns it; "" if it is no name."""
+        """Takes the rest of a tag and returns the name in it; "" if there is none."""
         pieces: list[str] = []
         if not (yield from stream.short_until(end, MAX_NAME_NUM_CHARS, pieces.append)):
             return ""
@@ -125,14 +125,14 @@ class NestedCalls(NestedTags):
         return name if _NAME.fullmatch(name) else ""
 
     def _ends_call(self, stream: TextStream) -> Steps[bool]:
-        """Returns whether a tag follows that ends the call, or stands behind its end."""
+        """Returns whether a tag follows that ends the call or that comes after its end."""
         for text in (self.close, self.end, self.begin, self.call):
             if (yield from stream.begins(text)):
                 return True
         return False
 
     def _text(self, stream: TextStream, key: str, emit: Emit) -> Steps[bool]:
-        """Takes a text up to the end of its element. Returns False at the end of everything."""
+        """Takes a text up to the end of its element. Returns False if the reply ends first."""
         end = f"{self.tag}/{key}>"
         while (yield from stream.until((self.tag,), emit)):
             if (yield from stream.begins(end)):
@@ -144,7 +144,7 @@ class NestedCalls(NestedTags):
         return False
 
     def _tree(self, stream: TextStream, top: _Element) -> Steps[None]:
-        """Takes an element's text and those within it."""
+        """Takes an element's text and child elements."""
         opened = [top]
         while opened and (yield from stream.until((self.tag,), lambda text: opened[-1].text.append(text))):
             names = [each.name for each in opened]
@@ -158,7 +158,7 @@ class NestedCalls(NestedTags):
                 yield from self._inner(stream, opened)
 
     def _inner(self, stream: TextStream, opened: list[_Element]) -> Steps[None]:
-        """Takes a tag that opens an element, or text like one; all elements end before one that ends the call."""
+        """Takes an opening tag, or text that looks like one; a tag that ends the call also ends all elements."""
         for text in (self.close, self.end, self.call):
             if (yield from stream.begins(text)):
                 opened.clear()
@@ -203,7 +203,7 @@ class _ElementCall:
 
 
 def _member(schema: Mapping[str, Any], key: str) -> Any:
-    """Returns the schema of an object's member."""
+    """Returns the schema of a member."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and key in properties:
         return properties[key]
@@ -211,7 +211,7 @@ def _member(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def _as_json(element: _Element, given: Any, root: Mapping[str, Any]) -> str:
-    """Returns an element's JSON text. Without a schema, texts are strings and elements members of an object."""
+    """Returns an element's JSON text. Without a schema, texts become strings, and elements become members."""
     types, text = types_in(given, root), "".join(element.text)
     if not element.children:
         return _leaf(text, types)
@@ -224,7 +224,7 @@ def _as_json(element: _Element, given: Any, root: Mapping[str, Any]) -> str:
     for each in element.children:
         found.setdefault(each.name, []).append(_as_json(each, _member(schema, each.name), root))
     if text.strip():
-        beside = BESIDE
+        beside = TEXT_MEMBER
         while beside in found:
             beside = f"${beside}"
         found[beside] = [json.dumps(text, ensure_ascii=False)]
@@ -239,7 +239,7 @@ def _leaf(text: str, types: Types) -> str:
 
 
 def _alternative(given: Any, root: Mapping[str, Any], wanted: str) -> dict[str, Any]:
-    """Returns the schema, or the first of its alternatives, that is of this type; {} for none."""
+    """Returns the schema or its first alternative of this type; {} if there is none."""
     schema = resolved(given, root)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):

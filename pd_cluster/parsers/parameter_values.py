@@ -1,4 +1,4 @@
-"""The text of one parameter as JSON: strings as they come, other values as their schema's types allow.
+"""Converts the text of one parameter to JSON: strings unchanged, other values as their schema's types allow.
 
 Knows nothing of the markup around a value.
 """
@@ -17,11 +17,11 @@ from pd_cluster.parsers.text_stream import BLANKS, Emit
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _ANY_CASE = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_MAX_NUMBER_NUM_CHARS = 400  # longer ones than any float has
+_MAX_NUMBER_NUM_CHARS = 400  # more than any float has
 
 
 class TextValue:
-    """Emits a string's text without one newline at each end, if `line` is one. Blanks at its end are held back."""
+    """Emits a string's text, without one newline at each end if `line` is one. Holds back blanks at its end."""
 
     def __init__(self, line: str, emit: Emit) -> None:
         self._line, self._emit = line, emit
@@ -44,7 +44,7 @@ class TextValue:
 
 
 def value_of(text: str, types: Types, line: str) -> str:
-    """Returns a parameter's JSON text. `types`: those that its schema allows; empty: not known."""
+    """Returns a parameter's JSON text. `types`: the types that its schema allows; empty: unknown."""
     for written in _readings(text.strip(), types):
         if _is_one_of(written, types):
             return written
@@ -52,7 +52,7 @@ def value_of(text: str, types: Types, line: str) -> str:
 
 
 def members_of(text: str) -> dict[str, str]:
-    """Returns the members of a JSON object, or of a dict of Python, with their JSON texts; {} if it is none."""
+    """Returns the members of a JSON object or Python dict, with their JSON texts; {} for any other text."""
     written = as_json(text.strip())
     value = json.loads(written, parse_constant=_no_constant) if written is not None else None
     if not isinstance(value, dict):
@@ -61,8 +61,8 @@ def members_of(text: str) -> dict[str, str]:
 
 
 def _readings(shown: str, types: Types) -> Iterator[str]:
-    """Yields the JSON texts that may be meant. Where the schema excludes strings, models' other spellings are among
-    them: words in any case, numbers such as `.5`, Python's lists, and values in quotes.
+    """Yields possible JSON texts. If the schema excludes strings, they include models' other spellings: words in any
+    case, numbers such as `.5`, Python's lists, and values in quotes.
     """
     yield PYTHON_NAMES.get(shown, shown)
     if not types or "string" in types:

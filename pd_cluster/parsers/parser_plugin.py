@@ -1,7 +1,7 @@
 """Formats of tool calls from a Python file that the operator names (`--tool-parser-plugin`).
 
 The file defines `FORMATS`, a dict from names to formats: descriptions such as `JsonCalls`, `NamedCalls` or `XmlCalls`,
-or any object with the members of `formats.Format`. It runs in every process that reads replies, with all their rights.
+or any object with the members of `formats.Format`. Every process that reads replies runs it, with all its rights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEMBERS = ("read", "calls", "perhaps")
 
 @cache
 def formats_of(path: str) -> Mapping[str, Format]:
-    """Returns the file's formats; none without a file. Raises ConfigError that names the file and what is wrong."""
+    """Returns the file's formats; empty without a file. Raises ConfigError with the file's name and the fault."""
     if not path:
         return {}
     where = f"{called(SETTING)} {path}"

@@ -1,7 +1,7 @@
-"""Calls as a Python list of function calls, `[f(city="Bonn", days=2), g()]`, which is the whole reply.
+"""Calls as a Python list, `[f(city="Bonn", days=2), g()]`, which is the whole reply.
 
-Values are Python's literals or JSON; clients receive JSON, one argument at a time. A guide writes JSON values. Text
-that looks like a list of calls and is none is content, as it was written.
+Values are Python literals or JSON; clients receive JSON, one argument at a time. Guides require JSON values. Text that
+looks like a list of calls but is not is unchanged content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cluster.parsers.json_scan import take_sign
 from pd_cluster.parsers.text_stream import Steps, TextStream
 from pd_cluster.parsers.tool_schema import listed, must_be_plain, schema_of
 
-MAX_DEPTH = 64  # of brackets in one value
+MAX_DEPTH = 64  # nested brackets in one value
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 PYTHON_NAME = re.compile(r"[\w.-]*")
@@ -33,7 +33,7 @@ _ANY_VALUE: Node = ["any", ["json", {}], ["pattern", r"'([^'\\\n]|\\.)*'|True|Fa
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """`begin` and `end`: texts that may stand around the list."""
+    """`begin` and `end`: optional texts around the list."""
 
     begin: str = ""
     end: str = ""
@@ -52,7 +52,7 @@ class PythonicCalls:
             stream.take(len(self.begin))
         is_open = yield from take_sign(stream, "[")
         if is_marked and is_open and (yield from take_sign(stream, "]")):
-            stream.kept()  # a list of no calls
+            stream.kept()  # an empty list
         else:
             yield from self._read_list(stream, out, is_open)
         if self.end and out.num_seen + is_marked and (yield from stream.begins_after_blanks(self.end)):
@@ -60,7 +60,7 @@ class PythonicCalls:
         yield from stream.until((), out.content)
 
     def _read_list(self, stream: TextStream, out: CollectedReply, is_open: bool) -> Steps[None]:
-        """Reads the calls after the bracket that opens their list, if there is one."""
+        """Reads the calls after a list's opening bracket, if any."""
         while is_open:
             num_seen = out.num_seen
             if not (yield from read_python_call(stream, out)):
@@ -88,8 +88,8 @@ class PythonicCalls:
 
 
 def python_call(tool: Tool) -> Node:
-    """Returns the guide of one call. Raises RequestError."""
-    if not tool.parameters:  # anything goes
+    """Returns the node of one call. Raises RequestError."""
+    if not tool.parameters:  # any arguments are valid
         one: Node = ["seq", ["pattern", r"[A-Za-z_][A-Za-z0-9_]{0,63}"], ["text", "="], _ANY_VALUE]
         given: Node = ["repeat", 0, 1, ["seq", one, ["repeat", 0, None, ["seq", _COMMA, one]]]]
         return ["seq", ["text", f"{tool.name}("], given, ["text", ")"]]
@@ -109,10 +109,10 @@ def python_call(tool: Tool) -> Node:
 
 
 class PythonValues:
-    """Reads values, and shows them as JSON."""
+    """Reads values and converts them to JSON."""
 
     def read(self, stream: TextStream, pieces: list[str]) -> Steps[bool]:
-        """Takes the text of a value up to the sign behind it. Returns whether that sign comes."""
+        """Takes the text of a value up to the comma or bracket after it. Returns whether one follows."""
         closers: list[str] = []
         while True:
             yield from stream.run(_PLAIN, pieces.append)
@@ -135,7 +135,7 @@ class PythonValues:
         return as_json(written)
 
     def _quoted(self, stream: TextStream, pieces: list[str], closers: Sequence[str]) -> Steps[bool]:
-        """Takes a string with its quotes. `closers`: those of the brackets that are open around it."""
+        """Takes a string with its quotes. `closers`: the closing brackets of the open brackets around it."""
         quote = stream.take(1)
         pieces.append(quote)
         while True:
@@ -154,7 +154,7 @@ STRICT = PythonValues()
 
 
 def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValues = STRICT) -> Steps[bool]:
-    """Reads `name(key=value, …)`. Returns whether it is whole; it has begun if the stream no longer keeps its text."""
+    """Reads `name(key=value, …)`. Returns whether it is complete; it has begun if the stream stopped keeping text."""
     yield from stream.blanks()
     name: list[str] = []
     yield from stream.run(PYTHON_NAME, name.append)
@@ -188,7 +188,7 @@ def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValu
 
 
 def _key(stream: TextStream) -> Steps[str | None]:
-    """Takes `key=` and the blanks before it; "" if no name follows, None if a name without `=` does."""
+    """Takes `key=` and the blanks before it. Returns "" if no name follows, None for a name without `=`."""
     yield from stream.blanks()
     pieces: list[str] = []
     yield from stream.run(PYTHON_KEY, pieces.append)
@@ -196,7 +196,7 @@ def _key(stream: TextStream) -> Steps[str | None]:
 
 
 def as_json(written: str) -> str | None:
-    """Returns a value's JSON text; None if it is neither JSON nor a literal of Python that JSON can say."""
+    """Returns a value's JSON text; None if it is neither JSON nor a Python literal that JSON can express."""
     try:
         json.loads(written, parse_constant=_no_constant)
         return written
@@ -204,7 +204,7 @@ def as_json(written: str) -> str | None:
         pass
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes
+            warnings.simplefilter("ignore")  # about unknown escapes
             text = json.dumps(ast.literal_eval(written), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
@@ -212,7 +212,7 @@ def as_json(written: str) -> str | None:
 
 
 def encodable(text: str) -> str:
-    """Returns the text with U+FFFD for surrogates that are not paired, which cannot be encoded."""
+    """Returns the text with U+FFFD for unpaired surrogates, which cannot be encoded."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

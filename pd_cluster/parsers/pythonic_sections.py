@@ -1,7 +1,7 @@
-"""Calls in Python between markers that may stand anywhere in a reply, as LFM2 and OLMo 3 write them.
+"""Python calls between markers anywhere in a reply, as LFM2 and OLMo 3 write them.
 
-LFM2's are a list, OLMo 3's stand on lines of their own. Their values are Python's or JSON's, and may be mixed: models
-write `null` in a Python list, sets, numbers with leading zeros, and quotes or newlines in strings without escapes.
+LFM2 writes a list, OLMo 3 one call a line. Values mix Python and JSON: models write `null` in a Python list, sets,
+numbers with leading zeros, and unescaped quotes or newlines in strings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNESCAPED = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\x00"})
 
 @dataclass(frozen=True)
 class PythonicSections:
-    """`begin`, calls and `end`: a list in brackets or, with `lines`, one call a line."""
+    """Calls between `begin` and `end`: a list in brackets or, with `lines`, one call a line."""
 
     begin: str
     end: str
@@ -64,14 +64,14 @@ class PythonicSections:
                 out.content(stream.take(len(self.begin)))
 
     def _take_echo(self, stream: TextStream, section: str) -> Steps[None]:
-        """Takes a section's text and end where they come once more without its beginning: models slip."""
+        """Takes a section's text and end that a model repeats by mistake without the beginning."""
         echo = f"{section.strip()}{self.end}"
         if (yield from stream.begins_after_blanks(echo)):
             stream.take(len(echo))
 
     def _read_section(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads the calls of a section. Returns whether it is one; otherwise the text is put back."""
-        if not self.lines and (yield from stream.begins("[{")):  # JSON, if the prompt has asked for it
+        """Reads the calls of a section. If the text is not one, puts it back and returns False."""
+        if not self.lines and (yield from stream.begins("[{")):  # JSON, if the prompt asked for it
             return (yield from read_objects(stream, out, (self.end, self.begin)))
         if self.lines or (yield from take_sign(stream, "[")):
             if not self.lines and (yield from take_sign(stream, "]")):
@@ -83,7 +83,7 @@ class PythonicSections:
         return False
 
     def _read_calls(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads calls up to what is none. Returns whether there are any; otherwise the stream keeps what was taken."""
+        """Reads calls up to other text. Returns whether there are any; if not, the stream keeps the text."""
         num_seen = out.num_seen
         while True:
             num_before = out.num_seen
@@ -120,7 +120,7 @@ class PythonicSections:
 
 
 class LooseValues(PythonValues):
-    """Reads values with models' slips: a quote ends a string only where the call can go on behind it."""
+    """Reads values with models' mistakes: a quote ends a string only if the call can continue after it."""
 
     def as_json(self, written: str) -> str | None:
         if (shown := as_json(written)) is not None:
@@ -139,7 +139,7 @@ class LooseValues(PythonValues):
             match (yield from stream.peek()):
                 case "\\":
                     pair = yield from stream.take_pair()
-                    pieces.append(pair.replace("\\\n", "\\\\\\n"))  # no continued line, as in Python
+                    pieces.append(pair.replace("\\\n", "\\\\\\n"))  # not a line continuation as in Python
                 case "":
                     return False
                 case _:
@@ -154,7 +154,7 @@ LOOSE = LooseValues()
 
 
 def _can_go_on(stream: TextStream, closers: Sequence[str]) -> Steps[bool]:
-    """Returns whether behind the quote that comes next a value can end."""
+    """Returns whether a value can end after the next quote."""
     stream.keep()
     stream.take(1)
     yield from stream.blanks()
@@ -178,7 +178,7 @@ def _can_go_on(stream: TextStream, closers: Sequence[str]) -> Steps[bool]:
 
 
 def _call_can_end(stream: TextStream) -> Steps[bool]:
-    """Returns whether a call can end here: another one follows, or what comes behind the last one."""
+    """Returns whether a call can end here: the next call or the text after the last call follows."""
     yield from stream.blanks()
     if (yield from stream.peek()) == ",":
         stream.take(1)
@@ -191,7 +191,7 @@ def _call_can_end(stream: TextStream) -> Steps[bool]:
 
 
 class _JsonOnly(ast.NodeTransformer):
-    """Turns what JSON has no word for into what it has."""
+    """Converts values that JSON cannot express."""
 
     def visit_Set(self, node: ast.Set) -> ast.AST:
         return ast.List([self.visit(each) for each in node.elts], ast.Load())

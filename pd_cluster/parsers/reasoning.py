@@ -1,7 +1,7 @@
-"""The thinking that comes before a reply's content, such as `<think>…</think>`.
+"""Reads the reasoning before a reply's content, such as `<think>…</think>`.
 
-Blanks at both ends of the reasoning, and between it and the content, are markup and are not shown. Reasoning that never
-ends stays reasoning, up to a call in it; later marks are content. Knows only the texts that begin calls of tools.
+Blanks around the reasoning are markup and are dropped. Reasoning that never ends stays reasoning up to a call in it;
+later marks are content. Knows only the texts that begin tool calls.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from pd_cluster.parsers.guide_nodes import BLANK, Node
 from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
 
 OPEN, CLOSE = "<think>", "</think>"
-MOST_BLANKS = 64  # before a text that closes the content, and belong to it
+MOST_BLANKS = 64  # that belong to the closing text after them
 _CITATION = re.compile(r"<(?:co>|/co:[ 0-9:,\[\]]{0,256}>)")
 _BEGUN_CITATION = re.compile(r"<(?:|co?|/(?:|co?|co:[ 0-9:,\[\]]{0,256}))\Z")
 
-# The model's first text is reasoning (maybe after its own opening mark), is reasoning only after one, or is content.
+# The model's first text is reasoning (with or without an opening mark), reasoning only after a mark, or content.
 Start = Literal["reasoning", "perhaps", "content"]
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a kind of model marks its reasoning.
+    """The marks of reasoning of one family of models.
 
-    `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the first of each is the
-    one that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
-    content. `wraps`: the texts around the content, which are not shown: one before it, and those that may stand
-    behind it, in this order. `may_close`: a reply without reasoning may begin with a mark that closes it. `pieces`:
-    the tokens that these texts are made of. `bare`: the text that opens the reasoning where a model leaves out the
-    mark. `cites`: texts may have marks of citations, which are not shown. `also_wraps`: other texts that a model writes
-    in place of `wraps`.
+    `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the opening and closing
+    marks; prompts use the first of each, models may write any. `ends`: texts that end the reasoning and begin the
+    content. `wraps`: the texts around the content, which are dropped: one before it, then optional ones after it, in
+    order. `may_close`: a reply without reasoning may begin with a closing mark. `pieces`: the tokens of these texts.
+    `bare`: the text that opens the reasoning if the model leaves out the mark. `cites`: texts may have citation marks,
+    which are dropped. `also_wraps`: alternatives to `wraps`.
     """
 
     unmarked: Start
@@ -54,7 +53,7 @@ class Thinking:
         return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.also_wraps, *self.pieces)
 
     def start_of(self, prompt_end: str) -> Start:
-        """Reads the start from the last mark of the generation prompt, whatever text stands behind it."""
+        """Returns how the reply starts, from the last mark of the generation prompt, whatever text follows the mark."""
         mark = self.last_mark(prompt_end)
         if mark is None:
             return self.unmarked
@@ -64,15 +63,15 @@ class Thinking:
         return next(iter([*self._marks.finditer(text)][-1:]), None)
 
     def after(self, content: str) -> str:
-        """Returns the mark that a reply which continues this content stands behind."""
+        """Returns the mark before a reply that continues this content."""
         last_open = max(content.rfind(mark) for mark in self.opens)
         last_close = max(content.rfind(mark) for mark in self.closes)
         return self.opens[0] if last_open > last_close else self.closes[0]
 
     def before(self, start: Start, ends_early: bool = False) -> list[Node]:
-        """Returns the guide's nodes for everything before the content. The reader takes whatever they permit.
+        """Returns the guide's nodes for everything before the content. The reader accepts all that they permit.
 
-        `ends_early`: the content may follow one of `ends`, as for the reader.
+        `ends_early`: one of `ends` may begin the content.
         """
         if start == "content":
             return []
@@ -83,7 +82,7 @@ class Thinking:
             0,
             None,
             ["until", *self.opens, *self.wraps, *self.also_wraps],
-        ]  # marks that are text within the reasoning
+        ]  # marks that are plain text within the reasoning
         thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
             closing: list[Node] = [["marker", mark] for mark in self.closes] if self.may_close else []
@@ -91,7 +90,7 @@ class Thinking:
         return [["repeat", 0, 1, opening], *thought]
 
     def around(self, content: Node) -> list[Node]:
-        """Allows the texts that a model writes around its content."""
+        """Allows a model's texts around its content."""
         nodes = [content]
         for wraps in (self.wraps, self.also_wraps):
             texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in wraps]
@@ -99,7 +98,7 @@ class Thinking:
         return nodes
 
     def answer(self, start: Start, node: Node) -> Node:
-        """Returns the node of an answer with the mark that tells it from calls, if the model has such a mark."""
+        """Returns the node of an answer, with the mark that distinguishes it from calls, if the model has one."""
         return node
 
     @cached_property
@@ -115,8 +114,8 @@ def read_reasoning(
 ) -> Steps[Emit | None]:
     """Takes everything before the content. `begins`: texts that begin a call.
 
-    If reasoning with one of them is never closed, which the end of the reply decides, the stream stands before the
-    first of them; the result takes the text from there to the first call.
+    If the reply ends in unclosed reasoning that contains one of `begins`, the stream returns to the first of these
+    texts, and the result takes the text from there to the first call.
     """
     if start == "content":
         return None
@@ -154,8 +153,8 @@ def read_reasoning(
 
 
 def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
-    """Returns the opening mark that comes next; "" if none does."""
-    for mark in filter(None, (*thinking.opens, thinking.bare)):  # one that another begins with comes after it
+    """Returns the opening mark that comes next; "" for none."""
+    for mark in filter(None, (*thinking.opens, thinking.bare)):  # a mark comes before its own prefixes
         if (yield from stream.begins(mark)):
             return mark
     return ""
@@ -173,7 +172,7 @@ def _takes_close(stream: TextStream, thinking: Thinking) -> Steps[bool]:
 
 
 class Unwrapped:
-    """Emits content without the texts around it: the first at its beginning, the others at its end, with blanks."""
+    """Emits content without the texts around it, the first at its beginning and the others, with blanks, at its end."""
 
     def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
         self._before = wraps[0]
@@ -182,7 +181,7 @@ class Unwrapped:
             whole, others = rf"{re.escape(after)}[{BLANKS}]*", "|" if ending else ""
             may_end = f"(?:{_begun(after)}|{whole}{may_end}{others}{may_end})"
             ending = f"(?:{whole}(?:{ending})?{others}{ending})"
-        self._may_end = re.compile(rf"{some}{may_end}\Z")  # the end of a text that may be markup
+        self._may_end = re.compile(rf"{some}{may_end}\Z")  # an ending that may be markup
         self._ends = re.compile(rf"{some}{ending}\Z")
         self._emit = emit
         self._state: Literal["before", "blanks", "within"] = "before"
@@ -192,7 +191,7 @@ class Unwrapped:
         self._held += text
         if self._state == "before":
             begun = self._held.lstrip(BLANKS)
-            if begun != self._before and self._before.startswith(begun):  # also nothing but blanks
+            if begun != self._before and self._before.startswith(begun):  # also if it is only blanks
                 return
             is_open = begun.startswith(self._before)
             self._held = begun.removeprefix(self._before) if is_open else self._held
@@ -210,7 +209,7 @@ class Unwrapped:
         return len(self._held)
 
     def flush(self) -> None:
-        """Emits what was held back: something other than content follows, or nothing."""
+        """Emits the held-back text, because no more content follows directly."""
         self._state = "within"
         if (found := self._ends.search(self._held)) is not None:
             self._held = self._held[: found.start()]
@@ -223,7 +222,7 @@ class Unwrapped:
 
 
 def _begun(text: str) -> str:
-    """Returns a pattern of the text's beginnings, of which the empty one is the shortest."""
+    """Returns a pattern of the text's prefixes, including the empty one."""
     begun = ""
     for char in reversed(text[:-1]):
         begun = f"(?:{re.escape(char)}{begun})?"
@@ -231,7 +230,7 @@ def _begun(text: str) -> str:
 
 
 class Uncited:
-    """Emits text without the marks of citations in it, `<co>` and `</co: 0:[1,2]>`."""
+    """Emits text without citation marks, `<co>` and `</co: 0:[1,2]>`."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -249,14 +248,14 @@ class Uncited:
         return len(self._held)
 
     def flush(self) -> None:
-        """Emits what was held back: nothing follows."""
+        """Emits the held-back text at the end."""
         if self._held:
             self._emit(self._held)
         self._held = ""
 
 
 class Trimmed:
-    """Emits text without the blanks at its end."""
+    """Emits text without blanks at its end."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit

@@ -1,4 +1,4 @@
-"""How one model writes replies: the parsers that read them, the guides that constrain them, the ids of calls.
+"""A model's reply format: parsers that read replies, guides that constrain them, ids of calls.
 
 Other packages need only this module. Knows nothing of requests; the guide compiler decides whether a tool's schema is
 supported.
@@ -32,19 +32,19 @@ from pd_cluster.types import Guide
 
 log = logging.getLogger(__name__)
 
-BUDGET = "thinking_token_budget"  # the field of a request
+BUDGET = "thinking_token_budget"  # a request's field
 
 __all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
 
 
 def own_tool_parser(tokenizer_config: Mapping[str, Any]) -> str:
-    """Returns the format of calls that a tokenizer_config.json names (tool_call_parser); "" if it names none."""
+    """Returns the call format in tokenizer_config.json (tool_call_parser); "" if it names none."""
     named = tokenizer_config.get("tool_call_parser")
     return named if isinstance(named, str) and named in FORMATS else ""
 
 
 def resolved_names(tool_parser: str, reasoning_parser: str, template: str, model_type: str) -> tuple[str, str]:
-    """Returns the names of both parsers, with the model's own in place of `auto`, and logs them."""
+    """Returns and logs the names of both parsers; `auto` becomes the model's own."""
     if AUTO not in (tool_parser, reasoning_parser):
         return tool_parser, reasoning_parser
     formats, because = formats_of_model(template, model_type)
@@ -63,7 +63,7 @@ def resolved_names(tool_parser: str, reasoning_parser: str, template: str, model
 
 
 def check_names(tool_parser: str, reasoning_parser: str, more: Mapping[str, Format]) -> None:
-    """Raises ConfigError for an unknown name, and for two that do not go together."""
+    """Raises ConfigError for an unknown name or an incompatible pair."""
     if AUTO not in (tool_parser, reasoning_parser):
         ReplyFormat(tool_parser, reasoning_parser, more)
         return
@@ -89,12 +89,12 @@ def check_markers(reasoning_parser: str, start: str, end: str) -> None:
 
 
 class ReplyFormat:
-    """The two parsers that an operator names; "" for none."""
+    """The names of both parsers; "" for none."""
 
     def __init__(
         self, tool_parser: str = "", reasoning_parser: str = "", more: Mapping[str, Format] = NO_SCHEMAS
     ) -> None:
-        """`more`: the formats of an operator's file. Raises ConfigError for an unknown name."""
+        """`more`: formats from an operator's file. Raises ConfigError for an unknown name."""
         formats = {**FORMATS, **more}
         _must_be_known(called("tool_call_parser"), tool_parser, formats)
         _must_be_known(called("reasoning_parser"), reasoning_parser, THINKING)
@@ -118,10 +118,10 @@ class ReplyFormat:
 
     @property
     def history_marks(self) -> frozenset[str]:
-        """Marks that stay control tokens in the assistant's earlier replies, because the model's template reads them.
+        """Marks that stay control tokens in earlier assistant replies, because the model's template reads them.
 
-        Without a parser, clients receive replies with all marks and send them back that way. Marks of turns are never
-        among them: whoever wrote an earlier reply could write a turn of another role.
+        Without a parser, clients receive replies with all marks and send them back unchanged. Marks of turns are never
+        included: with them, a forged earlier reply could contain a turn of another role.
         """
         calls = FORMATS.values() if self._calls is None else (self._calls,)
         thinking = THINKING.values() if self._thinking is None else (self._thinking,)
@@ -149,16 +149,16 @@ class ReplyFormat:
         answer: Guide | None = None,
         are_some: bool = False,
     ) -> Guide | None:
-        """Returns the guide for a whole reply, whose content must follow `answer`; None: anything goes. `are_some`: the
-        model is shown other tools, too. Raises RequestError.
+        """Returns the guide for a whole reply, whose content must follow `answer`; None: no constraint. `are_some`: the
+        model also sees other tools. Raises RequestError.
         """
         start = self._start(prompt_end)
         return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer, are_some)
 
     def budgeted(self, guide: Guide | None, num_tokens: int, prompt_end: str) -> Guide | None:
-        """Returns the guide, if there is one, of a reply whose reasoning has at most so many tokens.
+        """Returns the guide, if any, of a reply whose reasoning has at most this many tokens.
 
-        Raises RequestError where reasoning is not read, or has no marks of its own.
+        Raises RequestError if no parser reads the reasoning, or the reasoning has no marks.
         """
         thinking = self._thinking
         if thinking is None or isinstance(thinking, Channels):
@@ -178,19 +178,18 @@ class ReplyFormat:
         return Guide("budget", msgspec.json.encode(tree).decode())
 
     def last_mark(self, text: str, start: int = 0) -> tuple[str, str]:
-        """Returns the last mark of reasoning that ends behind `start`, and the text behind it; "" where none does."""
+        """Returns the last mark of reasoning that ends after `start`, with the text after it; "" for none."""
         mark = self._thinking.last_mark(text) if self._thinking is not None else None
         return (mark[0], text[mark.end() :]) if mark is not None and mark.end() > start else ("", "")
 
     def mark_after(self, content: str) -> str:
-        """Returns the mark that a reply which continues this content stands behind."""
+        """Returns the mark before a reply that continues this content."""
         return (self._thinking or NONE).after(content)
 
     def call_id(self, name: str, number: int, draw: Callable[[int], bytes] = secrets.token_bytes) -> str:
-        """Returns a new call's id. `number`: of earlier calls in the conversation. `draw` returns so many random bytes.
+        """Returns a new call's id. `number`: the number of earlier calls. `draw`: returns that many random bytes.
 
-        Mistral's chat templates accept only nine letters and digits. Those of Kimi K2 write nothing of a call but its
-        id and its arguments.
+        Mistral's chat templates require nine letters and digits. Kimi K2's write only a call's id and arguments.
         """
         if self.tool_parser == "kimi_k2":
             return f"functions.{name}:{number}"
@@ -209,7 +208,7 @@ class ReplyFormat:
 
 
 class ReplyReader:
-    """Reads one reply as text arrives. How the text is split affects only how the parts are split."""
+    """Reads one reply as text arrives. Splitting the text differently changes only the splits of the parts."""
 
     def __init__(
         self,
@@ -220,20 +219,20 @@ class ReplyReader:
         schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
         begins: Sequence[str] = (),
     ) -> None:
-        """`begins`: texts that begin a call, also where the reasoning never ends."""
+        """`begins`: texts that begin a call, even in reasoning that never ends."""
         self._stream = TextStream()
         self._out, self._schemas = CollectedReply(most_calls, schemas), schemas
-        self.is_reasoning = True  # until the first character after any reasoning has been read
+        self.is_reasoning = True  # until the first character after any reasoning
         self._steps = self._read(thinking or NONE, start, begins, read_content)
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that are certain so far."""
+        """Returns the parts that are already certain."""
         self._stream.add(text)
         next(self._steps, None)
         return self._out.take()
 
     def finish(self) -> list[Part]:
-        """Returns the remaining parts. Nothing may be fed afterwards."""
+        """Returns the remaining parts. No text may be fed afterwards."""
         self._stream.end()
         next(self._steps, None)
         self._out.end()
@@ -241,7 +240,7 @@ class ReplyReader:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that may be content and are in no part yet."""
+        """Characters at the end of the text that may be content but are not in a part yet."""
         return self._stream.num_held + self._out.num_held
 
     @property
@@ -250,12 +249,12 @@ class ReplyReader:
 
     @property
     def in_call(self) -> bool:
-        """Whether the latest call's arguments may go on, also if content has come behind them."""
+        """Whether the latest call's arguments may continue, even after content."""
         return self._out.in_call
 
     @property
     def is_cut(self) -> bool:
-        """Whether the text has ended within a call."""
+        """Whether the text ended within a call."""
         return self._out.is_cut
 
     def _read(
@@ -274,7 +273,7 @@ class ReplyReader:
         yield from read_content(self._stream, self._out)
 
     def _calls_others(self, read_content: irregular_readers.Reader) -> bool:
-        """Whether the rest of the text, all of which is there, calls a tool that was not given; no guide forbade it."""
+        """Whether the rest of the complete text calls an unknown tool, which no guide prevented."""
         if not self._schemas:
             return False
         self._stream.keep()

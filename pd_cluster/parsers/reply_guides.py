@@ -31,7 +31,7 @@ def guide_of(
     answer: Guide | None,
     are_some: bool,
 ) -> Guide | None:
-    """Builds the guide for a whole reply; None: anything goes. `are_some`: the model is shown tools beside `given`.
+    """Builds the guide for a whole reply; None: no constraint. `are_some`: the model also sees tools not in `given`.
 
     Raises RequestError.
     """
@@ -67,12 +67,12 @@ def _content(
     answer: Guide | None,
     are_some: bool,
 ) -> Node | None:
-    """Returns the node for the content after the reasoning; None: anything goes."""
+    """Returns the node for the content after the reasoning; None: no constraint."""
     shown = None if answer is None else thinking.answer(start, _of(answer))
     if start == "content" and isinstance(thinking, Channels):
         if choice in ("required", "named") and given:
             raise RequestError(
-                f"tool_choice: {choice}: an answer of this model that has begun can make no calls; leave out "
+                f"tool_choice: {choice}: this model cannot make calls in a continued answer; leave out "
                 f"continue_final_message",
                 param="tool_choice",
             )
@@ -88,7 +88,7 @@ def _content(
 def _optional(
     form: Format | None, given: Sequence[Tool], choice: ToolChoice, most_calls: int | None, are_some: bool
 ) -> Node | None:
-    """Returns the node for free text in which calls keep to the tools; None: anything goes."""
+    """Returns the node for free text whose calls follow the tools; None: no constraint."""
     if choice != "auto" or form is None or not (are_some or any(tool.strict for tool in given)):
         return None
     return form.perhaps(_lenient(given), most_calls)
@@ -99,7 +99,7 @@ def _lenient(given: Sequence[Tool]) -> list[Tool]:
 
 
 def _of(answer: Guide) -> Node:
-    """Returns the node of an answer's guide; a tree of nodes is one itself."""
+    """Returns the node of an answer's guide; a tree of nodes is used directly."""
     if answer.kind != "reply":
         return ["guide", answer.kind, answer.text]
     tree: Node = msgspec.json.decode(answer.text)

@@ -1,6 +1,6 @@
-"""The parts of a reply, in the order in which they were written. Knows nothing of their markup.
+"""The parts of a reply, in the model's order. Knows nothing of their markup.
 
-A call's arguments go on behind content that a model has written among them.
+A call's arguments may continue after content that the model wrote among them.
 """
 
 from __future__ import annotations

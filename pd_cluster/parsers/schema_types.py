@@ -1,4 +1,4 @@
-"""The types that a JSON schema allows for a tool's parameter, as far as readers and guides of markup need them."""
+"""The types that a JSON schema allows for a tool's parameter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 Types = frozenset[str]
 ANY: Types = frozenset()
-MAX_DEPTH = 8  # of references and alternatives
-# Names of types that some clients use in place of JSON schema's own.
+MAX_DEPTH = 8  # nested references and alternatives
+# Some clients' names for JSON schema's types.
 NAMES = {"str": "string", "bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object"}
 PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> Types:
-    """Returns the types that a parameter may have; empty: not known, or any."""
+    """Returns the types that a parameter may have; empty: unknown, or any."""
     properties = parameters.get("properties")
     return types_in(properties.get(name) if isinstance(properties, dict) else None, parameters)
 
@@ -59,11 +59,11 @@ def resolved(given: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """Returns the texts that a string is restricted to; None: it is not."""
+    """Returns a string's allowed values; None: any."""
     fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return [value for value in fixed if isinstance(value, str)] if isinstance(fixed, list) else None
 
 
 def as_object(given: Any) -> dict[str, Any]:
-    """Returns a schema as an object, also where it is `true`."""
+    """Returns a schema as an object, even if it is `true`."""
     return dict(given) if isinstance(given, dict) else {}

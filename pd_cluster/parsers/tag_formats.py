@@ -27,12 +27,12 @@ GLM = XmlCalls(
     key=("<arg_key>", "</arg_key>"),
     value=("<arg_value>", "</arg_value>"),
 )
-MIMO = replace(QWEN_XML, line="")  # its values stand as they are
-WRAPPERS = ("arguments", "input")  # under which DeepSeek's models write all arguments now and then
+MIMO = replace(QWEN_XML, line="")  # without newlines around values
+WRAPPERS = ("arguments", "input")  # DeepSeek's models sometimes write all arguments under one of these
 
 
 def dsml(section: str, gap: str = "", begins: tuple[str, ...] = ()) -> XmlCalls:
-    """Returns DeepSeek's markup from V3.2 on. `gap` stands between its token and a tag's name."""
+    """Returns DeepSeek's markup from V3.2 on. `gap`: the text between its token and a tag's name."""
     token = "｜DSML｜"
     return XmlCalls(
         begin=f"<{token}{gap}{section}>",
@@ -95,7 +95,7 @@ TAGGED: dict[str, Format] = {
         close="",
         key=('<param name="', '">'),
         value=("", "</param>"),
-        begins=('<functionname="', '<function\u0120name="'),  # as texts lose the blank between two tokens
+        begins=('<functionname="', '<function\u0120name="'),  # some texts lose the blank between two tokens
         keys=('<paramname="', '<param\u0120name="'),
         quote=("<![CDATA[", "]]>"),
         wrappers=("arguments", "properties"),

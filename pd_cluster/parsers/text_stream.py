@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Text that arrives in pieces, for readers written as if it were complete.
 
-A reader is a generator. It yields when it needs more text, and resumes when more has arrived or the text has ended, so
-its result cannot depend on how the text was split. Knows nothing of what the text means.
+A reader is a generator: it yields when it needs more text, and resumes when text has arrived or ended. So its result
+does not depend on how the text was split. Knows nothing of the text's meaning.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def ignore(text: str) -> None:
 
 
 class TextStream:
-    """A growing text. Each character is examined a bounded number of times, however small the pieces are."""
+    """A growing text. Examines each character a bounded number of times, however small the pieces."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0  # everything before it was taken
+        self._at = 0  # the position up to which text was taken
         self._kept: list[str] | None = None
         self._num_kept = 0  # characters of it
         self._record: list[str] | None = None
         self._is_ended = False
 
-    # ---- for the writer
+    # ---- for writers
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -44,7 +44,7 @@ class TextStream:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end that the reader has not decided about."""
+        """Undecided characters at the end."""
         return len(self._text) - self._at + (self._num_kept if self._kept is not None else 0)
 
     # ---- for readers
@@ -68,14 +68,14 @@ class TextStream:
             yield
 
     def comes_or_is_cut(self, text: str) -> Steps[bool]:
-        """Takes this text, or as much of it as there is before the end. Returns False if another one comes."""
+        """Takes this text, or a prefix of it that the end cuts short. Returns False for another text."""
         if not (yield from self.begins(text)) and not text.startswith(self._text[self._at :]):
             return False
         self.take(len(text))
         return True
 
     def take(self, num_chars: int) -> str:
-        """Takes this many characters; the reader has made sure that they are there."""
+        """Takes this many characters, which the caller knows to be there."""
         taken = self._text[self._at : self._at + num_chars]
         self._at += len(taken)
         if self._kept is not None:
@@ -86,7 +86,7 @@ class TextStream:
         return taken
 
     def take_pair(self) -> Steps[str]:
-        """Takes two characters, or fewer at the end."""
+        """Takes two characters, fewer at the end."""
         while len(self._text) < self._at + 2 and not self._is_ended:
             yield
         return self.take(2)
@@ -103,10 +103,10 @@ class TextStream:
         yield from self.run(BLANK_RUN)
 
     def until(self, markers: Sequence[str], emit: Emit, drops_cut: bool = False) -> Steps[str]:
-        """Takes the text before the first of the markers. Returns that marker, which is not taken; "" at the end.
+        """Takes the text before the first of the markers, but not the marker. Returns the marker; "" at the end.
 
-        No marker contains another. Only text that may still become a marker is held back. `drops_cut`: one that the end
-        cuts short is taken, and not emitted.
+        No marker contains another. Holds back only text that may become a marker. `drops_cut`: drops a marker that the
+        end cuts short.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
@@ -121,7 +121,7 @@ class TextStream:
             yield
 
     def short_until(self, markers: str | Sequence[str], most: int, emit: Emit) -> Steps[str]:
-        """Does as `until` if a marker comes within `most` characters; otherwise takes nothing and returns ""."""
+        """Like `until` if a marker comes within `most` characters; otherwise takes nothing and returns ""."""
         markers = (markers,) if isinstance(markers, str) else markers
         longest = max(map(len, markers))
         while True:
@@ -148,7 +148,7 @@ class TextStream:
         return False
 
     def begins_after_blanks(self, text: str) -> Steps[bool]:
-        """Returns whether this text comes next, after blanks, which are taken only then. Ends a `keep`."""
+        """Returns whether this text follows blanks; if so, takes the blanks. Ends a `keep`."""
         self.keep()
         yield from self.blanks()
         found = yield from self.begins(text)
@@ -159,13 +159,13 @@ class TextStream:
         return found
 
     def take_after_blanks(self, text: str) -> Steps[bool]:
-        """Takes this text, or its beginning at the end of everything, with the blanks before it; nothing if it does not
-        come. Ends a `keep`.
+        """Takes this text, or a prefix that the end cuts short, and the blanks before it; takes no other text. Ends a
+        `keep`.
         """
         return (yield from self.take_after_run(BLANK_RUN, text))
 
     def take_after_run(self, pattern: re.Pattern[str], text: str) -> Steps[bool]:
-        """Does as `take_after_blanks`, after a run of this pattern instead of blanks."""
+        """Like `take_after_blanks`, but after a run of this pattern."""
         self.keep()
         yield from self.run(pattern)
         is_next = yield from self.comes_or_is_cut(text)
@@ -176,16 +176,16 @@ class TextStream:
         return is_next
 
     def keep(self) -> None:
-        """Starts remembering the text taken."""
+        """Starts keeping the text taken."""
         self._kept, self._num_kept = [], 0
 
     def kept(self) -> str:
-        """Returns the text taken since `keep`, and forgets it."""
+        """Returns and forgets the text taken since `keep`."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
     def put_back(self) -> None:
-        """Returns the text taken since `keep` to the stream."""
+        """Puts the text taken since `keep` back."""
         kept = self.kept()
         num_more = len(kept)
         while self._record and num_more:
@@ -193,23 +193,23 @@ class TextStream:
             if len(last) > num_more:
                 self._record.append(last[:-num_more])
             num_more -= min(len(last), num_more)
-        if len(kept) > self._at:  # some of it is no longer at hand
+        if len(kept) > self._at:  # the buffer no longer has all of it
             self._text, self._at = kept + self._text[self._at :], 0
         else:
             self._at -= len(kept)
 
     def record(self) -> None:
-        """Starts recording the text taken, whatever a `keep` does in the meantime."""
+        """Starts recording the text taken, independent of `keep`."""
         self._record = []
 
     def recorded(self) -> str:
-        """Returns the text taken since `record`, without what was put back, and forgets it."""
+        """Returns and forgets the text taken since `record`, without text that was put back."""
         record, self._record = self._record or [], None
         return "".join(record)
 
 
 def without_cut(text: str, markers: Sequence[str]) -> str:
-    """Returns the text without the beginning of a marker at its end."""
+    """Returns the text without a marker's prefix at its end."""
     return text[: len(text) - max((_overlap(text, 0, marker) for marker in markers), default=0)]
 
 

@@ -1,4 +1,4 @@
-"""The schema of a tool whose arguments are written one by one, each in a place of its own.
+"""The schema of a tool whose arguments are written one by one.
 
 Knows nothing of the markup around arguments.
 """
@@ -19,7 +19,7 @@ REMARKS = {"title", "description"}
 
 
 def must_be_plain(tool: Tool) -> None:
-    """Raises RequestError for a schema that is more than a list of arguments with their schemas."""
+    """Raises RequestError unless the schema is only a list of arguments with their schemas."""
     if others := sorted(set(tool.parameters) - FOLLOWED - REMARKS):
         raise refused(tool, others[0])
 
@@ -33,13 +33,13 @@ def refused(tool: Tool, what: str) -> RequestError:
 
 
 def schema_of(tool: Tool, given: Any) -> dict[str, Any]:
-    """Returns one argument's schema with the definitions that it may refer to."""
+    """Returns one argument's schema with the definitions that it may reference."""
     definitions = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
     return {**as_object(given), **definitions}
 
 
 def listed(needed: Sequence[Node], others: Sequence[Node], comma: Node) -> list[Node]:
-    """Returns the nodes of a list with all that are needed and any of the others, in their order."""
+    """Returns the nodes of all required and any optional entries, in order."""
     if needed:
         more: list[Node] = [["seq", comma, node] for node in needed[1:]]
         return [needed[0], *more, *(["repeat", 0, 1, ["seq", comma, node]] for node in others)]
@@ -50,7 +50,7 @@ def listed(needed: Sequence[Node], others: Sequence[Node], comma: Node) -> list[
 
 
 def text_between(tool: Tool, name: str, schema: dict[str, Any], end: str) -> list[Node]:
-    """Returns the nodes of a string that follows its schema, and of the text that ends it. Raises RequestError."""
+    """Returns the nodes of a string that follows its schema, and of its end marker. Raises RequestError."""
     if others := sorted(set(schema) - FOLLOWED_IN_TEXT - REMARKS):
         raise refused(tool, f"{others[0]} of {name}")
     if (texts := plain_texts(schema)) is not None:
@@ -58,7 +58,7 @@ def text_between(tool: Tool, name: str, schema: dict[str, Any], end: str) -> lis
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if pattern := schema.get("pattern"):
         if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and without lengths,")
         return [["pattern", pattern[1:-1].replace("/", r"\/")], ["exact", end]]
     if least or most is not None:
         return [["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], ["exact", end]]

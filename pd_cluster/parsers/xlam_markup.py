@@ -1,4 +1,4 @@
-"""xLAM's calls: a JSON array that is the whole reply, or stands behind reasoning or a text that announces it."""
+"""xLAM's calls: a JSON array as the whole reply, or after reasoning or an introductory text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pd_cluster.parsers.irregular_readers import TOOL_CALLS, close_calls, read_o
 from pd_cluster.parsers.text_stream import Steps, TextStream
 
 FENCE = "```json"
-ENDS = {TOOL_CALLS: "", "<tool_call>": "</tool_call>", FENCE: "```"}  # text before an array -> text behind it
+ENDS = {TOOL_CALLS: "", "<tool_call>": "</tool_call>", FENCE: "```"}  # text before an array -> text after it
 THINK, THINK_END = "<think>", "</think>"  # content, unless a reasoning parser has taken them
-_NO_CALL: Node = [  # the beginning of a reply that has other text first
+_NO_CALL: Node = [  # the beginning of a reply that starts with other text
     "pattern",
     r"[^ \t\r\n{\[<`]|<[^t]|<t[^ho]|`[^`]|``[^`]|```[^j]",
 ]
@@ -21,7 +21,7 @@ _BLANKS: Node = ["repeat", 0, 1, ["pattern", r"[ \t\r\n]{1,64}"]]
 
 
 class XlamCalls:
-    """`[{"name": …, "arguments": …}, …]`, alone or behind one of the texts in `ENDS`."""
+    """`[{"name": …, "arguments": …}, …]`, alone or after one of the texts in `ENDS`."""
 
     markers: tuple[str, ...] = (TOOL_CALLS, "<tool_call>", "</tool_call>", THINK, THINK_END)
 
@@ -57,7 +57,7 @@ class XlamCalls:
 
 
 def _pass_thought(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Takes reasoning that begins the reply, as content."""
+    """Takes reasoning at the reply's beginning as content."""
     stream.keep()
     yield from stream.blanks()
     is_thought = yield from stream.begins(THINK)

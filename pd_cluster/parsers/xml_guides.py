@@ -1,6 +1,6 @@
 """Guides for calls whose arguments are parameters between tags.
 
-A value that is text stands as it is, up to its end marker; any other is JSON. Raises RequestError for schemas that this
+A text value is literal, up to its end marker; any other value is JSON. Raises RequestError for schemas that guides
 cannot express.
 """
 
@@ -20,7 +20,7 @@ ANY_INDEX: Node = ["pattern", "[0-9]{1,3}"]
 
 
 def required_calls(tags: XmlTags, given: Sequence[Tool], most: int) -> Node:
-    """Returns the node of at least one call, and nothing else."""
+    """Returns the node of one or more calls without other text."""
     if tags.is_section:
         many: Node = ["repeat", 1, most, _one(tags, given)]
         leads = [["repeat", 0, 1, ["marker", text]] for text in tags.leads]
@@ -29,7 +29,7 @@ def required_calls(tags: XmlTags, given: Sequence[Tool], most: int) -> Node:
 
 
 def optional_calls(tags: XmlTags, given: Sequence[Tool], most: int | None) -> Node:
-    """Returns the node of free text in which whatever begins like a call is one."""
+    """Returns the node of free text with calls; text that begins like a call must be one."""
     if tags.is_section:
         many: Node = ["repeat", 1, most, _one(tags, given)]
         section: Node = ["seq", ["until", *tags.all_begins], many, ["marker", tags.end]]
@@ -45,13 +45,13 @@ def optional_calls(tags: XmlTags, given: Sequence[Tool], most: int | None) -> No
 
 
 def _trails(tags: XmlTags) -> list[Node]:
-    """Returns the nodes of markup that the model writes behind its calls."""
+    """Returns the nodes of the model's markup after calls."""
     trails = [text for text in tags.fillers if text not in tags.leads] if tags.leads else []
     return [["repeat", 0, 1, ["marker", text]] for text in trails]
 
 
 def _plain_markup(tags: XmlTags) -> list[Node]:
-    """Returns the nodes of free text with markup around an answer, whose tokens are no text."""
+    """Returns the nodes of free text, and of markup around an answer whose tokens are not text."""
     return [["repeat", 0, None, ["until", *tags.fillers]]] if tags.leads else []
 
 
@@ -61,20 +61,20 @@ def _one(tags: XmlTags, given: Sequence[Tool]) -> Node:
 
 
 def _opening(tags: XmlTags) -> list[Node]:
-    """Returns what comes before a name. Blanks belong to a marker: elsewhere a guide would have to look ahead."""
+    """Returns the nodes before a name. Blanks belong to the marker, so that guides need no lookahead."""
     if tags.name[0]:
         return [["marker", tags.name[0]]]
     return [] if tags.begin.endswith('"') else [BLANK]
 
 
 def _named(tags: XmlTags, given: Sequence[Tool]) -> Node:
-    """Returns the node of a call from its name on."""
+    """Returns the node of a call, from its name to its end."""
     return ["any", *(_tool(tags, tool) for tool in given)]
 
 
 def _tool(tags: XmlTags, tool: Tool) -> Node:
     parameters: list[Node] = []
-    if not tool.parameters:  # anything goes
+    if not tool.parameters:  # any arguments are valid
         parameters = [["repeat", 0, None, ["seq", _key(tags, ANY_KEY), _any_value(tags)]]]
     else:
         must_be_plain(tool)
@@ -91,12 +91,12 @@ def _tool(tags: XmlTags, tool: Tool) -> Node:
 
 
 def _key(tags: XmlTags, name: Node) -> Node:
-    """Returns the node up to the end of the key, or to the attribute behind it."""
+    """Returns the node up to the end of the key or to the attribute after it."""
     return ["seq", ["marker", tags.key[0]], name]
 
 
 def _opened(tags: XmlTags, said: str) -> list[Node]:
-    """Returns the nodes from the key to the value's first character. `said`: the attribute's value."""
+    """Returns the nodes between the key and the value. `said`: the attribute's value."""
     attribute: list[Node] = [["text", f'" {tags.kind.attribute}="{said}']] if tags.kind is not None else []
     opening: list[Node] = [["marker", tags.value[0]]] if tags.value[0] else []
     return [*attribute, ["exact", tags.key[1]], *opening]
@@ -111,7 +111,7 @@ def _any_value(tags: XmlTags) -> Node:
 
 
 def _free_text(tags: XmlTags, end: str) -> Node:
-    """Returns the node of any text and its end. One that is not in quotes has no sign that opens these."""
+    """Returns the node of any text and its end. Unquoted text may not contain an opening quote."""
     before, after = tags.quote
     if not before:
         return ["until", end]
@@ -120,12 +120,12 @@ def _free_text(tags: XmlTags, end: str) -> Node:
 
 
 def _text(tags: XmlTags, tool: Tool, name: str, schema: Mapping[str, Any]) -> list[Node]:
-    """Returns the nodes of a text that follows its schema, and of its end."""
+    """Returns the nodes of a text with its schema, and of its end."""
     return text_nodes(tool, name, schema, tags.line, tags.value[1]) or [_free_text(tags, f"{tags.line}{tags.value[1]}")]
 
 
 def _value(tags: XmlTags, tool: Tool, name: str, given: Any) -> Node:
-    """Returns the node of a value, with what is between the key and it, and its end."""
+    """Returns the node of a value, with the markup before it and its end."""
     types, schema = types_of(tool.parameters, name), resolved(given, tool.parameters)
     line: list[Node] = [["text", tags.line]] if tags.line else []
     if types == TEXT:
@@ -140,7 +140,7 @@ def _value(tags: XmlTags, tool: Tool, name: str, given: Any) -> Node:
 
 
 def _text_schemas(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns what a schema that is not for texts alone says of texts: nothing, or one schema or more."""
+    """Returns the schema, or those of its alternatives, that allow texts; may be empty."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             each = [resolved(one, root) for one in schema[key]]
@@ -155,7 +155,7 @@ def _json(tags: XmlTags, said: str, schema: Mapping[str, Any]) -> Node:
 
 
 def text_nodes(tool: Tool, name: str, schema: Mapping[str, Any], line: str, end: str) -> list[Node]:
-    """Returns the nodes of a text and of the marker behind it; none if the text may be any. Raises RequestError."""
+    """Returns the nodes of a text and of the marker after it; empty if any text is allowed. Raises RequestError."""
     closing: list[Node] = [*([["text", line]] if line else []), ["exact", end]]
     if others := sorted(set(schema) - FOLLOWED_IN_TEXT - REMARKS):
         raise refused(tool, f"{others[0]} of {name}")
@@ -164,7 +164,7 @@ def text_nodes(tool: Tool, name: str, schema: Mapping[str, Any], line: str, end:
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if pattern := schema.get("pattern"):
         if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and without lengths,")
         return [["pattern", pattern[1:-1].replace("/", r"\/")], *closing]
     if least or most is not None:
         return [["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], *closing]

@@ -1,9 +1,9 @@
 """Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, DeepSeek V3.2 and many others write them.
 
-A parameter's text is a string if its schema or its tag says so, and is then passed on as it comes, as JSON; any other
-is read whole, and is JSON if its schema allows that, otherwise a string (parameter_values.py). A value without its
-end marker ends where the next parameter begins or the call ends. Text between parameters is content. A
-call that never ends has no closing brace, so clients see that it is incomplete.
+If its schema or tag says string, a parameter's text is passed on as a JSON string as it arrives; other values are read
+whole, and become JSON if the schema allows it, otherwise a string (parameter_values.py). A value without an end marker
+ends at the next parameter or the call's end. Text between parameters is content. A call that never ends has no closing
+brace, so clients see that it is incomplete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_NAME_NUM_CHARS = 256
 
 @dataclass(frozen=True)
 class XmlCalls(XmlTags):
-    """Reads such calls, and makes their guides."""
+    """Reads calls with parameters between tags, and makes their guides."""
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         return required_calls(self, given, most)
@@ -69,7 +69,7 @@ class XmlCalls(XmlTags):
                     is_more = True
 
     def _read_more(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
-        """Reads up to the end of what `begin` has opened: perhaps more calls."""
+        """Reads further calls, if any, up to the end of the section."""
         starts = present(*self.fillers, *(text for text in self.all_begins if text not in self.fillers), self.name[0])
         while marker := (yield from close_calls(stream, out, self.end, starts)):
             if marker in self.fillers:
@@ -82,7 +82,7 @@ class XmlCalls(XmlTags):
                 out.content(stream.take(len(marker)))
 
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
+        """Reads one call. If there is none, puts the kept text back and returns False."""
         name = yield from self._name(stream)
         if not name or ((out.is_damaged or self.needs_tool) and not out.has_tool(name)):
             stream.put_back()
@@ -106,17 +106,17 @@ class XmlCalls(XmlTags):
         return True
 
     def _between(self, stream: TextStream, out: CollectedReply) -> Steps[str]:
-        """Takes text up to a tag of a call: content, but for blanks before it and a tag that the end cuts short."""
+        """Takes text up to a call's tag as content, without blanks before the tag or a cut-off tag at the end."""
         yield from stream.blanks()
         return (yield from stream.until(present(*self._tags, self.body[0]), out.content, drops_cut=True))
 
     @property
     def _tags(self) -> tuple[str, ...]:
-        """Returns what may follow within a call, or end it."""
+        """Returns the texts that may follow within a call or end it."""
         return present(*self.all_keys, self.close, self.end, *self.all_begins, self.name[0])
 
     def _name(self, stream: TextStream) -> Steps[str]:
-        """Takes the name and the texts around it; "" if there is none."""
+        """Takes the name and the texts around it. Returns "" if there is none."""
         before, after = self.name
         if not (yield from stream.begins(before)):
             return ""
@@ -131,7 +131,7 @@ class XmlCalls(XmlTags):
     # ---- parameters
 
     def _parameter(self, stream: TextStream, call: _TagCall, marker: str) -> Steps[None]:
-        """Reads one parameter. Its key alone is text between parameters, or at the end of everything torn arguments."""
+        """Reads one parameter. A key without a value is content or, at the reply's end, torn arguments."""
         stream.keep()
         key = yield from self._key(stream, marker)
         if key is None:
@@ -164,7 +164,7 @@ class XmlCalls(XmlTags):
             call.out.arguments(value_of(shown, types, self.line) if end else shown.strip())
 
     def _wrapped(self, stream: TextStream, call: _TagCall, name: str) -> Steps[None]:
-        """Reads a parameter that may be all arguments as one object."""
+        """Reads a parameter that may hold all arguments as one object."""
         pieces: list[str] = []
         end = yield from self._value_end(stream, call, pieces.append)
         text = "".join(pieces)
@@ -173,7 +173,7 @@ class XmlCalls(XmlTags):
             call.out.arguments(value_of(text, frozenset(), self.line) if end else text.strip())
 
     def _body(self, stream: TextStream, call: _TagCall, marker: str) -> Steps[None]:
-        """Reads all arguments as one object. Text that is none is content."""
+        """Reads all arguments as one object. Any other text is content."""
         stream.take(len(marker))
         pieces: list[str] = []
         end = yield from stream.until((self.body[1],), pieces.append)
@@ -183,7 +183,7 @@ class XmlCalls(XmlTags):
             call.out.content(f"{marker}{text}{end}")
 
     def _key(self, stream: TextStream, marker: str) -> Steps[tuple[str, str] | None]:
-        """Takes a parameter's text up to its value, and returns its key and its kind; None if this is none."""
+        """Takes a parameter's text up to its value. Returns its key and kind; None if this is not a parameter."""
         stream.take(len(marker))
         pieces: list[str] = []
         if not (yield from stream.short_until(self.key[1], MAX_NAME_NUM_CHARS, pieces.append)):
@@ -201,9 +201,7 @@ class XmlCalls(XmlTags):
         return key
 
     def _value_end(self, stream: TextStream, call: _TagCall, emit: Emit) -> Steps[Literal["closed", "open", ""]]:
-        """Takes a value's text. Returns whether its end marker follows, or a tag that shows that it is missing; "" at
-        the end.
-        """
+        """Takes a value. Returns "closed" after its end marker, "open" if a tag comes instead, "" at the end."""
         closing = self.value[1]
         if self.quote[0] and (yield from stream.begins_after_blanks(self.quote[0])):
             stream.take(len(self.quote[0]))
@@ -220,14 +218,14 @@ class XmlCalls(XmlTags):
             ends = yield from self._ends_value(stream, marker, call)
             stream.put_back()
             if ends:
-                call.out.is_damaged = True  # a guide would read on: only tools that were given are called from here on
+                call.out.is_damaged = True  # a guide would read on, so only known tools are called from here on
                 return "open"
             emit(stream.take(len(marker)))
         return ""
 
     def _ends_value(self, stream: TextStream, marker: str, call: _TagCall) -> Steps[bool]:
-        """Returns whether a tag within a value is one of the call's, and not text of the value: it leads to a parameter
-        or a call that there can be, or to the end of this one.
+        """Returns whether a tag within a value is the call's, not text: it begins a valid parameter or a call, or ends
+        this call.
         """
         if marker in self.all_keys:
             key = yield from self._key(stream, marker)
@@ -259,7 +257,7 @@ class _TagCall:
         return key not in self._keys and not self.has_others(key)
 
     def has_others(self, key: str) -> bool:
-        """Returns whether the schema names parameters, and not this one."""
+        """Returns whether the schema names parameters, but not this one."""
         known = self._schema.get("properties")
         return isinstance(known, dict) and bool(known) and key not in known
 
@@ -278,7 +276,7 @@ class _TagCall:
         self.out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def add_members(self, text: str, is_known: Callable[[str], bool]) -> bool:
-        """Writes the members of an object as arguments. Returns False if it is none, or has unknown members."""
+        """Writes an object's members as arguments. Returns False for other text and for unknown members."""
         members = members_of(text)
         if not members or not all(is_known(key) and key not in self._keys for key in members):
             return False

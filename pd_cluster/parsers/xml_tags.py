@@ -1,4 +1,4 @@
-"""A description of calls whose arguments are parameters between tags. Knows how to read a tag's inside, and no more."""
+"""A description of calls whose arguments are parameters between tags. Reads only the inside of tags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.parsers.schema_types import Types
 TEXT: Types = frozenset({"string"})
 OTHER_TYPES = ("number", "boolean", "object", "array", "null")
 TYPES = ("string", "integer", *OTHER_TYPES)
-NUMBER: dict[str, str] = {"integer": "number"}  # tags know one kind of numbers
+NUMBER: dict[str, str] = {"integer": "number"}  # tags have one type for all numbers
 
 _UNCLEAN = re.compile(r"[\s<>{}\"]")
 _UNCLEAN_KEY = re.compile(r"[<>\n]")
@@ -21,9 +21,9 @@ _CUT_ATTRIBUTE = re.compile(r'" ?[a-z]*(?:="[a-z]*"?)?$')
 
 @dataclass(frozen=True)
 class ValueKind:
-    """The attribute behind a key that says what its value is.
+    """The attribute after a key that states its value's type.
 
-    `text`: its value for a text, which stands as it is. `other`: its value for JSON; "": the JSON type's own name.
+    `text`: its value for a literal text. `other`: its value for JSON; "": the name of the JSON type.
     """
 
     attribute: str
@@ -41,24 +41,23 @@ class ValueKind:
         return said in ((self.text, self.other) if self.other else TYPES)
 
     def values(self, types: Types) -> list[str]:
-        """Returns the values for all of these types but strings; for no types, those for any."""
+        """Returns the values for these types except strings; without types, all values."""
         return list(dict.fromkeys(self.of(each) for each in sorted(types or OTHER_TYPES) if each != "string"))
 
 
 @dataclass(frozen=True)
 class XmlTags:
-    """`begin`, then calls, then `end`. A call: the name between `name`'s texts, parameters, `close`.
+    """Calls between `begin` and `end`. A call is a name between `name`'s texts, parameters, and `close`.
 
-    A parameter: its key between `key`'s texts, its value between `value`'s. `line`: a newline that is written around a
-    value and is not part of it. `lone`: models also write a call without `begin`.
+    A parameter is a key between `key`'s texts and a value between `value`'s. `line`: a newline around a value that is
+    not part of it. `lone`: models also write a call without `begin`.
 
-    `begins`, `keys`: texts that models write in place of `begin` and of the first of `key`. `around`: what a guide
-    writes around each call of a section, and `leads` what it permits before the first. `fillers`: markup without a
-    meaning of its own, which is dropped outside of calls. `kind`: the attribute behind a key that says its value's
-    type, and `index` the one behind a name that counts calls. `escapes`: names and keys are escaped as in XML. `quote`:
-    texts around a value that may have tags in it. `body`: texts around all arguments as one JSON object. `wrappers`:
-    keys under which models write all arguments as one object. `needs_tool`: only a call of a tool that was given is
-    one. `pieces`: the tokens that tags are made of.
+    `begins`, `keys`: alternatives to `begin` and to the first text of `key`. `around`: the texts that a guide requires
+    around each call of a section. `leads`: the texts that it allows before the first. `fillers`: meaningless markup,
+    dropped outside of calls. `kind`: the attribute after a key that states its value's type. `index`: the attribute
+    after a name that counts calls. `escapes`: names and keys are escaped as in XML. `quote`: texts around a value that
+    may contain tags. `body`: texts around all arguments as one JSON object. `wrappers`: keys under which models write
+    all arguments as one object. `needs_tool`: only a known tool can be called. `pieces`: the tokens of the tags.
     """
 
     begin: str
@@ -92,7 +91,7 @@ class XmlTags:
 
     @property
     def all_begins(self) -> tuple[str, ...]:
-        """Returns the texts that open a section, or a call where there are no sections."""
+        """Returns the texts that open a section, or a call if there are no sections."""
         return (self.begin, *self.begins)
 
     @property
@@ -100,11 +99,11 @@ class XmlTags:
         return (self.key[0], *self.keys)
 
     def written(self, text: str) -> str:
-        """Returns a name or a key as a tag has it."""
+        """Returns a name or a key as written in a tag."""
         return html.escape(text, quote=False).replace('"', "&quot;") if self.escapes else text
 
     def name_in(self, text: str) -> str:
-        """Returns the name in a tag's inside; "" if it is none."""
+        """Returns the name in a tag; "" if there is none."""
         text = text.strip()
         if self.index:
             found = _ATTRIBUTE.fullmatch(text)
@@ -116,7 +115,7 @@ class XmlTags:
         return text if text and not _UNCLEAN.search(text) else ""
 
     def key_in(self, text: str) -> tuple[str, str] | None:
-        """Returns the key in a tag's inside, and what the attribute says of its value; None if it is no key."""
+        """Returns the key in a tag and its attribute's value; None if there is no key."""
         if self.kind is None:
             text = text.strip()
             return (text, "") if text and not _UNCLEAN_KEY.search(text) else None
@@ -129,13 +128,13 @@ class XmlTags:
         return (key, found["value"] or "") if self.escapes or not _UNCLEAN_KEY.search(key) else None
 
     def cut_key_in(self, text: str) -> str:
-        """Returns the beginning of a key in a tag that the end of everything cuts short."""
+        """Returns the beginning of a key in a tag that the reply's end cuts short."""
         return _CUT_ATTRIBUTE.sub("", text) if self.kind is not None else text
 
     def types_of_value(self, types: Types, said: str) -> Types:
-        """Returns a value's types. `types`: those of the schema. `said`: what the attribute says, "" if it is missing.
+        """Returns a value's types. `types`: the schema's. `said`: the attribute's value; "" if it is missing.
 
-        The schema decides; where it leaves strings and others open, the attribute does.
+        The schema decides; if it allows strings and other types, the attribute does.
         """
         if self.kind is None or not said or types == TEXT:
             return types
@@ -145,5 +144,5 @@ class XmlTags:
 
 
 def present(*texts: str) -> tuple[str, ...]:
-    """Returns the texts that a description has."""
+    """Returns the description's texts."""
     return tuple(text for text in texts if text)

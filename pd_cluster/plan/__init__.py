@@ -1,1 +1,1 @@
-"""The layout that serves a load within its goals: searched over the simulator, on devices measured or computed."""
+"""Searches the layout that serves a load within its goals, by simulation with measured or computed costs."""

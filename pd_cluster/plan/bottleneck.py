@@ -1,6 +1,6 @@
 """The resource that a load exhausts first, read from its outcomes and from samples of its instances.
 
-Requests that took longest tell which goal breaks and where their time went; samples tell what was full there.
+The slowest requests show which goal breaks and where their time went; samples show what was full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_LONGEST = 10  # requests at least
 
 
 def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simulated, goals: PlanGoals) -> Resource:
-    """Reads a load that is about to miss its goals, or misses them."""
+    """Finds the bottleneck of a load that misses its goals or nearly does."""
     if scheduler_share(costs, simulated) >= BUSY:
         return "scheduler"
     ordered = sorted(simulated.outcomes, key=lambda each: -max(goals.ratios(each).values()))
@@ -39,14 +39,14 @@ def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simula
 
 
 def scheduler_share(costs: Costs, simulated: Simulated) -> float:
-    """Returns the share of a core that routing and passing on messages takes, a message for each token."""
+    """Returns the share of a core for routing and for one message per token."""
     num_messages = sum(each.num_output_tokens for each in simulated.outcomes)
     taken_s = len(simulated.outcomes) * costs.host.request_s + num_messages * costs.host.message_s
     return taken_s / simulated.duration_s if simulated.duration_s > 0 else 0.0
 
 
 def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSample]) -> Resource | None:
-    """Returns what is full where requests decode; None: neither."""
+    """Returns the full resource of decoding instances; None if none is full."""
     seats = candidate.layout.max_num_seqs or costs.max_num_seqs
     decoding = [each for each in samples if each.role != "prefill"]
     if not decoding:
@@ -59,7 +59,7 @@ def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSa
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Returns the seconds that requests took until their prompts were computed, and from then to their first tokens."""
+    """Returns the requests' seconds until their prompts were computed, and from then to their first tokens."""
     before = after = 0.0
     for each in outcomes:
         if each.ttft_s is not None and each.prefill_s is not None:

@@ -1,15 +1,15 @@
-"""The load at which a layout breaks, by bisection on a factor of the trace's rate."""
+"""Finds the load at which a layout breaks, by bisection on a factor of the trace's rate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST = 64.0  # times the trace's rate, and its inverse
-PRECISION = 1.1  # the result is at most this factor below the load that breaks it
+MOST = 64.0  # largest factor; its inverse is the smallest
+PRECISION = 1.1  # the result is at most this factor below the breaking load
 
 
 def highest_factor(is_met: Callable[[float], bool]) -> float:
-    """Returns the highest factor that was met; 0 if not even the lowest is."""
+    """Returns the highest factor that meets the goals; 0 if even the lowest does not."""
     low, high = 1.0, 1.0
     if is_met(1.0):
         while is_met(high := high * 2):

@@ -1,4 +1,4 @@
-"""Simulates candidates under a load, each once, and remembers what came out."""
+"""Simulates candidates under loads, and caches the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CandidateRun:
 
     @property
     def goodput_per_device(self) -> float:
-        """Returns the requests a second within the goals, divided by the devices."""
+        """Returns the requests per second within the goals per device."""
         return self.goodput_per_s / self.candidate.num_devices
 
 
@@ -70,7 +70,7 @@ class CandidateRuns:
         return found
 
     def simulated(self, candidate: LayoutCandidate, num_requests: int, factor: float = 1.0) -> Simulated:
-        """Simulates anew, and returns the whole of it."""
+        """Simulates again and returns the full result."""
         costs = self.costs(candidate)
         assert not isinstance(costs, Infeasible)
         return self.simulate(candidate.layout, costs, at_rate(self.arrivals[:num_requests], factor))
@@ -91,6 +91,6 @@ def at_rate(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
 
 
 def rate_per_s(arrivals: Sequence[Arrival]) -> float:
-    """Returns the requests a second; of a single one, 1."""
+    """Returns the requests per second; 1 for a single request."""
     duration_s = arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0
     return (len(arrivals) - 1) / duration_s if duration_s > 0 else 1.0

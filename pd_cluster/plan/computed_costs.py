@@ -1,9 +1,8 @@
-"""Costs of a device that nobody measured, from a model's bytes and operations. Every number is an estimate.
+"""Estimates costs of an unmeasured device from a model's bytes and operations.
 
-A step reads the weights once, and the KV cache of all that it attends to; products take the time of their operations
-where that is longer. The linear terms of `StepCost` are exact for full steps and pessimistic between: a few rows beyond
-free ones cost a chord's share, a chunk that is not full still pays for the whole read. All experts count as read, and
-windows as if they saw everything.
+A step reads the weights and the attended KV cache once; products take the time of their operations if longer. The
+linear terms of `StepCost` are exact for full steps and pessimistic otherwise: rows beyond the free ones cost a chord's
+share, and a partial chunk pays for the whole read. All experts count as read, and windows as full attention.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pd_cluster.model.planning.model_needs import ModelNeeds
 from pd_cluster.plan.device_models import DeviceModel
 
 MEMORY_SHARE = 0.9  # of a device: the default of --gpu-memory-utilization
-UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, as pools leave it
+UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, which pools leave free
 SUMS_PER_LAYER = 2
 LOGIT_NBYTES = 4
 STREAMS_WIDE = 4  # copies of the residual stream beside a layer's widest product
@@ -27,14 +26,14 @@ COMPUTED = "computed"
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A layout that cannot be, and why."""
+    """The reason why a layout is impossible."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceShape:
-    """An instance, as far as its costs depend on it. `is_one_host`: handovers stay on a host."""
+    """The properties of an instance that determine its costs. `is_one_host`: handovers stay on a host."""
 
     tp_size: int
     max_num_batched_tokens: int
@@ -45,7 +44,7 @@ class InstanceShape:
 def computed_costs(
     needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, num_tokens: int = 1
 ) -> Costs | Infeasible:
-    """`num_tokens`: of the longest request, which the pool must hold."""
+    """`num_tokens`: the longest request's, which the pool must hold."""
     if shape.tp_size > device.devices_per_host:
         return Infeasible(f"{shape.tp_size} ranks: a host has {device.devices_per_host} {device.name}")
     if reason := needs.why_not_split(shape.tp_size):
@@ -84,7 +83,7 @@ def pool_layout(needs: ModelNeeds, device: DeviceModel, tp_size: int) -> KVLayou
 
 
 def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> StepCost:
-    """Returns the linear terms; see above for what is exact."""
+    """Returns the linear terms; the module's docstring says what is exact."""
     size, rate = shape.tp_size, device.read_nbytes_per_s
     read_s = needs.read_nbytes / size / rate
     sums_s = SUMS_PER_LAYER * needs.num_layers * device.sum_s if size > 1 else 0.0
@@ -107,7 +106,7 @@ def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> S
 
 
 def _num_blocks(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, layout: KVLayout) -> int:
-    """Counts a rank's blocks, sized as on a real device; below 1 where the weights leave no room."""
+    """Counts a rank's blocks, as on a real device; below 1 if the weights leave no room."""
     number = DTYPE_NBYTES[needs.dtype]
     streams = needs.widest // shape.tp_size + STREAMS_WIDE * needs.hidden_size
     of_step = shape.max_num_batched_tokens * streams * number + shape.max_num_seqs * needs.vocab_size * LOGIT_NBYTES
@@ -126,6 +125,6 @@ def _state_nbytes(needs: ModelNeeds, tp_size: int) -> int:
 
 
 def _sums_nbytes(needs: ModelNeeds, tp_size: int) -> float:
-    """Returns the bytes that a rank sends for each token: a ring's all-reduce, twice a layer."""
+    """Returns the bytes that a rank sends per token: a ring all-reduce, twice a layer."""
     share = 2 * (tp_size - 1) / tp_size
     return SUMS_PER_LAYER * needs.num_layers * needs.hidden_size * DTYPE_NBYTES[needs.dtype] * share

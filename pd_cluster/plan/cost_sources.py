@@ -1,4 +1,4 @@
-"""Where a candidate's costs come from: a file that was measured with one kind of instance, or a device's numbers."""
+"""Sources of candidates' costs: a file measured with one kind of instance, or a device model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # of a simulated block; of a usual re
 
 
 class CostSource(Protocol):
-    """`name`: the devices' name. `remark` follows every line that rests on these costs; "" where they were measured."""
+    """`name`: of the devices. `remark`: follows lines that depend on these costs; "" for measured costs."""
 
     @property
     def name(self) -> str: ...
@@ -48,7 +48,7 @@ class CostSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedSource:
-    """Costs by a device's numbers. `arrivals`: the pool must hold the longest of them."""
+    """Costs from a device model. `arrivals`: the pool must hold the longest."""
 
     needs: ModelNeeds
     device: DeviceModel
@@ -91,7 +91,7 @@ class ComputedSource:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSource:
-    """Costs from a file. They are of instances with one number of ranks, which the file does not tell."""
+    """Costs from a file, measured with one number of ranks, which the file does not state."""
 
     measured: Costs
     file: str
@@ -147,7 +147,7 @@ def longest(arrivals: Sequence[Arrival]) -> int:
 
 
 def coarser(costs: Costs, arrivals: Sequence[Arrival]) -> Costs:
-    """Returns the same pool in fewer, larger blocks where requests are long: a simulation's time goes by blocks."""
+    """Returns the pool in fewer, larger blocks for long requests, because simulation time grows with blocks."""
     mean = sum(each.num_prompt_tokens + each.num_output_tokens for each in arrivals) / len(arrivals)
     step = 1
     while costs.block_size * step * 2 <= min(MOST_BLOCK_TOKENS, mean / LEAST_BLOCKS):
@@ -157,7 +157,7 @@ def coarser(costs: Costs, arrivals: Sequence[Arrival]) -> Costs:
 
 
 def useful_chunks(chunks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[int, ...]:
-    """Leaves out chunks that differ from smaller ones by no prompt's length."""
+    """Leaves out chunk sizes that make no difference for any prompt."""
     longest_prompt = max(each.num_prompt_tokens for each in arrivals)
     return (chunks[0], *(each for before, each in itertools.pairwise(chunks) if before < longest_prompt))
 

@@ -1,4 +1,4 @@
-"""Devices that nobody measured here: what their makers state, and which share of it a model sees.
+"""Unmeasured devices: the makers' figures, and the share that a model reaches.
 
 | device | peak, memory and links are those of |
 |---|---|
@@ -31,14 +31,14 @@ class DeviceModel:
     memory_nbytes: int
     memory_nbytes_per_s: float
     peer_nbytes_per_s: float  # to one other device of its host
-    peers_nbytes_per_s: float  # to all of them together
+    peers_nbytes_per_s: float  # to all others together
     network_nbytes_per_s: float  # to another host
     devices_per_host: int = 8
     flops_share: float = 0.65
     memory_share: float = 0.85
     link_share: float = 0.7
     overhead_s: float = 0.001  # of a step: launches, sampling, what the host does meanwhile
-    sum_s: float = 20e-6  # of a sum over ranks, however small
+    sum_s: float = 20e-6  # of a sum over ranks, of any size
     handover_s: float = 0.002  # messages before and after the bytes
 
     @property
@@ -54,11 +54,11 @@ class DeviceModel:
         return self.memory_nbytes_per_s * self.memory_share
 
     def sum_nbytes_per_s(self, num_ranks: int) -> float:
-        """Returns the bytes a second that one of these ranks exchanges with the others."""
+        """Returns the bytes per second that one of these ranks exchanges with the others."""
         return min(self.peers_nbytes_per_s, self.peer_nbytes_per_s * (num_ranks - 1)) * self.link_share
 
     def link_nbytes_per_s(self, is_one_host: bool) -> float:
-        """Returns the bytes a second of a handover between two devices."""
+        """Returns the bytes per second of a handover between two devices."""
         return (self.peer_nbytes_per_s if is_one_host else self.network_nbytes_per_s) * self.link_share
 
 
@@ -97,7 +97,7 @@ DEVICE_MODELS = {
 
 
 def device_model(name: str) -> DeviceModel:
-    """Raises ConfigError, which names the nearest one."""
+    """Raises ConfigError that names the nearest name."""
     if (found := DEVICE_MODELS.get(name.lower())) is not None:
         return found
     near = difflib.get_close_matches(name.lower(), DEVICE_MODELS, 1, 0.3)

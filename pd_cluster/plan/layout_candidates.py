@@ -1,4 +1,4 @@
-"""The layouts that a search chooses from. Knows neither costs nor loads."""
+"""The candidates of a search. Knows nothing of costs or loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.simulate.simulated_layout import SimulatedLayout
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """A layout of instances with `tp_size` ranks each, one device a rank."""
+    """A layout of instances with `tp_size` ranks each, one device per rank."""
 
     layout: SimulatedLayout
     tp_size: int = 1
@@ -26,7 +26,7 @@ class LayoutCandidate:
 
     @property
     def name(self) -> str:
-        """Returns such as `2P1D`, or `3H` for hybrid instances, with the ranks of an instance where it has several."""
+        """Returns a name such as `2P1D`, or `3H` for hybrid instances, with an instance's ranks if several."""
         layout = self.layout
         shape = f"{layout.num_hybrid}H" if self.is_hybrid else f"{layout.num_prefill}P{layout.num_decode}D"
         return shape if self.tp_size == 1 else f"{shape} TP{self.tp_size}"
@@ -34,7 +34,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values that are tried. `policies`: only the first one where there is nothing to choose."""
+    """The values to try. `policies`: only the first if there is nothing to choose."""
 
     tp_sizes: Sequence[int] = (1,)
     chunks: Sequence[int] = (512, 2048, 8192)
@@ -43,7 +43,7 @@ class SearchSpace:
     are_neighbours: bool = False
 
     def candidates(self, num_devices: int) -> Iterator[LayoutCandidate]:
-        """Yields every layout with as many instances as so many devices hold."""
+        """Yields every layout with as many instances as fit on this many devices."""
         for tp_size in self.tp_sizes:
             num_instances = num_devices // tp_size
             for num_prefill in range(num_instances):
@@ -54,7 +54,7 @@ class SearchSpace:
         return self._settings(1, 0, tp_size)
 
     def _settings(self, num_instances: int, num_prefill: int, tp_size: int) -> Iterator[LayoutCandidate]:
-        """Yields the settings of one split; without a prefill instance all are hybrid."""
+        """Yields the settings of one split; without prefill instances, all are hybrid."""
         num_decode = num_instances - num_prefill if num_prefill else 0
         num_hybrid = 0 if num_prefill else num_instances
         has_choice = max(num_prefill, num_decode, num_hybrid) > 1

@@ -1,7 +1,7 @@
-"""Searches the smallest layout that meets the goals, or the best of N devices. Pure: simulates through `CandidateRuns`.
+"""Searches the smallest layout within the goals, or the best on N devices. Pure: simulates through `CandidateRuns`.
 
-For a number of devices, `estimate` chooses settings for each split of them, halving finds the best splits, and a second
-halving their best settings. The smallest number is found by bisection, as more devices never serve less.
+For a number of devices, `estimate` chooses settings for each split, halving finds the best splits, and a second halving
+their best settings. Bisection finds the smallest number, because more devices never serve less.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.load_estimate import MeanLoad, estimated_strain
 from pd_cluster.plan.successive_halving import halve, kept, order, prefixes
 
-NUM_SPLITS = 16  # with the settings of the best guess, that are simulated
+NUM_SPLITS = 16  # to simulate, with the best estimated settings
 SETTINGS_OF_SPLIT = 2
-NUM_REFINED = 4  # splits whose every setting may be simulated
+NUM_REFINED = 4  # splits to simulate with all settings
 NUM_SETTINGS = 18
-NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # layouts of the answer, with the settings of one split
-MOST_FOR_LIMITS = 400  # requests of the load with which limits are sought: a load that breaks takes long to simulate
-PAST_LIMIT = 1.15  # times the highest load: there the binding resource shows
+NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # layouts in the answer, in all and of one split
+MOST_FOR_LIMITS = 400  # requests to find limits with, because an overload takes long to simulate
+PAST_LIMIT = 1.15  # times the highest load, where the bottleneck shows
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A layout of the answer. `limit`: the highest load within the goals, times the trace's; 0: none."""
+    """A layout of the answer. `limit`: the highest load within the goals, as a factor of the trace's; 0: none."""
 
     trial: CandidateRun
     limit: float
@@ -44,18 +44,18 @@ class Ranked:
 
     @property
     def goodput_per_device(self) -> float:
-        """Returns the requests a second within the goals, a device, at the highest load."""
+        """Returns the requests per second and device within the goals at the highest load."""
         return self.limit_goodput_per_s / self.candidate.num_devices
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ranked`: the best first. `left_out`: why other layouts cannot be."""
+    """`ranked`: the best first. `left_out`: why other layouts are impossible."""
 
     ranked: list[Ranked]
     rate_per_s: float
     num_requests: int
-    num_for_limits: int  # of them, by which limits were found
+    num_for_limits: int  # requests used to find limits
     left_out: tuple[str, ...]
 
     @property
@@ -67,7 +67,7 @@ class Plan:
         return self.first.trial.is_met
 
     def best_of_kind(self, is_hybrid: bool) -> Ranked | None:
-        """Returns the best layout with as many devices as the first that splits, or not; None: no such one fits."""
+        """Returns the best split or hybrid layout with as many devices as the first layout; None if none fits."""
         num_devices = self.first.candidate.num_devices
         alike = (each for each in self.ranked if each.candidate.num_devices == num_devices)
         return next((each for each in alike if each.candidate.is_hybrid == is_hybrid), None)
@@ -75,20 +75,20 @@ class Plan:
 
 @dataclass(slots=True)
 class Search:
-    """`on_stage` hears what is simulated next, in words."""
+    """`on_stage`: called with a description of the next simulation."""
 
     trials: CandidateRuns
     space: SearchSpace
     on_stage: Callable[[str], None] = lambda line: None
     _load: MeanLoad = field(init=False)
     _left_out: list[str] = field(default_factory=list)
-    _seen: dict[int, list[CandidateRun]] = field(default_factory=dict)  # devices -> trials of the whole load
+    _seen: dict[int, list[CandidateRun]] = field(default_factory=dict)  # devices -> runs of the whole load
 
     def __post_init__(self) -> None:
         self._load = MeanLoad.of(self.trials.arrivals)
 
     def plan(self, num_devices: int) -> Plan:
-        """Raises ConfigError: no layout fits the devices."""
+        """Raises ConfigError if no layout fits the devices."""
         sizes = self._sizes(num_devices)
         if not sizes:
             reasons = "; ".join(self._left_out) or f"the fewest ranks are {min(self.space.tp_sizes)}"
@@ -103,17 +103,17 @@ class Search:
 
     @property
     def _num_for_limits(self) -> int:
-        """Returns the longest load of the halving that is not too long."""
+        """Returns the longest load of the halving within the limit."""
         lengths = prefixes(len(self.trials.arrivals))
         return max((each for each in lengths if each <= MOST_FOR_LIMITS), default=lengths[0])
 
     def _sizes(self, num_devices: int) -> list[int]:
-        """Returns the numbers of devices that some layout uses whole and fits, ascending."""
+        """Returns the numbers of devices that a fitting layout uses completely, ascending."""
         able = [tp_size for tp_size in self.space.tp_sizes if self._fits(tp_size)]
         return [size for size in range(1, num_devices + 1) if any(size % tp_size == 0 for tp_size in able)]
 
     def _fits(self, tp_size: int) -> bool:
-        """Whether an instance with so many ranks fits with any settings; remembers why not."""
+        """Whether an instance with this many ranks fits with any settings; records why not."""
         found = [self.trials.costs(each) for each in self.space.single(tp_size)]
         reasons = [each.reason for each in found if isinstance(each, Infeasible)]
         if len(reasons) == len(found):
@@ -124,7 +124,7 @@ class Search:
         return self._best(num_devices)[0].is_met
 
     def _best(self, num_devices: int) -> list[CandidateRun]:
-        """Returns the trials of the whole load of layouts with at most so many devices, the best first."""
+        """Returns runs of the whole load for layouts with at most this many devices, the best first."""
         if (found := self._seen.get(num_devices)) is not None:
             return found
         able = [
@@ -140,7 +140,7 @@ class Search:
         return self._seen[num_devices]
 
     def _splits(self, able: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-        """Returns the most promising splits with their most promising settings; half are hybrid, if there are any."""
+        """Returns the most promising splits with their best estimated settings; half are hybrid, if any are."""
         usual = [each for each in able if each.layout.routing_policy == self.space.policies[0]]
         found: dict[bool, list[LayoutCandidate]] = {True: [], False: []}
         num_settings = Counter[str]()
@@ -152,7 +152,7 @@ class Search:
         return [*found[True][:num_hybrid], *found[False][: NUM_SPLITS - num_hybrid]]
 
     def _variants(self, able: Sequence[LayoutCandidate], best: Sequence[CandidateRun]) -> list[LayoutCandidate]:
-        """Returns these layouts, and the most promising other settings of each split and policy."""
+        """Returns these layouts, and the best estimated other settings of each split and policy."""
         names = {each.candidate.name for each in best}
         groups: dict[tuple[str, str], list[LayoutCandidate]] = {}
         for each in sorted((each for each in able if each.name in names), key=self._guess):
@@ -167,7 +167,7 @@ class Search:
         return estimated_strain(candidate, costs, self._load, self.trials.goals)
 
     def _ranked(self) -> list[Ranked]:
-        """Returns the best layouts of all numbers of devices: fewest devices first where the goals are met."""
+        """Returns the best layouts of all numbers of devices; if goals are met, the fewest devices first."""
         seen = {each.candidate: each for trials in self._seen.values() for each in trials}
         ordered = sorted(seen.values(), key=lambda each: (not each.is_met, _devices(each), order(each)))
         num_settings = Counter[str]()
@@ -195,7 +195,7 @@ class Search:
 
 
 def _devices(trial: CandidateRun) -> int:
-    """Returns the number to sort by: all that miss the goals are alike in it."""
+    """Returns the number of devices to sort by, equal for all runs that miss the goals."""
     return trial.candidate.num_devices if trial.is_met else 0
 
 
@@ -204,6 +204,6 @@ def _merit(ranked: Ranked) -> tuple[float, float]:
 
 
 def _is_other(trial: CandidateRun, first: CandidateRun) -> bool:
-    """Whether it splits where the first does not, or the other way round, on as many devices."""
+    """Whether exactly one of them is hybrid, on as many devices."""
     one, other = trial.candidate, first.candidate
     return one.num_devices == other.num_devices and one.is_hybrid != other.is_hybrid

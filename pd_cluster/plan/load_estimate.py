@@ -1,7 +1,7 @@
-"""A guess of a candidate's strain in microseconds, by rates alone: it decides which candidates are simulated at all.
+"""Estimates a candidate's strain from rates alone, in microseconds of work, to choose the candidates to simulate.
 
-Each role is a queue with one server an instance and constant service (M/D/1); decode instances hold as many rows as
-their tokens a second need. Bursts, prefix caches and routing are the simulator's.
+Each role is a queue with one server per instance and constant service (M/D/1); decode instances hold as many rows as
+their tokens per second need. Ignores bursts, prefix caches and routing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pd_cluster.plan.candidate_runs import rate_per_s
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 from pd_cluster.plan.plan_goals import PlanGoals
 
-OVERLOADED = 1e3  # times its load: more strained than anything that keeps up
+OVERLOADED = 1e3  # times the load: more strain than any candidate that keeps up
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class MeanLoad:
 
     @property
     def num_context_tokens(self) -> float:
-        """Returns the tokens of a request, half of its answer computed."""
+        """Returns the tokens of a request with half of its answer."""
         return self.num_prompt_tokens + self.num_output_tokens / 2
 
 
 def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, goals: PlanGoals) -> float:
-    """Returns a number to sort by; above OVERLOADED the candidate cannot keep up."""
+    """Returns the strain to sort by; above OVERLOADED, the candidate cannot keep up."""
     layout = candidate.layout
     num_prefill, num_decode = layout.num_prefill or layout.num_hybrid, layout.num_decode or layout.num_hybrid
     chunk = layout.max_num_batched_tokens or costs.max_num_batched_tokens
@@ -63,21 +63,21 @@ def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, g
 
 
 def prompt_seconds(costs: Costs, num_tokens: float, chunk: int) -> float:
-    """Returns the time of a prompt that nothing disturbs."""
+    """Returns the time of an undisturbed prompt."""
     num_steps, whole = math.ceil(num_tokens / chunk), round(num_tokens)
     work = StepWork(num_prompt_tokens=whole, num_prompt_pairs=whole * (whole + 1) // 2)
     return costs.step.seconds(work) + (num_steps - 1) * costs.step.step_s + num_steps * costs.host.step_s
 
 
 def row_step_seconds(costs: Costs, rows: float, num_context_tokens: float) -> float:
-    """Returns the time of a step of so many rows."""
+    """Returns the time of a step with this many rows."""
     step = costs.step
     of_rows = step.row_s * max(0.0, rows - step.num_flat_rows) + step.context_token_s * rows * num_context_tokens
     return step.step_s + costs.host.step_s + of_rows
 
 
 def rows_needed(costs: Costs, load: MeanLoad, tokens_per_s: float, left: float) -> float:
-    """Returns the rows with which an instance makes so many tokens a second in its share of time; infinite: none do."""
+    """Returns the rows that an instance needs for this many tokens per second in its share of time; may be infinite."""
     low, high = 0.0, float(1 << 20)
     if tokens_per_s * row_step_seconds(costs, high, load.num_context_tokens) > high * left:
         return math.inf

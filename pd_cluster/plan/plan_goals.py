@@ -1,4 +1,4 @@
-"""How far a load's outcomes are from its goals, as one number."""
+"""Measures as one number how far a load's outcomes are from its goals."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PlanGoals(msgspec.Struct, frozen=True):
         return {"--slo-ttft": self.slo.ttft_s, "--slo-tpot": self.slo.tpot_s, "--slo-e2e": self.slo.e2e_s}
 
     def strain(self, outcomes: Sequence[Outcome]) -> float:
-        """Returns how many times its goals a load takes: the worst ratio of the `share` of requests with the best.
+        """Returns the ratio of times to goals: the worst among the best `share` of requests.
 
-        Up to 1 the goals are met. Infinite where more requests fail than may.
+        Up to 1, the goals are met. Infinite if too many requests fail.
         """
         if not outcomes:
             return math.inf
@@ -44,7 +44,7 @@ class PlanGoals(msgspec.Struct, frozen=True):
         return ratios[math.ceil(self.share * len(ratios)) - 1]
 
     def ratios(self, outcome: Outcome) -> dict[str, float]:
-        """Returns a request's times divided by their goals, by flag; infinite where it was not answered."""
+        """Returns a request's times divided by their goals, by flag; infinite without an answer."""
         if outcome.error or outcome.first_s is None or outcome.last_s is None:
             return dict.fromkeys((name for name, goal in self.named.items() if goal), math.inf)
         taken = {"--slo-ttft": outcome.ttft_s, "--slo-tpot": outcome.tpot_s, "--slo-e2e": outcome.e2e_s}

@@ -1,4 +1,4 @@
-"""The lines that start a layout: on one machine, from rank tables on several, and in Kubernetes.
+"""The commands that start a layout: on one machine, on several with rank tables, and in Kubernetes.
 
 Addresses, ports and folders in them are examples; flags are those of the commands.
 """
@@ -17,14 +17,14 @@ from ranktable_tools.merge import MERGED_NAME
 TABLES = "ranktables"
 SECRETS = "secrets"
 WORKER_PORT, SCHEDULER_PORT, JOIN_PORT = 8088, 9000, 9002
-OF_TABLES = {"cpu": "cpu", "cuda": "gpu", "npu": "npu"}  # kinds as pd-ranktable calls them
+TABLE_DEVICES = {"cpu": "cpu", "cuda": "gpu", "npu": "npu"}  # kinds as pd-ranktable calls them
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 CHART = "deploy/helm/pd-cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """An instance's place. `index` counts the instances of its host."""
+    """An instance's placement. `index`: its number on its host."""
 
     role: str
     host: int
@@ -38,7 +38,7 @@ class InstancePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCommands:
-    """`devices_per_host`: more devices take another host."""
+    """`devices_per_host`: more devices need another host."""
 
     model: str
     candidate: LayoutCandidate
@@ -47,7 +47,7 @@ class StartCommands:
 
     @property
     def places(self) -> list[InstancePlacement]:
-        """Returns the places of all instances, prefill first; each is on one host."""
+        """Returns the placements of all instances, prefill first; each is on one host."""
         layout, size = self.candidate.layout, self.candidate.tp_size
         roles = ["prefill"] * layout.num_prefill + ["decode"] * (layout.num_decode + layout.num_hybrid)
         of_host = max(1, self.devices_per_host // size)
@@ -75,7 +75,7 @@ class StartCommands:
 
     @property
     def on_this_machine(self) -> list[str]:
-        """Returns the command lines of one host; none where the layout needs several."""
+        """Returns the command lines for one host; empty if the layout needs several."""
         if self.on_several_hosts:
             return []
         layout = self.candidate.layout
@@ -126,7 +126,7 @@ class StartCommands:
         return lines
 
     def _host_comment(self, place: InstancePlacement) -> list[str]:
-        """Returns a comment in front of the first instance of a host, where there are several."""
+        """Returns a comment before the first instance of a host, if there are several hosts."""
         return [f"# on {_address(place.host)}:"] if self.on_several_hosts and not place.index else []
 
     def _gen(self, host: int) -> str:
@@ -135,7 +135,7 @@ class StartCommands:
             if ids := [_ids(place) for place in self.places if place.host == host and place.role == role]:
                 lists += f" --{role}-server-list {' '.join(ids)}"
         api_server = " --api-server" * (host == 0)
-        device = OF_TABLES[self.kind]
+        device = TABLE_DEVICES[self.kind]
         return f"pd-ranktable gen --server-ip {_address(host)} --device {device}{lists}{api_server} --save-dir {TABLES}"
 
     def _local_tables(self, host: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Successive halving: all candidates see a short load, the better third of them one three times as long, and so on.
+"""Successive halving: all candidates run a short load, the best third a load three times as long, and so on.
 
 Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (AISTATS 2016).
 """
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pd_cluster.plan.candidate_runs import CandidateRun
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 
-FACTOR = 3  # each step keeps one candidate in so many, and simulates so many times as much
-NUM_FINALISTS = 10  # that at least see the whole load
-NUM_FIRST = 100  # requests that every candidate sees at least
+FACTOR = 3  # each step keeps one candidate in three, with three times the load
+NUM_FINALISTS = 10  # at least, that run the whole load
+NUM_FIRST = 100  # least requests for every candidate
 Measure = Callable[[LayoutCandidate, int], CandidateRun]
 
 
 def prefixes(num_requests: int, num_first: int = NUM_FIRST) -> list[int]:
-    """Returns the lengths of the loads, ascending; the last one is the whole."""
+    """Returns the lengths of the loads, ascending; the last is the whole load."""
     found = [num_requests]
     while found[0] // FACTOR >= num_first:
         found.insert(0, found[0] // FACTOR)
@@ -25,9 +25,9 @@ def prefixes(num_requests: int, num_first: int = NUM_FIRST) -> list[int]:
 
 
 def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequence[int]) -> list[CandidateRun]:
-    """Returns the trials of those that saw the whole load, the least strained first.
+    """Returns the runs of the whole load, the least strained first.
 
-    The best hybrid and the best split layout stay in it to the end, so that they can be compared.
+    The best hybrid and the best split layout stay to the end, for comparison.
     """
     left, trials = list(candidates), list[CandidateRun]()
     for at, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequ
 
 
 def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
-    """Returns the first ones, and for the last of them the first one of a kind that would be missing."""
+    """Returns the first ones, the last of them replaced by the first of a kind that would be missing."""
     first = list(trials[:num_kept])
     kinds = {each.candidate.is_hybrid for each in first}
     missing = next((each for each in trials[num_kept:] if each.candidate.is_hybrid not in kinds), None)

@@ -1,4 +1,4 @@
-"""Settings of files and batches that are kept for clients."""
+"""Settings of /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
 
 
 class KeptFiles(msgspec.Struct, frozen=True):
-    """`folder` "" keeps nothing. `tenant_mib`: the files of one tenant together."""
+    """`folder` "": disabled. `tenant_mib`: the limit of all of a tenant's files."""
 
     folder: Annotated[
         str,
         HTTP(
-            "Folder to keep files and batches of /v1/files and /v1/batches in; default: none. Extra files.",
+            "Folder for the data of /v1/files and /v1/batches; default: none. Needs the extra `files`.",
             name="files_dir",
         ),
     ] = ""
@@ -33,5 +33,5 @@ class KeptFiles(msgspec.Struct, frozen=True):
     ] = 2_592_000.0
     batch_concurrency: Annotated[
         int,
-        HTTP("Requests of batches to answer at a time while there are no others.", checks=(at_least(1),)),
+        HTTP("Most batch requests to answer at a time while there are no others.", checks=(at_least(1),)),
     ] = 64

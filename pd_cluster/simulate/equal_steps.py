@@ -1,6 +1,6 @@
-"""Equal decode steps of the step scheduler, taken together where nothing can happen between them.
+"""Combines equal decode steps of the step scheduler if nothing can happen between them.
 
-A test holds them against as many single steps. Knows nothing of time.
+A test compares them with single steps. Knows nothing of time.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.scheduling.step_plan import StepPlan
 
-MADE_UP_TOKEN = (1 << 31) - 1  # of answers: in no prompt
+MADE_UP_TOKEN = (1 << 31) - 1  # in answers; never in a prompt
 
 
 def num_equal_steps(scheduler: StepScheduler) -> int:
-    """Returns how many steps from now on give each running sequence a token, and end, admit or move nothing.
+    """Returns for how many steps each running sequence gets a token, and no sequence ends, is admitted or moves.
 
-    Assumes that no mail comes. 0: the next one may be another kind of step.
+    Assumes that no mail comes. 0: the next step may be of another kind.
     """
     running, waiting = scheduler.running, scheduler.waiting
     if not running or len(running) > scheduler.max_num_batched_tokens:
@@ -46,7 +46,7 @@ def _most_with_blocks(scheduler: StepScheduler, most: int) -> int:
 
 
 def take_equal_steps(scheduler: StepScheduler, num_steps: int) -> None:
-    """Records so many steps as computed, of at most `num_equal_steps`."""
+    """Records this many steps, at most `num_equal_steps`, as computed."""
     plan = StepPlan()
     for request in scheduler.running:
         has_capacity = scheduler.allocator.grow_ahead(request, num_steps)

@@ -1,4 +1,4 @@
-"""Plans what happens at which simulated time. Events of one time happen in the order in which they were planned."""
+"""Schedules events in simulated time. Events of the same time happen in the order of scheduling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.simulate.virtual_time_loop import RESOLUTION_S, VirtualTimeLoop
 
 
 class Agenda:
-    """One timer of the event loop for all that is planned: asyncio's own timers keep no order among equals."""
+    """One timer of the event loop for all events, because asyncio's timers do not order equal times."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
@@ -38,7 +38,7 @@ class Agenda:
 
     def _fire(self) -> None:
         planned, loop = self._planned, self._loop
-        self._due_s, self._timer = -math.inf, None  # what is planned meanwhile is seen below
+        self._due_s, self._timer = -math.inf, None  # events scheduled meanwhile are handled below
         while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
             _, _, do, args = heapq.heappop(planned)
             do(*args)

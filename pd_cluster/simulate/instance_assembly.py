@@ -1,4 +1,4 @@
-"""Puts a simulated instance together: all of engine/assembly/build_worker.py but model, bytes and sockets."""
+"""Assembles a simulated instance like engine/assembly/build_worker.py, without model, bytes and sockets."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from pd_cluster.types import Role
 
 MODEL = "simulated"
 KEY = b"k" * wire.KEY_NBYTES
-LONG_S = 1e6  # no life is lost by silence here, so a transfer that waits for room is never given up
+LONG_S = 1e6  # silence loses no instance here, so a transfer that waits for room never times out
 NUMERICS = Numerics()
 
 
 class Assembly:
-    """Builds lives of instances that are alike."""
+    """Builds lives of equal instances."""
 
     def __init__(self, layout: SimulatedLayout, costs: Costs) -> None:
         self.costs = msgspec.structs.replace(
@@ -58,7 +58,7 @@ class Assembly:
         self._growth_tokens = EngineConfig(model="").growth_tokens
 
     def info(self, name: str, role: Role, epoch: int) -> InstanceInfo:
-        """Returns what this life says of itself."""
+        """Returns this life's announcement."""
         return InstanceInfo(
             name=name,
             role=role,
@@ -79,7 +79,7 @@ class Assembly:
     def build(
         self, info: InstanceInfo, around: SimulationContext, cables: Cables, speed: float = 1.0
     ) -> SimulatedInstance:
-        """`speed`: times the costs that a step takes."""
+        """`speed`: the factor of steps' costs."""
         peer, costs = peer_key(info.name, info.epoch), self.costs
         life = SimulatedInstance(info.name, peer, around, speed)
         runner = SimulatedRunner(costs, life.began)

@@ -1,4 +1,4 @@
-"""Instances that share the cores of one host slow each other while they compute."""
+"""Models instances that share a host's cores and slow each other while they compute."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class Neighbour(Protocol):
     @property
     def is_prefill(self) -> bool: ...
     def change_pace(self) -> None:
-        """Continues what is under way at the speed that holds now."""
+        """Continues the current steps at the new speed."""
 
 
 class SharedHost:
-    """Knows which of its instances compute."""
+    """Tracks which of its instances compute."""
 
     def __init__(self, cost: NeighbourCost) -> None:
         self._cost = cost
-        self._computing: dict[Neighbour, None] = {}  # in the order of their steps' beginning
+        self._computing: dict[Neighbour, None] = {}  # in order of their steps' beginning
 
     def factor(self, instance: Neighbour) -> float:
-        """Returns by how much this instance is slowed now, if it computes."""
+        """Returns the factor by which this instance is slowed now, if it computes."""
         num_computing = len(self._computing) + (instance not in self._computing)
         return self._cost.factor(instance.is_prefill, num_computing)
 
     def changed(self, instance: Neighbour, computes: bool) -> None:
-        """Notes that an instance begins or ends to compute; those that it slows are told."""
+        """Records that an instance starts or stops computing, and informs its neighbours."""
         if computes:
             self._computing[instance] = None
         else:

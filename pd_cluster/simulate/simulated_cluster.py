@@ -1,4 +1,4 @@
-"""A scheduler over simulated instances: the real membership, router, commands and roles, on a clock that jumps."""
+"""A scheduler with simulated instances: the real membership, router, commands and roles, in virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINKED_WITHIN_S = 60.0
 
 
 class SimulatedScheduler(LoopHandler):
-    """Satisfies mail.SimulatedPeer. Its messages come one after the other on the loop itself."""
+    """Satisfies mail.SimulatedPeer. Handles its messages one by one on the loop."""
 
     peer = peer_key("scheduler", 1)
     kind: Literal["scheduler"] = "scheduler"
@@ -49,7 +49,7 @@ class SimulatedScheduler(LoopHandler):
 
 
 class SimulatedCluster:
-    """Its own event loop runs when it is built. `events`: what has happened to instances, and when."""
+    """Built while its own event loop runs. `events`: events of instances, with times."""
 
     def __init__(self, layout: SimulatedLayout, assembly: Assembly) -> None:
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class SimulatedCluster:
         self.cables = Cables(self.agenda, costs.handover, costs.kv_token_nbytes)
         host = SharedHost(costs.neighbour) if layout.are_neighbours else None
         self.around = SimulationContext(self.agenda, self.mail, self.notes, host)
-        self.lives: dict[str, SimulatedInstance] = {}  # by name, the present ones
+        self.lives: dict[str, SimulatedInstance] = {}  # name -> present instance
         self.events: list[tuple[float, str]] = []
         self._epochs: dict[str, int] = {}
         self._slowdowns: dict[str, float] = {}
@@ -89,7 +89,7 @@ class SimulatedCluster:
 
     async def begin(self) -> None:
         """Starts all instances at once, and returns when their links are up."""
-        self.membership.term = lambda: None  # so that the list of peers is told once, not at each of their arrivals
+        self.membership.term = lambda: None  # so that the list of peers is sent once, not at each arrival
         for instance in self.membership.instances:
             self._start(instance)
         async with asyncio.timeout(LINKED_WITHIN_S):
@@ -137,10 +137,10 @@ class SimulatedCluster:
                 with contextlib.suppress(Refused):
                     self.elastic.change_role(flip.name, flip.role)
 
-    # ---- what a script says
+    # ---- events of a script
 
     def happens(self, line: ScriptLine) -> None:
-        """Raises ConfigError for an instance that is not there, or is there already."""
+        """Raises ConfigError for an absent instance, or a join of a present one."""
         name = line.instance
         try:
             match line.what:
@@ -191,7 +191,7 @@ class SimulatedCluster:
 
 
 def place_of() -> Place:
-    """Returns the scheduler's place in the smallest table: all instances here are known without it."""
+    """Returns the scheduler's entry in a minimal table; instances are known without it."""
     made = generate(
         prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu", device_ips=None
     )

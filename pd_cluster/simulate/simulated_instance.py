@@ -1,7 +1,7 @@
-"""One life of an instance: a real worker and its loop, whose steps take the time that costs say.
+"""One life of an instance: a real worker and its loop, whose steps take the time of the costs.
 
-A turn of the loop runs at the moment when its step begins; what the step leads to leaves when it has ended. In between
-mail waits, as it does beside a real step; what a real mailbox answers at once is answered at once.
+A turn of the loop runs when its step begins; the step's effects follow when it ends. Meanwhile mail waits, as during a
+real step, except for mail that a real mailbox answers at once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pd_cluster.simulate.simulation_records import Notes
 from pd_cluster.simulate.step_progress import RunProgress, StepRun
 from pd_cluster.types import TokenOutput
 
-BEAT_GAP_S = 0.02  # as net/mailbox.py has it
+BEAT_GAP_S = 0.02  # as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
-NUM_TIMED = 2  # of a run's steps, about
-LEAST_RUN = 3  # equal steps that are worth a run
-MOST_RUN_S = 0.5  # of equal steps, without a turn: as often as heartbeats tell the load
+NUM_TIMED = 2  # about, of a run's steps
+LEAST_RUN = 3  # equal steps for a run
+MOST_RUN_S = 0.5  # of equal steps without a turn: the interval of heartbeats
 
 
 class StepClock:
-    """The simulated time; during a turn behind its step, the time at which that will have ended."""
+    """The simulated time; in a turn after its step, the time at which the step ends."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self.ahead_s = now, 0.0
@@ -46,7 +46,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulationContext:
-    """The parts that instances share. `host`: with those beside it; None: it slows nobody."""
+    """The parts that instances share. `host`: the shared host; None: instances do not slow each other."""
 
     agenda: Agenda
     mail: SimulatedMailboxes
@@ -55,7 +55,7 @@ class SimulationContext:
 
 
 class InstancePost(SimulatedPost):
-    """Satisfies links.Post. Messages behind a step wait for its end."""
+    """Satisfies links.Post. Messages after a step wait for its end."""
 
     def __init__(self, owner: SimulatedInstance) -> None:
         super().__init__(owner.around.mail, owner.peer)
@@ -88,7 +88,7 @@ class InstancePost(SimulatedPost):
 
 
 class SimulatedInstance:
-    """Satisfies mail.SimulatedPeer. `power_on` makes it whole; until then it has no worker."""
+    """Satisfies mail.SimulatedPeer. Has no worker before `power_on`."""
 
     kind: Literal["worker"] = "worker"
 
@@ -99,13 +99,13 @@ class SimulatedInstance:
         self.schedulers: list[str] = []  # connections
         self.post = InstancePost(self)
         self.is_dead = False
-        self._later: list[Callable[[], None]] | None = None  # what the step under way leads to; None: there is none
-        self._step_s = NO_STEP  # of the turn that runs, at full speed
+        self._later: list[Callable[[], None]] | None = None  # effects of the current step; None: there is no step
+        self._step_s = NO_STEP  # of the current turn, at full speed
         self._progress: RunProgress | None = None
-        self._sampling: list[str] = []  # requests that the step under way gives a token
-        self._has_news = False  # that only a later tick tells
-        self._num_prompt_tokens = 0  # computed here, of which a tick has told
-        self._end = 0  # counts planned ends and wakes: of several, the last one holds
+        self._sampling: list[str] = []  # requests that get a token in the current step
+        self._has_news = False  # that a later tick will report
+        self._num_prompt_tokens = 0  # computed here and reported by a tick
+        self._end = 0  # counts scheduled ends and wakes; only the last one is valid
         self._wakes_s = float("inf")
 
     def power_on(self, worker: Worker, runner: SimulatedRunner) -> None:
@@ -128,7 +128,7 @@ class SimulatedInstance:
         if isinstance(body, wire.Credit):
             self.wires.credited_s[body.transfer_id] = self.around.agenda.now()
         if isinstance(body, wire.Submit) and body.leg == "decode" and self._progress is not None:
-            self.inbox.put(Mail(conn, peer, body))  # alone it changes no step: the offer of its KV cache follows
+            self.inbox.put(Mail(conn, peer, body))  # changes no step by itself: the offer of its KV cache follows
         elif not self.worker.intercept(conn, body):
             self.put(Mail(conn, peer, body))
 
@@ -138,17 +138,17 @@ class SimulatedInstance:
         self.put(ConnClosed(conn, peer, reason))
 
     def put(self, event: Event) -> None:
-        """Takes an event to the loop, which reads it before its next step."""
+        """Passes an event to the loop, which reads it before its next step."""
         self.inbox.put(event)
         self._has_news = True
         if self._progress is None:
             self._wake_at(self.around.agenda.now())
-        elif self._later is None:  # equal steps: they end with the one under way
+        elif self._later is None:  # equal steps end with the current one
             self._progress.cut(self.around.agenda.now())
             self._plan_end()
 
     def later(self, do: Callable[[], None]) -> None:
-        """Does it when the step of the turn that runs has ended; at once where there is none."""
+        """Runs the action when the current turn's step has ended; at once without a step."""
         if self.clock.ahead_s and self._later is not None:
             self._later.append(do)
         else:
@@ -157,13 +157,13 @@ class SimulatedInstance:
     # ---- turns and steps
 
     def began(self, chunks: Chunks, seconds: float) -> None:
-        """Hears from the runner which step the turn computes."""
+        """Receives the turn's step from the runner."""
         now_s = self.around.agenda.now()
         self._step_s, self._later, self.wires.step_s = seconds, [], now_s
         self.clock.ahead_s = seconds * self._factor or SOON_S
         self._sampling = [request.request_id for request, num in chunks if num >= request.num_behind]
         for request, _ in chunks:
-            request.gathers = True  # no reader's timing is simulated: a token in its middle need not be sent alone
+            request.gathers = True  # no reader's timing is simulated, so tokens may be sent together
         self._has_news = True
 
     def _turn(self) -> None:
@@ -183,16 +183,16 @@ class SimulatedInstance:
 
     @property
     def _factor(self) -> float:
-        """By how much steps are slowed now."""
+        """The factor by which steps are slowed now."""
         return self.slowdown * (self.around.host.factor(self) if self.around.host is not None else 1.0)
 
     def set_speed(self, slowdown: float) -> None:
-        """Slows every step from now on, the one under way included."""
+        """Slows every step from now on, including the current one."""
         self.slowdown = slowdown
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Continues what is under way at the speed that holds now, as others begin or end to compute beside it."""
+        """Continues the current steps at the new speed, when neighbours start or stop computing."""
         if self._progress is not None:
             self._progress.slow(self.around.agenda.now(), self._factor)
             self._plan_end()
@@ -217,7 +217,7 @@ class SimulatedInstance:
             self._turn()
 
     def _release(self) -> None:
-        """Lets what the step has led to happen."""
+        """Runs the step's effects."""
         now_s, notes = self.around.agenda.now(), self.around.notes
         for request_id in self._sampling:
             notes.sampled(self.name, request_id, now_s)
@@ -227,7 +227,7 @@ class SimulatedInstance:
             do()
 
     def _equal_run(self) -> StepRun | None:
-        """Returns the equal steps that the loop would take now, as long as no mail comes; None: it takes a turn."""
+        """Returns the equal steps that the loop would take if no mail comes; None: it takes a turn."""
         core = self.worker.core
         if self.worker.handover.imports.imminent_s is not None:
             return None
@@ -237,7 +237,7 @@ class SimulatedInstance:
         first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
         num_prompt_tokens = core.scheduler.num_prefix_query_tokens
-        limit_s = MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S  # a tick tells of their blocks
+        limit_s = MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S  # a tick reports their blocks
         self._num_prompt_tokens = num_prompt_tokens
         return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
 
@@ -245,7 +245,7 @@ class SimulatedInstance:
         return work_of([(request, 1) for request in self.worker.core.scheduler.running], is_computed=False)
 
     def _take(self, progress: RunProgress, num_steps: int) -> None:
-        """Records equal steps as computed. The worker's own fit of their costs reads some of them."""
+        """Records equal steps as computed. The worker's cost fit reads some of them."""
         worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
         work, timing = self._decode_work(), worker.timing
         gaps_s = [(run.first_s + run.growth_s * at) * progress.factor for at in range(num_steps)]
@@ -257,7 +257,7 @@ class SimulatedInstance:
         self.around.notes.sampled_often(self.name, names, now_s, gaps_s)
 
     def die(self) -> None:
-        """Ends this life; all that its steps have computed so far was sent."""
+        """Ends this life; the results of its completed steps were sent."""
         if self._progress is not None and self._later is None:
             self._progress.cut(self.around.agenda.now())
             if num_steps := self._progress.run.num_steps - 1:
@@ -276,7 +276,7 @@ class SimulatedInstance:
             self.around.host.changed(self, computes=False)
 
     def _rest(self) -> None:
-        """Plans the next turn of a loop that has nothing to compute; a loop without news needs none."""
+        """Schedules the next turn of an idle loop, if it has news."""
         now_s, wait_s = self.around.agenda.now(), self.worker.wait_s
         links = self.worker.handover.out_links.states().values()
         if not self.inbox.empty():
@@ -299,5 +299,5 @@ class SimulatedInstance:
 
 
 def _behind(work: StepWork, num_steps: int) -> StepWork:
-    """Returns the work of a decode step so many equal steps later."""
+    """Returns the work of a decode step this many equal steps later."""
     return work._replace(num_context_tokens=work.num_context_tokens + num_steps * work.num_rows)

@@ -1,7 +1,7 @@
-"""Both ends of links whose bytes only take time. The links, their opening and the transfers over them are real.
+"""Both ends of links whose bytes only take time. Links, their opening and transfers are real.
 
-Each instance sends and receives one byte after the other. Layers leave as soon as a step has written them, so only the
-last layer of a prompt's last step, or a payload, is still to go when that step ends.
+Each instance sends and receives bytes in sequence. Layers leave as soon as a step has written them, so only the last
+layer of a prompt's last step, or a payload, remains when that step ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, Report
 from pd_cluster.types import Note
 
 TRANSPORT: wire.TransportName = "shm"
-LAST_SHARE = 1 / 16  # of a step's bytes: those of its last layer
+LAST_SHARE = 1 / 16  # the last layer's share of a step's bytes
 ANY_NBYTES = 1 << 62
 
 
 @dataclass(slots=True)
 class Wires:
-    """The bytes of one instance. `step_s`: when its last step began. `credited_s`: when credits came, by transfer."""
+    """The bytes of one instance. `step_s`: when its last step began. `credited_s`: transfer -> when credits came."""
 
     send_free_s: float = 0.0
     receive_free_s: float = 0.0
@@ -34,7 +34,7 @@ class Wires:
 
 @dataclass(slots=True)
 class Cable:
-    """The receiver's part of a link, once it is there."""
+    """The receiver's part of a link, once it exists."""
 
     end: SimulatedReceiveEnd | None = None
 
@@ -51,11 +51,11 @@ class Cables:
 
     def close(self, conn: str) -> None:
         if (cable := self._by_conn.pop(conn, None)) is not None:
-            cable.end = None  # what is under way does not arrive
+            cable.end = None  # bytes in flight are lost
 
 
 class SimulatedLanes:
-    """Satisfies links.LaneEnds, for one instance. `later` runs what a step leads to when that step has ended."""
+    """Satisfies links.LaneEnds, for one instance. `later`: runs an action when the current step has ended."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class SimulatedSendEnd:
         self._lanes, self._conn = lanes, conn
         self._cable = lanes.cables.of(conn)
         self.sent_nbytes = 0
-        self._arrives_s: dict[str, float] = {}  # the last byte that has left, by transfer
-        self._num_tokens: dict[str, int] = {}  # that have left, likewise
+        self._arrives_s: dict[str, float] = {}  # transfer -> arrival of the last byte sent
+        self._num_tokens: dict[str, int] = {}  # transfer -> tokens sent
 
     @property
     def offers(self) -> list[wire.TransportOffer]:
@@ -162,7 +162,7 @@ class SimulatedReceiveEnd:
         self.wires, self.received_nbytes = lanes.wires, 0
 
     def start(self) -> None:
-        """Takes the only transport, whose probe arrives at once."""
+        """Chooses the only transport, whose probe arrives at once."""
         self._lanes.cables.of(self._conn).end = self
         info = self._lanes.layout.to_info()
         self._lanes.send(self._conn, wire.LinkAnswer(self._link_id, TRANSPORT, info, self._index))

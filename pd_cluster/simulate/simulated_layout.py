@@ -1,4 +1,4 @@
-"""The layout that a simulation is asked for, and its answer."""
+"""The layout and the result of a simulation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AUTO_ROLES = ("", "cost", "rules")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLayout:
-    """Instances by role, and the settings that a search varies. `num_hybrid`: instances that do both, without pairs.
+    """Instances by role, and the settings that a search varies. `num_hybrid`: hybrid instances.
 
-    A number that is None is the costs' own.
+    None: the value in the costs.
     """
 
     num_prefill: int = 0
@@ -32,12 +32,12 @@ class SimulatedLayout:
     are_neighbours: bool = False  # all instances share one host
 
     def check(self, named: str = "layout") -> None:
-        """Raises ConfigError for a layout that no cluster can have."""
+        """Raises ConfigError for an impossible layout."""
         has_pairs = bool(self.num_prefill or self.num_decode)
         if self.num_instances < 1 or min(self.num_prefill, self.num_decode, self.num_hybrid) < 0:
             raise ConfigError(f"{named}: there is no instance; give 1H or 1P1D")
         if has_pairs and self.num_hybrid:
-            raise ConfigError(f"{named}: hybrid instances have no place beside pairs; leave out H, or P and D")
+            raise ConfigError(f"{named}: hybrid instances cannot be combined with P and D; leave out H, or P and D")
         if has_pairs and not (self.num_prefill and self.num_decode):
             raise ConfigError(f"{named}: P needs D and D needs P; instances that do both are H")
         if self.routing_policy not in POLICIES:
@@ -47,7 +47,7 @@ class SimulatedLayout:
 
     @property
     def routing(self) -> RoutingConfig:
-        """Returns the scheduler's settings: those that it has without flags, but for the policy."""
+        """Returns the scheduler's default settings with this policy."""
         return RoutingConfig(policy=self.routing_policy)
 
     @property
@@ -63,7 +63,7 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 def layout_of(written: str, sizes: Sizes = (None, None, None), flag: str = "--layout", **more: Any) -> SimulatedLayout:
-    """Reads `2P1D`, or `1H` for instances that do both. Raises ConfigError.
+    """Parses `2P1D`, or `1H` for hybrid instances. Raises ConfigError.
 
     `sizes`: max_num_batched_tokens, max_num_seqs and num_blocks; None: those of the costs. `more`: further fields.
     """
@@ -81,7 +81,7 @@ def layout_of(written: str, sizes: Sizes = (None, None, None), flag: str = "--la
 
 @dataclass(slots=True)
 class Simulated:
-    """`duration_s` is simulated time, from the first arrival until the last answer."""
+    """`duration_s`: simulated time from the first arrival to the last answer."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)

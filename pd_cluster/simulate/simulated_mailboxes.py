@@ -1,6 +1,6 @@
-"""Mail between the scheduler and instances, in memory: every message takes its time, and the scheduler is one core.
+"""In-memory mail between the scheduler, which has one core, and instances. Every message takes time.
 
-Knows nothing of what messages say. Connections are opened, closed and lost as those of net/mailbox.py are.
+Opens, closes and loses connections like net/mailbox.py. Knows nothing of messages' contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOST = "the connection was closed"
 
 
 class SimulatedPeer(Protocol):
-    """One life of a process. `peer`: its name@epoch. Its methods are those of a mailbox's handler."""
+    """One life of a process, with a mailbox handler's methods. `peer`: its name@epoch."""
 
     @property
     def peer(self) -> str: ...
@@ -30,28 +30,28 @@ class SimulatedPeer(Protocol):
 
 
 class SimulatedMailboxes:
-    """Names processes by their `peer`: a post can be made before the process that it is part of."""
+    """Names processes by `peer`, so that a post can be made before its process."""
 
     def __init__(self, agenda: Agenda, costs: HostCost) -> None:
         self._agenda, self._costs = agenda, costs
-        self._peers: dict[str, SimulatedPeer] = {}  # those that live
-        self._ends: dict[str, tuple[str, str]] = {}  # by connection: who opened it, and the other
-        self._conns: dict[str, dict[str, None]] = {}  # by process, in the order of their opening
+        self._peers: dict[str, SimulatedPeer] = {}  # live processes
+        self._ends: dict[str, tuple[str, str]] = {}  # connection -> its opener and the other end
+        self._conns: dict[str, dict[str, None]] = {}  # process -> connections, in order of opening
         self._number = itertools.count()
-        self._free_s = 0.0  # when the scheduler has handled all that it was sent
+        self._free_s = 0.0  # when the scheduler will have handled all messages
 
     def add(self, peer_process: SimulatedPeer) -> None:
         self._peers[peer_process.peer] = peer_process
         self._conns[peer_process.peer] = {}
 
     def remove(self, peer: str, reason: str = LOST) -> None:
-        """Ends a life: all its connections close, and nobody reaches it any more."""
+        """Ends a life and closes all its connections."""
         for conn in list(self._conns[peer]):
             self.disconnect(peer, conn, reason)
         del self._peers[peer], self._conns[peer]
 
     def connect(self, peer: str, other: str) -> str:
-        """Returns a new connection's name, the same at both ends, which hear a message's time later that it is open."""
+        """Returns a new connection's name, equal at both ends, which learn of it after a message's time."""
         conn = f"{other}#{next(self._number)}"
         if other not in self._peers:
             self._agenda.after(self._costs.message_s, self._peers[peer].on_closed, conn, other, LOST)
@@ -67,7 +67,7 @@ class SimulatedMailboxes:
                 self._peers[peer].on_opened(conn, other, self._peers[other].kind)
 
     def disconnect(self, peer: str, conn: str, reason: str = LOST) -> None:
-        """Ends a connection; only the other end hears of it, after what was sent before."""
+        """Ends a connection; the other end learns of it after earlier messages."""
         if (ends := self._ends.pop(conn, None)) is not None:
             other = ends[1] if ends[0] == peer else ends[0]
             del self._conns[peer][conn]
@@ -78,7 +78,7 @@ class SimulatedMailboxes:
             self._peers[peer].on_closed(conn, other, reason)
 
     def send(self, peer: str, conn: str, body: wire.Body) -> None:
-        """Drops it where the connection is gone."""
+        """Delivers a message, unless its connection is gone."""
         if (ends := self._ends.get(conn)) is not None:
             other = ends[1] if ends[0] == peer else ends[0]
             self._agenda.at(self._arrives_s(other), self._deliver, other, conn, peer, body)
@@ -92,7 +92,7 @@ class SimulatedMailboxes:
         return self.handled_s(seconds) if self._peers[peer].kind == "scheduler" else self._agenda.now() + seconds
 
     def handled_s(self, seconds: float) -> float:
-        """Takes so much of the scheduler's time; returns when it will have been spent."""
+        """Uses this much of the scheduler's time; returns when that ends."""
         self._free_s = max(self._agenda.now(), self._free_s) + seconds
         return self._free_s
 

@@ -1,4 +1,4 @@
-"""A model that computes nothing: it says how long a step takes, and makes up its tokens.
+"""A runner without a model: it determines a step's duration, and invents tokens.
 
 Knows nothing of neighbours, of messages or of when steps begin.
 """
@@ -35,16 +35,16 @@ class MadeUpTokens:
 
 
 class HostPlans(Drafting):
-    """Lets the host plan every step, once it has the tokens of the one before, and adds no drafts."""
+    """Lets the host plan every step from the previous step's tokens, and adds no drafts."""
 
     def wants_host(self, requests: Sequence[Request]) -> bool:
         return True
 
 
 class SimulatedRunner:
-    """Satisfies core.Runner. `began` hears of each step before its outputs exist: its chunks and seconds.
+    """Satisfies core.Runner. `began`: called with each step's chunks and seconds before its outputs exist.
 
-    Steps take the way of a device's: their tokens come without logits, and so without tensors.
+    Steps work like those on a device: tokens come without logits, and so without tensors.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -62,7 +62,7 @@ class SimulatedRunner:
         return True
 
     def launch(self, chunks: Chunks, after: After | None = None, on_layer: OnLayer | None = None) -> MadeUpTokens:
-        """Leaves `on_layer` alone: simulated_lanes.py knows what can leave while a step runs."""
+        """Ignores `on_layer`, because simulated_lanes.py knows which layers can leave during a step."""
         self._began(chunks, self.seconds(work_of(chunks, is_computed=False)))
         return MadeUpTokens(sum(num_tokens >= request.num_behind for request, num_tokens in chunks))
 

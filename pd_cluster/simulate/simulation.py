@@ -1,6 +1,6 @@
-"""Serves a list of arrivals by a simulated cluster. Start reading at `simulate`.
+"""Serves a list of arrivals with a simulated cluster. Start reading at `simulate`.
 
-The same arguments give the same answer: nothing here reads a clock, a random number or the order of a set.
+Deterministic: reads no clock, random number or order of a set.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def simulate(
     script: Sequence[ScriptLine] = (),
     progressed: Progressed = lambda: None,
 ) -> Simulated:
-    """Returns what each request saw, and what instances did.
+    """Returns the outcomes of requests and the samples of instances.
 
-    `progressed` is called when a request has ended. Raises ConfigError for a layout or a script that cannot be.
+    `progressed`: called when a request ends. Raises ConfigError for an impossible layout or script.
     """
     layout.check()
     with _rare_collections(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -49,7 +49,7 @@ def simulate(
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keeps back what processes would log that do not exist; a simulation's events tell of them."""
+    """Suppresses logs of simulated processes, because the simulation's events replace them."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -60,7 +60,7 @@ def silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Lets garbage be looked for rarely: what a simulation holds grows all the time, and little of it is in cycles."""
+    """Collects garbage rarely, because a simulation's objects keep growing, and few are in cycles."""
     usual = gc.get_threshold()
     gc.set_threshold(*RARELY)
     try:
@@ -71,7 +71,7 @@ def _rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReadRequest:
-    """One request, as its reader sees it. Times are the event loop's."""
+    """One request as its client sees it, in the event loop's time."""
 
     sent_s: float
     first_s: float | None = None
@@ -205,11 +205,11 @@ def _or_fail(failed: asyncio.Future[None], do: Callable[[ScriptLine], None], lin
             failed.set_exception(error)
 
 
-MOST_IDS = 1 << 30  # ids of blocks; as many tokens more stand for prompts without any
+MOST_IDS = 1 << 30  # block ids; higher ids stand for prompts without block ids
 
 
 def order_of(arrival: Arrival, number: int) -> RequestSpec:
-    """Returns what the router is asked for: a block's tokens are all its id, so equal ids make equal prefixes."""
+    """Returns the request for the router: all tokens of a block are its id, so equal ids make equal prefixes."""
     num, size = arrival.num_prompt_tokens, arrival.block_tokens
     token_ids: list[int] = []
     for hash_id in arrival.hash_ids:

@@ -1,4 +1,4 @@
-"""Notes about each request while it is served, beside what its reader sees."""
+"""Records about each running request, besides its client's view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.types import TokenOutput
 
 @dataclass(slots=True)
 class TokenTimes:
-    """When a sequence got its tokens at one instance."""
+    """The times of a sequence's tokens at one instance."""
 
     first_s: float
     last_s: float
@@ -20,13 +20,13 @@ class TokenTimes:
 
 @dataclass(slots=True)
 class RequestNotes:
-    """`first_tokens`: when instances have sent its first token: that which computed it, and that which took it over."""
+    """`first_tokens`: when the computing instance, and the one that took over, sent the first token."""
 
     first_tokens: list[tuple[str, float]] = field(default_factory=list)
     times: dict[str, TokenTimes] = field(default_factory=dict)  # by instance
 
     def longest_gap_s(self, first_s: float) -> float:
-        """Returns the longest time between two tokens, of which the first was read at `first_s`."""
+        """Returns the longest time between two tokens. `first_s`: when the first token was read."""
         longest_s, before_s = 0.0, first_s
         for each in sorted(self.times.values(), key=lambda each: each.first_s):
             longest_s = max(longest_s, each.first_s - before_s, each.longest_s)
@@ -48,13 +48,13 @@ class Notes:
         return self._of.pop(request_id, None) or RequestNotes()
 
     def sent(self, name: str, tokens: Sequence[TokenOutput], now_s: float) -> None:
-        """Notes first tokens among those that an instance sends."""
+        """Records first tokens among an instance's tokens."""
         for token in tokens:
             if token.position == len(token.earlier) and (found := self._of.get(token.request_id)) is not None:
                 found.first_tokens.append((name, now_s))
 
     def sampled(self, name: str, request_id: str, now_s: float) -> None:
-        """Notes that a sequence has one more token."""
+        """Records a further token of a sequence."""
         if (found := self._of.get(request_id)) is None:
             return
         if (times := found.times.get(name)) is None:
@@ -65,7 +65,7 @@ class Notes:
             times.last_s = now_s
 
     def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, gaps_s: Sequence[float]) -> None:
-        """Notes that sequences have had as many more tokens, at the same times, as there are gaps."""
+        """Records one further token per gap for these sequences, at the same times."""
         for gap_s in gaps_s:
             self.gaps.add(gap_s, len(request_ids))
         longest_s = max(gaps_s)

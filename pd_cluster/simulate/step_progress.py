@@ -1,16 +1,16 @@
-"""The time of steps under way: one, or several equal ones, at a speed that changes meanwhile. Pure arithmetic."""
+"""The time of running steps, one or several equal ones, at a varying speed. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-ALMOST = 1e-9  # of a step: a cut at its very end is behind it
+ALMOST = 1e-9  # of a step; a cut so close to its end comes after it
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """`num_steps` steps, of which the first takes `first_s` at full speed, and each further one `growth_s` more."""
+    """`num_steps` steps. At full speed, the first takes `first_s`, and each further one `growth_s` more."""
 
     first_s: float
     growth_s: float = 0.0
@@ -20,7 +20,7 @@ class StepRun:
         return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) / 2)
 
     def num_begun(self, seconds: float) -> int:
-        """Returns how many steps have begun when so many seconds were spent: at least one, at most all."""
+        """Returns how many steps have begun after this many seconds: at least one, at most all."""
         low, high = 1, self.num_steps
         while low < high:
             middle = (low + high) // 2
@@ -31,7 +31,7 @@ class StepRun:
         return low
 
     def num_within(self, seconds: float) -> int:
-        """Returns how many steps can be begun within so many seconds; at least one."""
+        """Returns how many steps can begin within this many seconds; at least one."""
         if self.growth_s > 0.0:
             half = self.first_s - self.growth_s / 2
             found = (math.sqrt(half * half + 2 * self.growth_s * seconds) - half) / self.growth_s
@@ -41,7 +41,7 @@ class StepRun:
 
 
 class RunProgress:
-    """How far a run has come. `factor`: by how much it is slowed now."""
+    """The progress of a run. `factor`: its current slowdown."""
 
     def __init__(self, run: StepRun, now_s: float, factor: float) -> None:
         self.run, self.factor = run, factor
@@ -57,7 +57,7 @@ class RunProgress:
         self.factor = factor
 
     def cut(self, now_s: float) -> None:
-        """Ends the run with the step that is under way."""
+        """Ends the run with the current step."""
         self._pass(now_s)
         self.run = StepRun(self.run.first_s, self.run.growth_s, self.run.num_begun(self._done_s))
 

@@ -58,10 +58,10 @@ BAD = {
     "speeds = [1.0, 0.0]\n" + GOOD: "speeds[1]: 0.0: expected float > 0.0",
     "speeds = [nan]\n" + GOOD: "speeds[0]: nan: ",
     "speeds = [1.0, 1.0]\n" + GOOD: "speeds: 1: given twice; leave one out",
-    "speeds = [1.0]\nconcurrency = [2]\n" + GOOD: "concurrency: [2]: beside speeds; give one of them",
+    "speeds = [1.0]\nconcurrency = [2]\n" + GOOD: "concurrency: [2]: conflicts with speeds; give one of them",
     'cores = "0-"\n' + GOOD: "cores: '0-': expected cores such as 0-3,8",
     'cores = "60000"\n' + GOOD: "cores: '60000': this process may not use core 60000; it may use ",
-    "[goals]\nttft_s = 1.0\nttft_idle = 3.0\n" + GOOD: "goals.ttft_idle: 3: beside ttft_s; give one of them",
+    "[goals]\nttft_s = 1.0\nttft_idle = 3.0\n" + GOOD: "goals.ttft_idle: 3: conflicts with ttft_s; give one of them",
     "[goals]\nttft_idle = 0.5\n" + GOOD: "goals.ttft_idle: 0.5: expected float >= 1.0",
     "[goals]\ntpot = 1.0\n" + GOOD: "goals.tpot: no such field; did you mean tpot_s?",
     "goals = 3\n" + GOOD: "goals: 3: expected a table",
@@ -72,7 +72,7 @@ BAD = {
     '[workload]\ntrace = "spec.toml"\n' + SERVERS: "spec.toml, line 1: ",
     '[workload]\ntrace = "t"\nlength = 0.5\n' + SERVERS: "workload.length: no such field; did you mean lengths?",
     GOOD + '[[server]]\nname = "split"\nlayout = "2P1D"\n': (
-        "server.name: 'split': given twice; give each server a name of its own"
+        "server.name: 'split': given twice; give each server a different name"
     ),
     GOOD + '[[server]]\nname = "x"\n': "server[2] (x): layout, vllm or url: none given; give one of them",
     GOOD + '[[server]]\nname = "x"\nlayout = "1H"\nurl = "http://h"\n': (
@@ -81,10 +81,10 @@ BAD = {
     GOOD + '[[server]]\nname = "x"\nlayout = "0P1D"\n': "server[2].layout: '0P1D': expected prefill and decode",
     GOOD + '[[server]]\nname = "a/b"\nlayout = "1H"\n': "server[2].name: 'a/b': it names a file of logs",
     GOOD + '[[server]]\nname = "x"\nlayout = "1H"\nflags = ["--x"]\n': (
-        "server[2].flags: ['--x']: only beside vllm; leave it out"
+        "server[2].flags: ['--x']: needs vllm; leave it out"
     ),
     GOOD + '[[server]]\nname = "x"\nurl = "http://h"\nsettings = { dtype = "bfloat16" }\n': (
-        "server[2].settings: {'dtype': 'bfloat16'}: only beside layout; leave it out"
+        "server[2].settings: {'dtype': 'bfloat16'}: needs layout; leave it out"
     ),
     GOOD + '[[server]]\nname = "x"\nurl = "h:80"\n': "server[2].url: 'h:80': expected http://HOST:PORT",
     GOOD + '[[server]]\nname = "x"\nvllm = "no/python"\n': "server[2].vllm: 'no/python': no such file; give a Python",

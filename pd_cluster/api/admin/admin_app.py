@@ -53,7 +53,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdapterLoad(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's body. `load_inplace`: the adapter replaces an earlier one of the same name."""
+    """vLLM's body. `load_inplace`: replaces an adapter of the same name."""
 
     lora_name: str
     lora_path: str
@@ -68,7 +68,7 @@ class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NamedAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """As SageMaker loads one: `src` is its folder. `preload` and `pin`: an adapter is always loaded, and stays."""
+    """SageMaker's body. `src`: the adapter's folder. `preload`, `pin`: no effect; adapters always load and stay."""
 
     name: str
     src: str
@@ -82,9 +82,9 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The data for people to see. `logs`: the folder of the processes' logs. `model`: the model's name.
+    """The data of /overview and the dashboard. `logs`: the folder of the processes' logs. `model`: the model's name.
 
-    `links`: makes links to the public port's dashboard, if it has one. `scheduler`: this scheduler's name.
+    `links`: makes links to the public port's dashboard, if any. `scheduler`: this scheduler's name.
     """
 
     overview: Overview
@@ -103,7 +103,7 @@ def admin_app(
     control: APIRouter | None = None,
     shown: ShownCluster | None = None,
 ) -> FastAPI:
-    """`adapters` None: adapters cannot be changed at run time; there are no routes for them.
+    """`adapters` None: there are no routes to change adapters at run time.
 
     `control`: the routes of control_routes.py. `shown` None: no /overview and no dashboard.
     """

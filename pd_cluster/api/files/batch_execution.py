@@ -1,4 +1,4 @@
-"""One batch, from the state in which this process finds it to its end. States and files: docs/protocol/batches.md."""
+"""Runs one batch from its current state to its end. States and files: docs/protocol/batches.md."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # lines and their bytes
-MOST_NBYTES = 64 << 20  # of requests that are being answered, or wait for their turn
+MOST_NBYTES = 64 << 20  # of requests that are being answered or wait
 WHY_EXPIRED = "This request could not be executed before the completion window expired."
 WHY_CANCELLED = "This request was not executed, because its batch was cancelled."
-WHY_FULL = "The answer has no room: the files of this key have as many bytes as it may keep; delete some."
+WHY_FULL = "There is no room for the answer: the files of this key use its whole quota; delete some."
 GIVEN_UP = {"expired": ("batch_expired", WHY_EXPIRED), "cancelled": ("batch_cancelled", WHY_CANCELLED)}
 
 
 class BatchExecution:
     """`run` raises StorageFull when the disk is full, and Unauthorized when the owner's last key is gone.
 
-    Nothing is lost then, and another execution continues.
+    Then no answer is lost, and another execution continues.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BatchExecution:
         answers: LineAnswers,
         may_run: Callable[[str], bool] = lambda owner: True,
     ) -> None:
-        """`may_run`: whether its owner has a key."""
+        """`may_run`: whether the batch's owner has a key."""
         self._store, self._id, self._answers, self._may_run = store, batch_id, answers, may_run
         self._most = store.files.config.batch_concurrency
         self._most_nbytes = 0  # of the batch's files, by its owner's quota
@@ -69,7 +69,7 @@ class BatchExecution:
         return self._store.note_begun(self._id, num_lines)
 
     def _fail(self, kept: KeptBatch) -> None:
-        """Ends a batch whose input file somebody has removed from the folder."""
+        """Ends a batch whose input file was removed from the folder."""
         journal = BatchJournal(self._store.files, kept)
         try:
             gone = BatchError("file_not_found", "the input file is gone")
@@ -91,18 +91,18 @@ class BatchExecution:
             journal.close()
 
     async def _settled(self) -> None:
-        """Waits for calls that have begun: none may write when the batch ends here, or continues in another process."""
+        """Waits for running calls: none may write after the batch ends here or continues in another process."""
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def _on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the call's result. A call that has begun runs to its end, even if its caller is cancelled."""
+        """Returns the call's result. A running call completes even if its caller is cancelled."""
         calling = asyncio.ensure_future(self._store.files.on_thread(call, *args, **kwargs))
         self._pending.add(calling)
         calling.add_done_callback(self._pending.discard)
         return await asyncio.shield(calling)
 
     async def _until_over(self, kept: KeptBatch, journal: BatchJournal, source: BinaryIO) -> None:
-        """Returns when each request has a line, or the batch was cancelled, or its window is over."""
+        """Returns when each request has a line, the batch is cancelled, or its window is over."""
         await self._on_thread(self._note_progress, journal)
         answering = asyncio.ensure_future(self._answer_all(kept, journal, source))
         watching = asyncio.ensure_future(self._watch(journal))
@@ -120,11 +120,11 @@ class BatchExecution:
         """Returns when the batch is to end early."""
         while not self._is_over((kept := await self._on_thread(self._note_progress, journal)).batch):
             if not self._may_run(kept.owner):
-                raise Unauthorized("its owner has no key any more")
+                raise Unauthorized("its owner no longer has a key")
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _note_progress(self, journal: BatchJournal) -> KeptBatch:
-        """Ensures that answers so far are on the disk, and shows their number."""
+        """Ensures that all answers so far are on disk, and updates their count."""
         journal.sync()
         kept, self._most_nbytes = self._store.note_progress(self._id, journal.counts, journal.nbytes)
         return kept
@@ -144,7 +144,7 @@ class BatchExecution:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _entries(self, journal: BatchJournal, source: BinaryIO) -> AsyncIterator[BatchEntry]:
-        """Yields the requests that have no line yet; they are read on a thread."""
+        """Yields the requests without a line; reads them on a thread."""
         left = (entry for entry in entries_of(source) if not journal.has(entry))
         while some := await self._on_thread(_some_of, left):
             for entry in some:
@@ -156,11 +156,11 @@ class BatchExecution:
             answer = await self._answers.answer(kept, entry)
         if answer is None or sum(journal.nbytes.values()) + len(answer.line) > self._most_nbytes:
             answer = LineAnswer(unanswered_line(entry, "quota_exceeded", WHY_FULL), is_complete=False)
-            self._most_nbytes = 0  # until the next look at the quota
+            self._most_nbytes = 0  # until the quota is read again
         await self._on_thread(journal.write, entry, *answer)
 
     def _end(self, journal: BatchJournal, source: BinaryIO) -> None:
-        """Ends the batch: all requests have their lines, or get an error now."""
+        """Ends the batch; requests without a line get an error."""
         batch = self._store.load(self._id).batch
         if batch.status == "in_progress" and journal.is_complete:
             batch = self._store.note_answered(self._id).batch

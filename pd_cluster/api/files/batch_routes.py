@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests that are answered within a day, as OpenAI's clients use them."""
+"""/v1/batches: files of requests to answer within a day, with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class BatchList(msgspec.Struct):
 
 
 class _NamedValues(msgspec.Struct):
-    """The fields whose values are checked with the names of their alternatives."""
+    """The fields whose errors name the allowed values."""
 
     endpoint: Any = None
     completion_window: Any = None
 
 
 def batch_routes(store: BatchStore, created: Callable[[], None]) -> APIRouter:
-    """`created` is called when there is a new batch."""
+    """`created`: called after a batch is created."""
     routes = APIRouter(route_class=PlainRoute)
     on_thread = store.files.on_thread
 
@@ -119,7 +119,7 @@ def batch_routes(store: BatchStore, created: Callable[[], None]) -> APIRouter:
 
 
 def batch_request(body: bytes) -> BatchRequest:
-    """Raises RequestError, which names the alternatives."""
+    """Raises RequestError that names the allowed values."""
     fields = read_as(body, _NamedValues)
     for name, known in (("endpoint", ENDPOINTS), ("completion_window", ("24h",))):
         if (given := getattr(fields, name)) is not None and given not in known:

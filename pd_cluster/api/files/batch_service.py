@@ -1,4 +1,4 @@
-"""Runs the batches of a folder beside the public port, in each process that serves it; each batch in one of them."""
+"""Runs a folder's batches in the processes that serve the public port, each batch in one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-RETRY_S = 10.0  # after a batch could not go on: a full disk
-MOST_AT_ONCE = 8  # batches; those that are to end are extra
+RETRY_S = 10.0  # after a batch had to stop, such as for a full disk
+MOST_AT_ONCE = 8  # batches, besides those that are about to end
 
 
 class BatchService:
     def __init__(self, store: BatchStore, answers: LineAnswers, may_run: Callable[[str], bool]) -> None:
-        """`may_run`: whether the batches of an owner run."""
+        """`may_run`: whether an owner's batches may run."""
         self._store, self._answers, self._may_run = store, answers, may_run
         self._mine: dict[str, RunningBatch] = {}
         self._not_before_s: dict[str, float] = {}
@@ -35,7 +35,7 @@ class BatchService:
         self._has_news.set()
 
     async def run(self) -> None:
-        """Runs until cancelled; what runs then is left to the next owner."""
+        """Runs until cancelled; leaves running batches to another process."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._has_news.clear()
@@ -49,7 +49,7 @@ class BatchService:
                         await self._has_news.wait()
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
-        """Begins batches that no process runs."""
+        """Starts batches that no process runs."""
         files, now_s = self._store.files, asyncio.get_running_loop().time()
         running = await files.on_thread(self._store.running)
         known = {batch.id for batch in running}
@@ -75,7 +75,7 @@ class BatchService:
             await BatchExecution(self._store, batch_id, self._answers, self._may_run).run()
             has_ended = True
             log.info("%s: it has ended", batch_id)
-        except Exception as error:  # it affects only this batch
+        except Exception as error:  # the error affects only this batch
             expected = isinstance(error, PdClusterError | sqlite3.Error | OSError)
             self._not_before_s[batch_id] = asyncio.get_running_loop().time() + RETRY_S
             log.error("%s: it continues in %g s: %s", batch_id, RETRY_S, error, exc_info=None if expected else error)
@@ -91,9 +91,9 @@ class BatchService:
 
 
 def chosen(running: Sequence[RunningBatch], mine: dict[str, RunningBatch], most: int) -> list[RunningBatch]:
-    """Returns the batches to begin, as far as other processes do not run them: owners take turns, the oldest first.
+    """Returns batches to start, some of which other processes may run: owners take turns, the oldest batch first.
 
-    Those that are to end come first, and in any number.
+    Batches that are about to end come first, without a limit.
     """
     counts = Counter(batch.owner for batch in mine.values() if not batch.is_due)
     rest = [batch for batch in running if batch.id not in mine]

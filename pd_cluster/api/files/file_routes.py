@@ -1,4 +1,4 @@
-"""/v1/files: files that are kept for batches, as OpenAI's clients use them."""
+"""/v1/files: files for batches, with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def paging_of(http: Request, most: int, default: int) -> Paging:
 
 
 def ends_of(ids: Iterable[str]) -> tuple[str | None, str | None]:
-    """Returns the first and the last of them."""
+    """Returns the first and last ids."""
     found = list(ids)
     return (found[0], found[-1]) if found else (None, None)
 
@@ -123,7 +123,7 @@ def _of_one(summary: str, answer: type[msgspec.Struct], *errors: int) -> Operati
 
 
 def _upload() -> Operation:
-    """The body is no JSON, so it is described here."""
+    """Describes the multipart body."""
     operation = Operation("Upload a file for a batch.", FileObject, errors=(400, 403, 413, 429, 507))
     fields = {
         "file": {"type": "string", "format": "binary"},

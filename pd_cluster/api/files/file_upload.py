@@ -1,4 +1,4 @@
-"""One upload: a multipart body that is written to the disk as it arrives, within the owner's quota."""
+"""Writes one upload, a multipart body, to disk as it arrives, within the owner's quota."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pd_cluster.service.files.file_store import UPLOAD_TIMEOUT_S, FileObject, Fi
 from pd_cluster.service.schema.error_bodies import BodyTooLarge
 
 IDLE_TIMEOUT_S = 60.0
-WRITTEN_NBYTES = 1 << 20  # at once
-FORM_NBYTES = 64 << 10  # of a form beside its file
+WRITTEN_NBYTES = 1 << 20  # per write
+FORM_NBYTES = 64 << 10  # of a form without its file
 SHORTEST_S, LONGEST_S = 3600, 2_592_000  # as OpenAI's
 MAX_LENGTH_NUM_DIGITS = 18
 
@@ -27,7 +27,7 @@ class UploadTerms(NamedTuple):
 
 
 async def received_file(http: Request, store: FileStore, allowed_origins: tuple[str, ...]) -> FileObject:
-    """Raises RequestError, QuotaExceeded, StorageFull; then nothing of the upload is left."""
+    """Removes a failed upload. Raises RequestError, QuotaExceeded, StorageFull."""
     from pd_cluster.api.files.multipart_form import MultipartForm
 
     count_request(http)
@@ -61,7 +61,7 @@ def too_large(store: FileStore) -> BodyTooLarge:
 
 
 async def _chunks(http: Request) -> AsyncIterator[bytes]:
-    """Yields the body. Raises RequestError for a client that stops to send, or takes longer than an hour."""
+    """Yields the body. Raises RequestError if the client stops sending or takes over an hour."""
     stream = http.stream()
     try:
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
@@ -80,7 +80,7 @@ async def _chunks(http: Request) -> AsyncIterator[bytes]:
 
 
 def terms_of(fields: dict[str, str]) -> UploadTerms:
-    """Raises RequestError for a purpose that nothing here has, and for a lifetime that OpenAI does not allow."""
+    """Raises RequestError for an unsupported purpose, and for a lifetime that OpenAI does not allow."""
     purpose = fields.get("purpose", "")
     if purpose != "batch":
         raise RequestError(
@@ -103,7 +103,7 @@ def lifetime_s(field: str, anchor: object, seconds: object) -> float:
 
 
 def check_origin(http: Request, allowed_origins: tuple[str, ...]) -> None:
-    """Raises Forbidden for another site's page: browsers send it forms from anywhere, without asking first."""
+    """Raises Forbidden for pages of other sites, because browsers send their forms without asking first."""
     origin = http.headers.get("origin")
     if origin is None or origin in allowed_origins or "*" in allowed_origins:
         return

@@ -1,4 +1,4 @@
-"""The parts of /v1/files and /v1/batches in each process that serves the public port."""
+"""Assembles /v1/files and /v1/batches in a process that serves the public port."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FILE_PATHS = (FILES, BATCHES)
 
 
 class FilesApi:
-    """`run` answers batches until it is cancelled."""
+    """`run`: runs batches until cancelled."""
 
     def __init__(self, service: TextService, is_ending: Callable[[], bool], file_keys: FileKeys | None) -> None:
-        """`is_ending`: this server stops, so no request of a batch begins any more. Raises ConfigError.
+        """`is_ending`: the server stops, so no further batch request may begin. Raises ConfigError.
 
-        Batches of owners without a key in effect do not run.
+        Batches of owners without a valid key do not run.
         """
         http, router = service.settings.http, service.router
         files = FileStore(http.files)
@@ -54,7 +54,7 @@ def _is_known(owners: set[str], has_keys: bool, file_keys: FileKeys | None, owne
 
 
 def most_nbytes_of(http: HttpConfig) -> dict[bytes, int]:
-    """Returns the largest bodies of paths where these may be larger than usual."""
+    """Returns path -> largest body, for paths with a larger limit than usual."""
     if not http.files.folder:
         return {}
     most_nbytes = (http.files.max_file_mib << 20) + FORM_NBYTES

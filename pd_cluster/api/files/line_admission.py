@@ -1,4 +1,4 @@
-"""Lets requests of batches begin, one after another, when the cluster has capacity beside interactive requests."""
+"""Starts batch requests one by one, when interactive requests leave capacity."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd
 from pd_cluster.service.files.batch_throttle import BatchThrottle, ClusterCapacity
 from pd_cluster.types.request_spec import BATCH_PRIORITY
 
-POLL_S = 0.01  # while a request of a batch waits
+POLL_S = 0.01  # while a batch request waits
 
 
 class LineAdmission:
-    """Listens to the streams of a router. `may_begin` False: no request begins any more."""
+    """Listens to a router's streams. `may_begin`: returns False when no further request may begin."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LineAdmission:
     ) -> None:
         self._router, self._throttle, self._may_begin, self._clock = router, throttle, may_begin, clock
         self._without_token: dict[str, RequestStream] = {}
-        self._first = asyncio.Lock()  # its holder is next
+        self._first = asyncio.Lock()  # the holder's request is next
         streams = router.streams
         streams.on_opened.append(self._on_opened)
         streams.on_ended.append(self._on_ended)
@@ -48,7 +48,7 @@ class LineAdmission:
 
     def _may_begin_now(self) -> bool:
         for stream in [*self._without_token.values()]:
-            if stream.heard_s:  # its reader may get this token later, together with others
+            if stream.heard_s:  # the reader may get this token later, with others
                 self._note_token(stream, stream.heard_s)
         return self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())
 

@@ -1,4 +1,4 @@
-"""Answers requests of batches as the API would, after all interactive ones. Knows nothing of files."""
+"""Answers batch requests as the API would, but after interactive requests. Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from pd_cluster.types.request_spec import BATCH_PRIORITY
 
 log = logging.getLogger(__name__)
 
-MOST_TRIES = 3  # of a request whose instances are lost, or that is not done in time
+MOST_TRIES = 3  # of a request that loses its instances or times out
 RETRY_S, LONGEST_WAIT_S = 1.0, 30.0
 
 
 class LineAnswer(NamedTuple):
-    """A line of one of a batch's files. `is_complete`: an answer, not an error."""
+    """A line of a batch's output or error file. `is_complete`: it is an answer, not an error."""
 
     line: bytes
     is_complete: bool
 
 
 class LineAnswers:
-    """`is_ending`: this server stops, and what fails now is no answer."""
+    """`is_ending`: the server stops, so failures are not answers."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LineAnswers:
         self._is_ending = is_ending
 
     async def answer(self, kept: KeptBatch, entry: BatchEntry) -> LineAnswer:
-        """Tries until there is an answer or an error that is the request's own. Ends only when cancelled otherwise."""
+        """Tries until there is an answer, or an error of the request itself."""
         num_failed = num_waits = 0
         while True:
             try:
@@ -77,7 +77,8 @@ class LineAnswers:
         return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
 
     def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
-        """Has the owner's prompts and models. Its turns are its own: a batch costs its owner's other requests none."""
+        """Returns an owner with the prompts and models of the batch's owner, but with separate turns: a batch does not
+        delay other requests."""
         return Caller(
             client=f"batches of {kept.owner}",
             tenant="" if self._http.shares_prefix_cache or not self._http.has_keys else kept.owner,
@@ -87,7 +88,7 @@ class LineAnswers:
         )
 
     def _meter(self, owner: str) -> Meter | None:
-        """Counts what is computed for the owner. The limits of its keys are not those of batches."""
+        """Counts tokens for the owner. The limits of its keys do not apply to batches."""
         if not self._http.has_keys:
             return None
         return Meter(owner.removeprefix(NAMED) if owner.startswith(NAMED) else OTHERS, self._counts)
@@ -95,7 +96,7 @@ class LineAnswers:
 
 @contextlib.contextmanager
 def _metered(meter: Meter) -> Iterator[None]:
-    """Counts a request by its outcome, as that of a client."""
+    """Counts a request by its outcome, like a client's request."""
     try:
         yield
         meter.answers(200, is_computed=True)

@@ -1,4 +1,4 @@
-"""A multipart body as it arrives: the bytes of its one file, and a few short fields. Needs the extra `files`."""
+"""Reads a multipart body as it arrives: one file and a few short fields. Needs the extra `files`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MultipartForm:
         )
         self._num_parts, self._is_complete, self._has_file = 0, False, False
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
-        self._field: str | None = None  # of the part that is being read; None: it is the file
+        self._field: str | None = None  # the current part's field; None: the file
         self._text = bytearray()
         self._out = bytearray()
 
@@ -111,6 +111,6 @@ class MultipartForm:
 
 
 def shown_name(given: bytes) -> str:
-    """Returns a client's name for a file as a text of one line, without folders."""
+    """Returns a client's file name as one line, without folders."""
     name = UNPRINTABLE.sub("", given.decode(errors="replace")).replace("\\", "/").rpartition("/")[2]
     return name[-MAX_NAME_NUM_CHARS:] or DEFAULT_NAME

@@ -1,4 +1,4 @@
-"""Sends answers that are made of blocks, whole or as a stream, for /v1/messages and /v1/responses."""
+"""Sends answers made of blocks, whole or streamed, for /v1/messages and /v1/responses."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ async def _events(
 
 
 async def _built(answer: BlockAnswer, make: Callable[[], bytes], repeats_texts: bool = True) -> bytes:
-    """Returns the events of `make`, made on a thread if they repeat texts of a large answer, so no stream waits."""
+    """Returns the events of `make`, built on a thread if the answer is large, so that no stream waits."""
     return await asyncio.to_thread(make) if answer.is_large and repeats_texts else make()

@@ -76,7 +76,7 @@ class InProcessApi:
 
 
 async def _never() -> Message:
-    """Waits forever: no client can leave."""
+    """Waits forever, because no client can leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never
 

@@ -10,12 +10,12 @@ from fastapi import Request
 
 from pd_cluster.service.text_service import TextService
 
-ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
+FORMAT_HEADER, LOAD_HEADER = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 def load_header(http: Request, service: TextService) -> dict[str, str]:
     """Returns the header in the format that the request asks for, TEXT or JSON; empty for other requests."""
-    form, settings = http.headers.get(ASKED), service.settings.http
+    form, settings = http.headers.get(FORMAT_HEADER), service.settings.http
     if form is None or settings.has_keys or settings.metrics_key or form.upper() not in ("TEXT", "JSON"):
         return {}
     loads = [each.load for each in service.router.membership.instances if each.is_ready]
@@ -24,5 +24,5 @@ def load_header(http: Request, service: TextService) -> dict[str, str]:
         "num_requests_waiting": sum(load.num_waiting for load in loads) + service.router.admission.num_waiting,
     }
     if form.upper() == "JSON":
-        return {TOLD: f"JSON {msgspec.json.encode({'named_metrics': numbers}).decode()}"}
-    return {TOLD: "TEXT " + ", ".join(f"named_metrics.{name}={value:g}" for name, value in numbers.items())}
+        return {LOAD_HEADER: f"JSON {msgspec.json.encode({'named_metrics': numbers}).decode()}"}
+    return {LOAD_HEADER: "TEXT " + ", ".join(f"named_metrics.{name}={value:g}" for name, value in numbers.items())}

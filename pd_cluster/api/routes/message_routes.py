@@ -17,7 +17,7 @@ from pd_cluster.api.routes.block_answers import send
 from pd_cluster.service.answers.messages_answer import MessageAnswer, MessageEvent, MessagesAnswer
 from pd_cluster.service.schema.error_field_names import with_field_names
 from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt, MessagesRequest
-from pd_cluster.service.schema.messages.messages_to_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.messages.messages_to_chat import FIELD_NAMES, chat_of
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.text_service import TextService
 
@@ -36,7 +36,7 @@ def message_routes(service: TextService) -> APIRouter:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, MessagesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(
                 http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
             )
@@ -60,7 +60,7 @@ def message_count_routes(service: TextService) -> APIRouter:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, MessagesPrompt, has_own_names=True))
         service.names.check(request.model, caller_of(http))
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(
                 http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
             )

@@ -24,7 +24,7 @@ from pd_cluster.service.schema.error_field_names import with_field_names
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.schema.responses.responses_items import items_of, listed, without_logprobs
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
-from pd_cluster.service.schema.responses.responses_to_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.responses.responses_to_chat import FIELD_NAMES, chat_of
 from pd_cluster.service.schema.tokens.tokens_protocol import RenderedPrompt
 from pd_cluster.service.text_service import TextService
 
@@ -73,7 +73,7 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
         if request.input is None and request.previous_response_id is None:
             raise RequestError("input: missing; give a text or items, or a previous_response_id", param="input")
         keeps, earlier = store is not None and request.store is not False, await _earlier(http, service, store, request)
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             generation = await service.chat(chat, received_s, caller_of(http))
         answer = ResponsesAnswer(request, name, service.tokenizer, generation, keeps)
@@ -113,7 +113,7 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
         service.names.check(request.model, caller_of(http))
         _check_store(request, store)
         earlier = await _earlier(http, service, store, request)
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
         return json_of(ResponseInputTokens("response.input_tokens", num_tokens))
@@ -127,7 +127,7 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
         name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
         earlier = await _earlier(http, service, store, request)
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             return json_of(await rendered_chat(http, service, chat, name, PREFIX.removesuffix("_")))
 
@@ -208,7 +208,7 @@ def _id_of(http: Request) -> str:
 
 
 async def _find(http: Request, service: TextService, store: ResponseStore | None, response_id: str) -> KeptResponse:
-    """Returns one of the caller's responses, of a model that the caller may use. Raises RequestNotFound."""
+    """Returns one of the caller's responses, if the caller may use its model. Raises RequestNotFound."""
     if store is None:
         raise not_found(response_id)
     kept = await store.on_thread(store.find, owner_of(http), response_id)
@@ -229,7 +229,7 @@ async def _earlier(
 
 
 def _check_messages(request: ResponsesRequest) -> None:
-    """Raises RequestError for raw messages of an answer whose reasoning is to be hidden."""
+    """Raises RequestError if raw messages would show reasoning that the request hides."""
     if request.enable_response_messages and request.include_reasoning is False:
         name = "enable_response_messages"
         raise RequestError(f"{name}: shows the reasoning that include_reasoning false hides; leave out one", name)

@@ -1,1 +1,1 @@
-"""`pd-cluster bench compare`: servers beside each other, in interleaved rounds of the same load."""
+"""`pd-cluster bench compare`: compares servers in interleaved rounds of the same load."""

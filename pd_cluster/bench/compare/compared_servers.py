@@ -1,4 +1,4 @@
-"""The servers of a comparison, one at a time: each starts on the same cores and is gone before the next one starts."""
+"""The servers of a comparison: each runs alone on the same cores and ends before the next starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_LOG_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyServer:
-    """A server that is ready. `pids`: its processes, without their children; none at an address."""
+    """A ready server. `pids`: its processes, without their children; empty for a server given by address."""
 
     url: str
     pids: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class ReadyServer:
 
 @contextlib.contextmanager
 def on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Lets processes that this thread starts meanwhile use these cores only."""
+    """Restricts processes that this thread starts in the block to these cores."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -57,7 +57,7 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def serving(spec: ComparisonSpec, contender: ComparedServer, log: Path) -> AsyncIterator[ReadyServer]:
-    """Yields the ready server, which has ended afterwards. Its lines go into `log`. Raises PdClusterError."""
+    """Yields the ready server, and ends it. Its output goes to `log`. Raises PdClusterError."""
     if contender.url:
         yield ReadyServer(contender.url.rstrip("/").removesuffix("/v1"))
         return
@@ -135,7 +135,7 @@ def vllm_environment(spec: ComparisonSpec, contender: ComparedServer, inherited:
 
 
 def waits_of(contender: ComparedServer, env: Mapping[str, str]) -> str:
-    """Says how its compute threads wait for each other: those that spin take cores from the client and from others."""
+    """Describes how its compute threads wait for each other: spinning threads take cores from the client and others."""
     if contender.url:
         return "unknown, and not bound to cores here"
     if contender.layout:
@@ -146,7 +146,7 @@ def waits_of(contender: ComparedServer, env: Mapping[str, str]) -> str:
 
 
 async def check_can_start(spec: ComparisonSpec) -> None:
-    """Asks each address for its model and each Python for its vLLM, before anything starts. Raises ConfigError."""
+    """Checks each address for a model and each Python for vLLM before anything starts. Raises ConfigError."""
     async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
         for at, each in enumerate(spec.server):
             if each.url:
@@ -188,7 +188,7 @@ async def _wait_healthy(url: str, exit_code: Callable[[], int | None], log: Path
 
 
 async def _end_group(leader: asyncio.subprocess.Process) -> None:
-    """Ends the process and all of its group, gently at first."""
+    """Ends the process and its group, gently at first."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)
     with contextlib.suppress(TimeoutError):

@@ -43,7 +43,7 @@ from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import Panel
 
 PANELS = (Panel.ENGINE, Panel.KV, Panel.SCHEDULER)
-OURS_TO_GIVE = (  # settings of these panels that the comparison or the layout decides
+FIXED_SETTINGS = (  # settings that the comparison or the layout determines
     *("tensor_parallel_size", "data_parallel_size", "uds", "scheduler_lease", "scheduler_index", "lease_duration"),
     *("admin_port", "admin_host", "join_port", "admin_allowed_hosts", "admin_token_file", "scheduler_key_file"),
 )
@@ -97,7 +97,7 @@ def _at(name: str, at: int, number: int) -> str:
 
 
 def _model_of(model: str, folder: Path) -> dict[str, str]:
-    """A folder's path counts from the file's own; any other name may be a hub's model. Raises ConfigError."""
+    """A path is relative to the file's folder; any other name may be a hub model. Raises ConfigError."""
     place = folder / Path(model).expanduser()
     if model and place.is_dir():
         return {"model": str(place)}
@@ -129,7 +129,7 @@ def _contender(raw: Any, where: str, folder: Path) -> ComparedServer:
         raise ConfigError(f"{where} ({found.name}): layout, vllm or url: {given} given; give one of them")
     for name, kind in (("settings", "layout"), ("flags", "vllm"), ("env", "vllm")):
         if getattr(found, name) and kinds != [kind]:
-            raise ConfigError(f"{where}.{name}: {getattr(found, name)!r}: only beside {kind}; leave it out")
+            raise ConfigError(f"{where}.{name}: {getattr(found, name)!r}: needs {kind}; leave it out")
     if found.layout:
         _check_layout(found, where)
     elif found.vllm:
@@ -148,7 +148,7 @@ def _check_layout(found: ComparedServer, where: str) -> None:
             f"{where}.layout: {found.layout!r}: expected prefill and decode instances such as 1P1D, or hybrid ones "
             "such as 2H"
         )
-    known = {name for name, each in settings().items() if each.setting.panel in PANELS} - {*OURS_TO_GIVE}
+    known = {name for name, each in settings().items() if each.setting.panel in PANELS} - {*FIXED_SETTINGS}
     for name in found.settings:
         if name in settings() and name not in known:
             raise ConfigError(
@@ -173,9 +173,9 @@ def _python_of(python: str, folder: Path, where: str) -> str:
 def _check(spec: ComparisonSpec) -> None:
     names = [each.name for each in spec.server]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), ""):
-        raise ConfigError(f"server.name: {twice!r}: given twice; give each server a name of its own")
+        raise ConfigError(f"server.name: {twice!r}: given twice; give each server a different name")
     if spec.speeds and spec.concurrency:
-        raise ConfigError(f"concurrency: {spec.concurrency!r}: beside speeds; give one of them")
+        raise ConfigError(f"concurrency: {spec.concurrency!r}: conflicts with speeds; give one of them")
     for field in ("speeds", "concurrency"):
         levels = getattr(spec, field)
         if again := [level for at, level in enumerate(levels) if level in levels[:at]]:
@@ -183,7 +183,7 @@ def _check(spec: ComparisonSpec) -> None:
     for name in ("ttft", "tpot"):
         if getattr(spec.goals, f"{name}_s") is not None and getattr(spec.goals, f"{name}_idle") is not None:
             value = getattr(spec.goals, f"{name}_idle")
-            raise ConfigError(f"goals.{name}_idle: {value:g}: beside {name}_s; give one of them")
+            raise ConfigError(f"goals.{name}_idle: {value:g}: conflicts with {name}_s; give one of them")
     if absent := spec.core_set - host.cores():
         raise ConfigError(
             f"cores: {spec.cores!r}: this process may not use core {min(absent)}; it may use "
@@ -195,7 +195,7 @@ def _check(spec: ComparisonSpec) -> None:
 
 
 def _struct(kind: type[T], raw: Any, where: str, also: Sequence[str] = (), taken: dict[str, Any] | None = None) -> T:
-    """Converts a table. `also`: further names that are near in a typing error. Raises ConfigError."""
+    """Converts a table. `also`: further names to suggest for misspellings. Raises ConfigError."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: {raw!r}: expected a table")
     dot = f"{where}." if where else ""

@@ -1,6 +1,6 @@
-"""Runs a comparison: in each round every server once, alone on its cores, each with the round's load at every level.
+"""Runs a comparison: in each round, every server runs once, alone on its cores, with the round's load at every level.
 
-A server starts anew for each round, so that none has an earlier round's caches. The client is that of `bench load`.
+A server restarts for each round, with empty caches. The client is that of `bench load`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.errors import ConfigError, GenerationError
 
 WARMUP_CONCURRENCY = 4
-IDLE_S = 1.0  # without requests, in which a server's CPU time is measured
+IDLE_S = 1.0  # without requests, to measure a server's idle CPU time
 NUM_IDLE_REQUESTS = 12  # of the load, one at a time
 
 
 class RunLoad(Protocol):
-    """Sends one load to a server, and measures. Raises PdClusterError.
+    """Sends one load to a server and measures it. Raises PdClusterError.
 
-    Each request comes at its time, or with `concurrency` above 0 as soon as fewer than so many are under way.
+    Sends each request at its time or, if `concurrency` is above 0, when fewer requests than that are running.
     """
 
     def __call__(self, url: str, arrivals: Sequence[Arrival], slo: Slo, concurrency: int) -> Awaitable[LoadRun]: ...
 
 
 async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> tuple[list[ComparedRun], Slo]:
-    """Returns all runs in their order, and the goals. Raises PdClusterError; then the servers' logs are kept.
+    """Returns all runs in order, and the goals. Keeps the servers' logs after a failure. Raises PdClusterError.
 
-    `file`: where the spec is from, for errors.
+    `file`: the spec's file, for errors.
     """
     try:
         _check_lengths(spec)
@@ -67,12 +67,12 @@ async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> 
         if is_whole or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            print(f"it did not go well; the servers' logs: {folder}", flush=True)
+            print(f"the comparison failed; the servers' logs: {folder}", flush=True)
     return runs, slo
 
 
 class _Comparing:
-    """The rounds of one comparison. `folder`: of the servers' logs."""
+    """The rounds of one comparison. `folder`: the folder of the servers' logs."""
 
     def __init__(self, spec: ComparisonSpec, run_load: RunLoad, folder: Path, client_cores: frozenset[int]) -> None:
         self._spec, self._run_load = spec, run_load
@@ -80,7 +80,7 @@ class _Comparing:
         self._constant_s = 0.0  # constant work, when it was computed last
 
     async def goals(self) -> Slo:
-        """Returns the goals; where they are in times of idle medians, the first server is asked alone beforehand."""
+        """Returns the goals; measures the idle first server if they are relative to its medians."""
         goals, spec = self._spec.goals, self._spec
         if not goals.needs_idle:
             return goals.slo(0.0, 0.0)
@@ -103,7 +103,7 @@ class _Comparing:
         return found
 
     async def _slot(self, contender: ComparedServer, round_: int, slo: Slo) -> list[ComparedRun]:
-        """Measures one server in one round, from its start to its end, between two pieces of constant work."""
+        """Measures one server in one round, from start to end, between two runs of constant work."""
         spec, log = self._spec, self._folder / f"{contender.name}.log"
         before_s = self._constant_s or await constant_work_s(spec.core_set)
         found = []
@@ -126,7 +126,7 @@ class _Comparing:
     async def _load(
         self, served: ReadyServer, contender: ComparedServer, round_: int, level: float, slo: Slo
     ) -> tuple[LoadRun, float, float]:
-        """Returns the load, and the server's CPU seconds during so many seconds. Raises PdClusterError."""
+        """Returns the load, and the server's CPU seconds and elapsed seconds. Raises PdClusterError."""
         arrivals = self._spec.arrivals(round_, level)
         started_s, before_s = time.monotonic(), served.cpu_s()
         try:
@@ -146,7 +146,7 @@ class _Comparing:
         return load, used_s, took_s
 
     async def _send(self, served: ReadyServer, round_: int, number: int, concurrency: int, what: str) -> list[Sample]:
-        """Sends requests of a round that is not measured. Raises GenerationError if one fails."""
+        """Sends unmeasured warm-up requests. Raises GenerationError if one fails."""
         arrivals = _some(self._spec.arrivals(round_, self._spec.levels[0]), number)
         async with make_client(concurrency) as client:
             model, most = await ask_model(client, served.url)
@@ -168,7 +168,7 @@ class _Comparing:
 
 
 def _check_lengths(spec: ComparisonSpec) -> None:
-    """Raises ConfigError for a request that some server's context has no room for, or a model that is no folder."""
+    """Raises ConfigError for a request that exceeds a server's context, or for a model that is not a folder."""
     checkpoint = None
     longest = max(each.num_prompt_tokens + each.num_output_tokens for each in spec.arrivals(0, spec.levels[0]))
     for at, each in enumerate(spec.server):
@@ -184,12 +184,12 @@ def _check_lengths(spec: ComparisonSpec) -> None:
 
 
 def _client_cores(spec: ComparisonSpec) -> frozenset[int]:
-    """Returns the cores that no server has; all of them if there are none."""
+    """Returns the cores without a server, or all cores if there are none."""
     return (host.cores() - spec.core_set) or host.cores()
 
 
 def _some(arrivals: Sequence[Arrival], number: int) -> list[Arrival]:
-    """Returns so many, evenly from the whole load."""
+    """Returns this many requests, evenly spaced over the load."""
     number = min(number, len(arrivals))
     return [arrivals[at * len(arrivals) // number] for at in range(number)]
 

@@ -1,4 +1,4 @@
-"""A comparison as data: the load of each round, the goals and the servers. comparison_file.py reads one from a file."""
+"""A comparison as data: loads, goals and servers. comparison_file.py reads it from a file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.settings.serve_options import settings
 
 LAYOUT = re.compile(r"([1-9][0-9]*)P([1-9][0-9]*)D|([1-9][0-9]*)H")
-SALT = 1 << 40  # ids of blocks of one round's load at one speed, at most
+SALT = 1 << 40  # most block ids of one round's load at one speed
 MOST_NAME_CHARS = 40
 Idle = Annotated[float, msgspec.Meta(ge=1.0, le=1000.0)]
 
 
 class GoalsInTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Goals in seconds, or in times of the first server's idle medians; None: none."""
+    """Goals in seconds, or as multiples of the first server's idle medians; None: no goal."""
 
     ttft_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
     tpot_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
@@ -44,7 +44,7 @@ class GoalsInTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server: a layout of ours with settings of `pd-cluster serve`, vLLM's with its own flags, or an address."""
+    """A server: our layout with settings of `pd-cluster serve`, vLLM's server with its flags, or an address."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARS)]
     layout: str = ""
@@ -69,7 +69,7 @@ class ComparedServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload, or a trace file; a load may have several at once."""
+    """A workload or a trace file; a load may combine several."""
 
     workload: Workload = Workload()
     trace: str = ""
@@ -93,7 +93,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: list[Annotated[int, msgspec.Meta(ge=1, le=10_000)]] = []
     client_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # of guidellm that send requests
     num_warmup_requests: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
-    deadline_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1800.0  # of one server's load at one level
+    deadline_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1800.0  # for one server's load at one level
 
     @property
     def core_set(self) -> frozenset[int]:
@@ -101,16 +101,16 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def levels(self) -> list[float]:
-        """The loads of each run: times the arrival rate, or requests at once."""
+        """The loads of each run: multiples of the arrival rate, or concurrent requests."""
         return [*self.concurrency] or self.speeds or [1.0]
 
     @property
     def level_name(self) -> str:
-        """In words, for people; "" if there is one level that nobody chose."""
+        """In words; "" for the single default level."""
         return "at once" if self.concurrency else "speed" if self.speeds else ""
 
     def arrivals(self, round_: int, level: float) -> list[Arrival]:
-        """Returns the load of a round, the same for each server, with prompts that no other round or level has."""
+        """Returns a round's load, the same for each server, with prompts unique to the round and level."""
         found: list[Arrival] = []
         for at, part in enumerate(self.workload):
             salt = (round_ * len(self.levels) + self.levels.index(level)) * len(self.workload) + at
@@ -121,7 +121,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def salted(arrivals: list[Arrival], first: int) -> list[Arrival]:
-    """Numbers the prompts' blocks from `first` on: what shared a prefix still does, and nothing else shares one."""
+    """Renumbers the prompts' blocks from `first` on; shared prefixes stay shared."""
     fresh, known = itertools.count(first), dict[int, int]()
 
     def ids_of(arrival: Arrival) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def salted(arrivals: list[Arrival], first: int) -> list[Arrival]:
 
 
 def cores_of(text: str) -> frozenset[int]:
-    """Reads cores as the kernel writes them: 0-3,8. Raises ConfigError."""
+    """Parses cores in the kernel's format, such as 0-3,8. Raises ConfigError."""
     found: set[int] = set()
     for run in text.split(","):
         first, dash, last = run.strip().partition("-")

@@ -30,7 +30,7 @@ WITH_RATIO = tuple(COLUMNS)[:4]
 
 
 def show(spec: ComparisonSpec, runs: Sequence[ComparedRun], slo: Slo, env: dict[str, str]) -> None:
-    """Prints one table: medians over the rounds, each ratio with its range, constant work, and how servers wait."""
+    """Prints one table: medians over rounds, ratios with ranges, constant work, and how servers wait."""
     found = {(each.server, each.level, each.name): each for each in compared(runs)}
     headers = ["", *([spec.level_name] if spec.level_name else [])]
     for name, title in COLUMNS.items():
@@ -74,9 +74,9 @@ def _goal(seconds: float) -> str:
 
 
 def write_json(spec: ComparisonSpec, runs: Sequence[ComparedRun], slo: Slo, command: str, file: str) -> None:
-    """Writes the figures as every benchmark does, the ratios with their ranges, the spec and each run.
+    """Writes the figures in the format of all benchmarks, ratios with ranges, the spec and each run.
 
-    Raises ConfigError when the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     found: dict[str, Any] = {
         **Report(command, list(results(runs))).to_json(),

@@ -1,4 +1,4 @@
-"""A piece of CPU work that never changes, timed between the runs: when it takes longer, the machine is slower.
+"""Constant CPU work, timed between runs: when it takes longer, the machine is slower.
 
 `python -m pd_cluster.bench.compare.constant_work CORE SHARE` computes it on one core, and prints the seconds. One part
 stays in the core's caches (hashing), the other copies bytes through memory; together they take a second or so.
@@ -22,7 +22,7 @@ DEADLINE_S = 120.0
 
 
 def work(share: float) -> float:
-    """Does this share of the work; returns the seconds that it took."""
+    """Does this share of the work and returns its duration in seconds."""
     piece, large = bytes(HASHED_NBYTES), bytearray(COPIED_NBYTES)
     started_s = time.perf_counter()
     digest = hashlib.sha256()
@@ -36,7 +36,7 @@ def work(share: float) -> float:
 
 
 async def constant_work_s(cores: Collection[int], share: float = 1.0) -> float:
-    """Returns the seconds of the slowest of these cores, which all compute at once. Raises PdClusterError."""
+    """Runs on all these cores at once and returns the seconds of the slowest. Raises PdClusterError."""
     children = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__, str(core), str(share)),

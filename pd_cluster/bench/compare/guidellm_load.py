@@ -1,4 +1,4 @@
-"""The client of a comparison: guidellm, as in `bench load`. All servers are alike to it: it asks no admin address."""
+"""The client of a comparison: guidellm, as in `bench load`. Treats all servers alike and uses no admin address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GuidellmLoad:
 
     @classmethod
     def find(cls, command: str, num_processes: int) -> GuidellmLoad:
-        """`command`: guidellm's; "" for an installed one. Raises ConfigError, which says what to install."""
+        """`command`: guidellm's command; "": an installed one. Raises ConfigError with install instructions."""
         return cls(Guidellm.find(command), num_processes)
 
     async def __call__(self, url: str, arrivals: Sequence[Arrival], slo: Slo, concurrency: int) -> LoadRun:

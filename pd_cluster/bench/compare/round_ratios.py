@@ -1,7 +1,7 @@
 """The figures of a comparison: medians over rounds, and ratios to the first server within each round.
 
-A slow moment of the machine is slow for all that run in it, so that a ratio of two runs of one round varies less than
-either. Pure.
+A slow moment of the machine affects all runs in it, so the ratio of two runs of one round varies less than either.
+Pure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from statistics import median
 from pd_cluster.bench.load_report import LoadRun, results_of
 from pd_cluster.result_tables import Better, Result, counted, spread
 
-SLOW = 1.1  # times the median of constant work; a run beside it was in a slow moment
+SLOW = 1.1  # times the median of constant work, above which a run was in a slow moment
 NUM_RESAMPLES = 2000
-LEAST_RESAMPLED = 6  # rounds; of fewer, the range is their lowest and highest
+LEAST_RESAMPLED = 6  # rounds; with fewer, the range is lowest to highest
 SHOWN = ("ttft_p50", "ttft_p90", "tpot_p50", "itl_p99", "output_tokens", "goodput", "slo_met", "errors")
-OWN = ("cores", "idle_cores")  # what the server takes under load, and while no request runs
+OWN = ("cores", "idle_cores")  # the server's CPU use under load and when idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class MedianRange:
-    """The median of several rounds with its range: bootstrapped to 95 %, or from the lowest to the highest."""
+    """The median of several rounds, with a bootstrapped 95 % range or the lowest and highest values."""
 
     middle: float
     low: float
@@ -64,7 +64,7 @@ class MedianRange:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of one server at one level, over the rounds. `ratio`: to the first server; None where nothing is."""
+    """One figure of one server at one level, over the rounds. `ratio`: to the first server, if defined."""
 
     server: str
     level: float
@@ -81,7 +81,7 @@ def order_of(servers: Sequence[str], round_: int) -> list[str]:
 
 
 def compared(runs: Sequence[ComparedRun]) -> list[Compared]:
-    """Returns every figure of every server at every level; the first server is that of the first run."""
+    """Returns every figure of every server at every level. The first run's server is the reference."""
     figures = {(run.server, run.level, run.round_): run.figures() for run in runs}
     first = runs[0].server
     found = []
@@ -104,7 +104,7 @@ def compared(runs: Sequence[ComparedRun]) -> list[Compared]:
 
 
 def _pairs(own: dict[int, Result | None], base: dict[int, Result | None]) -> Iterator[tuple[float, float]]:
-    """Yields the values of each round that has both; nothing can be divided by 0."""
+    """Yields the values of each round that has both, with a divisor above 0."""
     for at, result in own.items():
         other = base[at]
         if result is not None and other is not None and result.value is not None and other.value:
@@ -112,7 +112,7 @@ def _pairs(own: dict[int, Result | None], base: dict[int, Result | None]) -> Ite
 
 
 def slow_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
-    """Returns those beside which constant work took longer than usual."""
+    """Returns the runs whose constant work took longer than usual."""
     usual = median(run.constant_s for run in runs)
     return [run for run in runs if run.constant_s > SLOW * usual]
 

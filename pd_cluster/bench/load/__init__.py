@@ -1,1 +1,1 @@
-"""Load by guidellm, in a process of its own, joined with what the cluster knows of the same requests."""
+"""Sends load with guidellm, in its own process, and joins its results with the cluster's timelines."""

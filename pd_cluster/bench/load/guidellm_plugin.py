@@ -1,8 +1,8 @@
 """guidellm's side of `pd-cluster bench load`: `PYTHON guidellm_plugin.py check|run SCENARIO.json`.
 
-Adds to guidellm, through its registries, what it lacks: a backend that sends prompts of token ids (or of messages) as
-they are, under the request's own id, and that notes when each token came. Runs with guidellm's interpreter, which need
-not have pd_cluster, so it imports nothing of it. guidellm's worker processes import this file again.
+Registers a backend in guidellm that sends prompts of token ids (or messages) unchanged, under the request's own id, and
+records when each token came. Runs with guidellm's interpreter, which may lack pd_cluster, so it imports none of it.
+guidellm's worker processes import this file again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from guidellm.schemas.benchmark import BenchmarkArgs, BenchmarkScenario
 from pydantic import ValidationError
 
 COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"
-API_KEY = "OPENAI_API_KEY"  # from the environment, so that no file has it
+API_KEY = "OPENAI_API_KEY"  # from the environment, to keep it out of files
 WRONG_SCENARIO = 3  # exit code
 
 
@@ -44,9 +44,9 @@ class TokenTimes:
         self.num_tokens = 0
 
     def heard(self, has_text: bool, has_choice: bool, usage: dict[str, Any] | None) -> int:
-        """Notes an event. Returns the tokens that came with it; a server that doesn't count them sends one at a time.
+        """Records an event. Returns its number of tokens; one if the server does not count them.
 
-        A token without text is half a character; the usage at the end brings none.
+        A token without text is part of a character; the final usage event has none.
         """
         counted = int((usage or {}).get("completion_tokens") or 0) if has_choice else 0
         num = max(counted - self.num_tokens, int(has_text))
@@ -59,9 +59,9 @@ class TokenTimes:
 
 
 class RequestLog:
-    """A line of JSON for each request that has ended, in a file of this process's own.
+    """Writes a JSON line for each ended request, to this process's own file.
 
-    guidellm's report would do, but it forgets the times of failed requests, and at times the last request of a run.
+    guidellm's report omits the times of failed requests, and sometimes the last request of a run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,7 +90,7 @@ class RequestLog:
 
 
 def finish_arguments(arguments: Any, request: Any) -> Any:
-    """Puts the row's own part of the body in place of guidellm's prompt, and names the request."""
+    """Replaces guidellm's prompt by the row's part of the body, and sets the request's id."""
     body = arguments.body
     body.update(json.loads(request.columns["text_column"][0]))
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -101,7 +101,7 @@ def finish_arguments(arguments: Any, request: Any) -> Any:
 
 
 def finish_response(response: Any, times: TokenTimes) -> Any:
-    """Adds the times; drops the prompt and the text, which would travel between guidellm's processes."""
+    """Adds the times; drops the prompt and the text, which guidellm would send between processes."""
     response.request_args = None
     response.text = "" if response.output_metrics.total_tokens else response.text
     response.response_metrics = {
@@ -161,15 +161,15 @@ class TimedBackend(OpenAIHTTPBackend):
     _log: RequestLog | None = None  # opened in each of guidellm's processes
 
     async def validate(self) -> None:
-        """Asks once in each process before the load begins: the first request of a client loads half a second of code.
+        """Sends one request in each process before the load: a client's first request imports for half a second.
 
-        The server's answer doesn't matter; the command has asked it before.
+        Ignores the server's answer, which the command has already checked.
         """
         with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
             await self.available_models()
 
     async def resolve(self, request: Any, request_info: Any, history: Any = None) -> AsyncIterator[Any]:
-        """Yields guidellm's answers, and notes the request once it has ended in whatever way."""
+        """Yields guidellm's answers, and records the request however it ends."""
         self._log = self._log or RequestLog(Path.cwd())
         last, error, is_cut_off = None, "", False
         try:
@@ -186,12 +186,12 @@ class TimedBackend(OpenAIHTTPBackend):
             self._log.write(request_info, last, error, is_cut_off)
 
 
-BenchmarkArgs.reload_schema()  # their fields now know the backend
+BenchmarkArgs.reload_schema()  # so that the fields accept the backend
 BenchmarkScenario.reload_schema()
 
 
 def checked(file: str) -> BenchmarkScenario:
-    """Reads the scenario; a wrong one ends the process with one line."""
+    """Reads the scenario; exits with one line if it is invalid."""
     try:
         return BenchmarkScenario.create(Path(file))
     except ValidationError as error:

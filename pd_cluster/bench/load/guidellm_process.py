@@ -1,6 +1,6 @@
-"""guidellm as a process with an interpreter of its own: finding it, checking a scenario, running it.
+"""Finds guidellm, checks a scenario, and runs it in a process with its own interpreter.
 
-Its dependencies differ from ours, so it may be installed in another virtual environment. Knows nothing of workloads.
+Its dependencies differ, so it may be in another virtual environment. Knows nothing of workloads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NUM_LOG_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Guidellm:
-    """An installed guidellm; `python` is the interpreter that has it."""
+    """An installed guidellm. `python`: its interpreter."""
 
     python: str
 
     @classmethod
     def find(cls, given: str) -> Guidellm:
-        """Returns that of the `guidellm` command given, else beside this interpreter, else on PATH.
+        """Finds guidellm: the given command, or one next to this interpreter, or one on PATH.
 
-        Raises ConfigError, which says what to install.
+        Raises ConfigError with install instructions.
         """
         beside = str(Path(sys.executable).with_name("guidellm"))
         command = shutil.which(given or beside) or ("" if given else shutil.which("guidellm"))
@@ -59,7 +59,7 @@ class Guidellm:
             raise ConfigError(f"guidellm: {_last_line(done.stderr)}")
 
     async def run(self, scenario: Path, num_processes: int, num_requests: int) -> RunningGuidellm:
-        """Starts the load; its output goes to a file beside the scenario."""
+        """Starts the load; its output goes to a file next to the scenario."""
         log = scenario.with_name("guidellm.log")
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
@@ -112,7 +112,7 @@ class RunningGuidellm:
     log: Path
 
     async def wait(self) -> None:
-        """Waits for its end, and ends it if the caller is cancelled. Raises GenerationError if it failed."""
+        """Waits for its end; ends it if the caller is cancelled. Raises GenerationError if it failed."""
         try:
             code = await self.process.wait()
         finally:
@@ -122,7 +122,7 @@ class RunningGuidellm:
             raise GenerationError("\n".join([f"guidellm ended with exit code {code}:", *lines]))
 
     async def _end(self) -> None:
-        """Ends all its processes: they are a session."""
+        """Ends all processes of its session."""
         for ending in (signal.SIGTERM, signal.SIGKILL):
             if self.process.returncode is not None:
                 return
@@ -133,7 +133,7 @@ class RunningGuidellm:
 
 
 def cpu_seconds(session: int) -> dict[int, float]:
-    """Returns process -> CPU time in seconds, of a session; empty where there is no /proc."""
+    """Returns process -> CPU time in seconds, for a session; empty without /proc."""
     found = {}
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     for folder in Path("/proc").glob("[0-9]*"):
@@ -147,7 +147,7 @@ def cpu_seconds(session: int) -> dict[int, float]:
 
 
 def _environment(folder: Path | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Returns ours without what is meant for our interpreter; data sets are cached in the folder."""
+    """Returns the environment without variables for our interpreter, with data sets cached in the folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GUIDELLM"))}
     found = {**kept, "PYTHONSAFEPATH": "1", **more}  # the plug-in's own folder has modules that guidellm mustn't see
     if folder is not None:
@@ -160,4 +160,4 @@ def _install_hint() -> str:
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
+    return (text.strip().splitlines() or ["it printed nothing"])[-1]

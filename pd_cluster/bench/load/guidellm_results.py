@@ -1,4 +1,4 @@
-"""Reads the lines that the plug-in wrote, as outcomes grouped by guidellm's runs. Knows nothing of clusters."""
+"""Reads the plug-in's lines as outcomes, grouped by guidellm's runs. Knows nothing of clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_cluster.errors import GenerationError
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """A request that has ended. Times are Unix times in seconds; `after_us`: of its tokens' events, after the first."""
+    """An ended request. Times are Unix times in seconds. `after_us`: times of token events after the first one."""
 
     request_id: str
     response_id: str | None
@@ -29,7 +29,7 @@ class RequestLine(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_output_tokens: int
     error: str
-    is_cut_off: bool  # by the end of guidellm's run
+    is_cut_off: bool  # the end of guidellm's run cut it off
 
 
 class GuidellmConfig(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class GuidellmReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GuidellmRun:
-    """One of guidellm's runs. `start_s`: Unix time of its first request, from which its outcomes count."""
+    """One of guidellm's runs. `start_s`: Unix time of its first request, the zero of its outcomes' times."""
 
     name: str
     start_s: float
@@ -58,7 +58,7 @@ class GuidellmRun:
 
 
 def read_results(folder: Path) -> tuple[list[GuidellmRun], list[dict[str, Any]]]:
-    """Returns guidellm's runs and what its profile concluded. Raises GenerationError for what can't be read."""
+    """Returns guidellm's runs and its profile's conclusion. Raises GenerationError for unreadable files."""
     try:
         report = msgspec.json.decode((folder / "guidellm.json").read_bytes(), type=GuidellmReport)
         decoder = msgspec.json.Decoder(RequestLine)
@@ -77,7 +77,7 @@ def read_results(folder: Path) -> tuple[list[GuidellmRun], list[dict[str, Any]]]
 
 
 def run_of(name: str, lines: Sequence[RequestLine]) -> GuidellmRun:
-    """Makes a run of the lines in order of sending; a request that never was sent counts as sent at the beginning."""
+    """Makes a run of the lines in order of sending; unsent requests count as sent at the beginning."""
     start_s = next((line.sent_s for line in lines if line.sent_s), 0.0)
     gaps = GapCounts()
     outcomes = [_outcome(line, start_s, gaps) for line in lines if not line.is_cut_off]
@@ -105,6 +105,6 @@ def _outcome(line: RequestLine, start_s: float, gaps: GapCounts) -> Outcome:
 
 
 def name_of(strategy: dict[str, Any]) -> str:
-    """Returns such as "poisson, rate 2.5"."""
+    """Returns a name such as "poisson, rate 2.5"."""
     numbers = [f"{name} {strategy[name]:g}" for name in ("rate", "streams") if strategy.get(name)]
     return ", ".join([str(strategy.get("type_", "run")), *numbers])

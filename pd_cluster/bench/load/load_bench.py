@@ -1,4 +1,4 @@
-"""`pd-cluster bench load`: guidellm sends the requests; the report adds what only the cluster knows."""
+"""`pd-cluster bench load`: guidellm sends the requests; the report adds the cluster's timelines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, PdClusterError
 
-SOME_TARGET, SOME_MODEL = "http://127.0.0.1:1", "model"  # in a scenario that is only checked
+PLACEHOLDER_TARGET, PLACEHOLDER_MODEL = "http://127.0.0.1:1", "model"  # placeholders in a scenario to check
 WARM_UP = ServeBench(input_len=32, output_len=8)
 NUM_WARM_UP = 4
 SAY_EVERY_S = 15.0
@@ -41,7 +41,7 @@ SAY_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """A load, and the guidellm that sends it. `folder` receives guidellm's scenario and reports."""
+    """A load and the guidellm that sends it. `folder`: for guidellm's scenario and reports."""
 
     title: str
     rows: Sequence[LoadRow]
@@ -65,11 +65,11 @@ class LoadPlan:
         ).write(self.folder)
 
     def check(self) -> None:
-        """Raises ConfigError for what guidellm would refuse. To be called before anything starts."""
-        self.guidellm.check(self.scenario(SOME_TARGET, SOME_MODEL))
+        """Raises ConfigError for a load that guidellm would refuse. Called before anything starts."""
+        self.guidellm.check(self.scenario(PLACEHOLDER_TARGET, PLACEHOLDER_MODEL))
 
     def check_lengths(self, max_model_len: int | None) -> None:
-        """Raises ConfigError for a request that is longer than the model's context."""
+        """Raises ConfigError for a request longer than the model's context."""
         for number, row in enumerate(self.rows, 1):
             total = (row.num_prompt_tokens or 0) + row.num_output_tokens
             if max_model_len is not None and total > max_model_len:
@@ -81,7 +81,7 @@ class LoadPlan:
 
 
 async def run_alone(plan: LoadPlan, launch: Launch) -> list[LoadRun]:
-    """Measures a cluster that is started for it, after a few requests that aren't counted. Raises PdClusterError."""
+    """Starts a cluster and measures it after a few warm-up requests. Raises PdClusterError."""
     with sigterm_ends_it():
         async with running(launch) as cluster:
             admin = admin_of(cluster)
@@ -99,9 +99,9 @@ async def run_against(plan: LoadPlan, url: str, admin: Admin) -> list[LoadRun]:
 
 
 async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRun]:
-    """Returns a report of each of guidellm's runs; only a profile makes more than one. Raises PdClusterError.
+    """Returns a report for each of guidellm's runs, of which profiles may make several. Raises PdClusterError.
 
-    `admin` None: the cluster is not asked.
+    `admin` None: only the client's view.
     """
     async with make_client(1) as client:
         model, max_model_len = await ask_model(client, url)
@@ -117,7 +117,7 @@ async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRu
         await guidellm.wait()
     runs, conclusions = read_results(plan.folder)
     if not runs:
-        raise PdClusterError(f"guidellm sent nothing; its words are in {guidellm.log}")
+        raise PdClusterError(f"guidellm sent nothing; its output is in {guidellm.log}")
     for conclusion in conclusions:
         print(f"guidellm's conclusion: {conclusion}", flush=True)
     return [await _joined(plan, run, samples, None if silent else admin) for run in runs]
@@ -128,14 +128,14 @@ def admin_of(cluster: Cluster) -> Admin:
 
 
 def addresses_of(url: str, admin: str, token_file: str, env: Mapping[str, str]) -> tuple[str, Admin]:
-    """Returns a running server's address and its admin address: by default the port above. Raises ConfigError."""
+    """Returns a running server's address and admin address, by default the next port. Raises ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
     return url, Admin.find(admin or admin_above(url).rstrip("/"), token_file, env)
 
 
 @contextlib.contextmanager
 def folder_for(given: str) -> Iterator[Path]:
-    """Yields the folder for guidellm's files: a new one that is kept, or one that is removed. Raises ConfigError."""
+    """Yields the folder for guidellm's files: the given one, or a temporary one. Raises ConfigError."""
     if not given:
         with tempfile.TemporaryDirectory(prefix="pd-cluster-load-") as temporary:
             yield Path(temporary)
@@ -169,7 +169,7 @@ async def _joined(plan: LoadPlan, run: GuidellmRun, samples: LoadSamples, admin:
 
 @contextlib.asynccontextmanager
 async def _spoken(plan: LoadPlan) -> AsyncIterator[None]:
-    """Says now and then how long the load has been running."""
+    """Prints regularly how long the load has been running."""
     started_s = time.monotonic()
     expected = "" if plan.profile else f" of about {plan.rows[-1].at_s:.0f} s and the last answers"
 

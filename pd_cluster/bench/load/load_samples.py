@@ -1,4 +1,4 @@
-"""Looks at the cluster's instances and at the client's CPU time while a load runs."""
+"""Samples the cluster's instances and the client's CPU time while a load runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadSamples:
     client_cpu: list[tuple[float, dict[int, float]]] = field(default_factory=list)  # process -> its CPU time
 
     def between(self, start_s: float, stop_s: float) -> list[InstanceSample]:
-        """Returns samples of that time, counted from `start_s`."""
+        """Returns the samples of that period, with times relative to `start_s`."""
         return [
             msgspec.structs.replace(each, at_s=each.at_s - start_s)
             for each in self.instances
@@ -35,7 +35,7 @@ class LoadSamples:
         ]
 
     def client_core_share(self, start_s: float, stop_s: float) -> float | None:
-        """Returns the share of a core that the client's busiest process took; None if it can't be told."""
+        """Returns the share of a core that the client's busiest process used; None if unknown."""
         inside = [(at_s, taken) for at_s, taken in self.client_cpu if start_s - PERIOD_S <= at_s <= stop_s + PERIOD_S]
         if len(inside) < 2:
             return None
@@ -45,7 +45,7 @@ class LoadSamples:
 
 @contextlib.asynccontextmanager
 async def sampled(session: int, admin: Admin | None, period_s: float = PERIOD_S) -> AsyncIterator[LoadSamples]:
-    """Samples until its block ends; without an admin address only the client."""
+    """Samples until the block ends; without an admin address, only the client."""
     samples = LoadSamples()
     task = asyncio.create_task(_sample(samples, session, admin, period_s))
     try:
@@ -60,7 +60,7 @@ async def _sample(samples: LoadSamples, session: int, admin: Admin | None, perio
     while True:
         samples.client_cpu.append((time.time(), cpu_seconds(session)))
         if admin is not None:
-            with contextlib.suppress(PdClusterError):  # a look that is missing
+            with contextlib.suppress(PdClusterError):  # a missing sample
                 samples.instances += await _look(admin)
         await asyncio.sleep(period_s)
 

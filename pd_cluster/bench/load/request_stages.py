@@ -1,4 +1,4 @@
-"""Joins outcomes with the scheduler's timelines of the same requests: P, handover and D, which a client can't see."""
+"""Joins outcomes with the scheduler's timelines (P, handover and D), which clients cannot see."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NUM_AT_ONCE = 8
 
 
 async def with_stages(outcomes: Sequence[Outcome], admin: Admin) -> tuple[list[Outcome], str]:
-    """Returns the outcomes with what their timelines say, and a note about those that are not kept any more.
+    """Returns the outcomes with their timelines, and a note about timelines that are no longer kept.
 
-    The newest are asked for first: the scheduler keeps a limited number. Raises PdClusterError if nobody answers.
+    Queries the newest first, because the scheduler keeps a limited number. Raises PdClusterError without an answer.
     """
     limit = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -40,7 +40,7 @@ async def with_stages(outcomes: Sequence[Outcome], admin: Admin) -> tuple[list[O
 
 
 def with_timeline(outcome: Outcome, timeline: dict[str, Any]) -> Outcome:
-    """Adds the names of its instances and the durations of its stages; of a request that moved, its last attempt's."""
+    """Adds instance names and stage durations, for a moved request those of its last attempt."""
     events: list[dict[str, Any]] = timeline["events"]
     landed_ms = [event["at_ms"] for event in events if event["what"] == "landing complete"]
     chunks_ms = [event["at_ms"] for event in events if event["what"] == "chunk"]
@@ -55,7 +55,7 @@ def with_timeline(outcome: Outcome, timeline: dict[str, Any]) -> Outcome:
 
 
 async def can_be_asked(admin: Admin) -> str:
-    """Returns why the admin address gives no timelines; "" if it does."""
+    """Returns why the admin address has no timelines; "" if it has."""
     try:
         response = await admin.ask("/requests?limit=1")
         raise_unauthorized(response)

@@ -1,6 +1,6 @@
-"""guidellm's scenario and data, as files: what is sent, when, and where the results go.
+"""Writes guidellm's scenario and data files: requests, times and outputs.
 
-guidellm replays the times of our rows unless another of its profiles is asked for. Knows nothing of clusters.
+guidellm replays our rows' times unless a profile is given. Knows nothing of clusters.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pd_cluster.bench.request_arrivals import Arrival, prompt_of
 from pd_cluster.errors import ConfigError
 
 COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"  # of guidellm_plugin.py
-LEAD_S = 1.0  # in which guidellm takes up the first requests
+LEAD_S = 1.0  # for guidellm to accept the first requests
 NUM_TOKEN_IDS = 256  # every vocabulary has these
-MAX_ALL_TOKENS = 200_000_000  # of the prompts of one load; each takes four bytes of the file
+MAX_ALL_TOKENS = 200_000_000  # of all prompts of a load; each takes four bytes of the file
 REPLAY = {"kind": "replay", "schedule_turn": "timestamp"}
 PATHS = {COMPLETIONS: "v1/completions", CHAT: "v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """A request: when it is sent, its part of the body, and its lengths in tokens; None: only the server knows."""
+    """A request: its time, its part of the body, and its lengths in tokens; None: only the server knows."""
 
     at_s: float
     body: dict[str, Any]
@@ -46,7 +46,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`profile`: guidellm's, as in `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: of each of its runs."""
+    """`profile`: guidellm's, such as `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: the limit of each run."""
 
     target: str
     model: str
@@ -57,7 +57,7 @@ class Scenario:
     slo: Slo = field(default_factory=Slo)
 
     def write(self, folder: Path) -> Path:
-        """Writes the scenario; returns its file. Raises ConfigError for a profile that can't be read."""
+        """Writes the scenario; returns its file. Raises ConfigError for an invalid profile."""
         request_format = CHAT if self.is_chat else COMPLETIONS
         spec = {
             "backend": {
@@ -67,7 +67,7 @@ class Scenario:
                 "request_format": request_format,
                 "api_routes": PATHS,
                 "validate_backend": False,
-                # every token has text then, and can be timed
+                # so that every token has text and can be timed
                 "extras": {"body": {"temperature": 0, "skip_special_tokens": False}},
             },
             "profile": profile_of(self.profile) if self.profile else REPLAY,
@@ -119,7 +119,7 @@ def write_rows(rows: Iterator[LoadRow], folder: Path) -> None:
 
 
 def profile_of(text: str) -> dict[str, Any]:
-    """Parses guidellm's `key=value,…`; values are JSON where they can be. Raises ConfigError."""
+    """Parses guidellm's `key=value,…`; values are JSON if possible. Raises ConfigError."""
     found: dict[str, Any] = {}
     rest = text
     while rest:

@@ -1,1 +1,1 @@
-"""The kinds of models that take pictures, each with its rules."""
+"""The rules of each kind of model that takes pictures."""

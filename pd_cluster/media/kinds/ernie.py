@@ -1,6 +1,6 @@
-"""Pictures of ERNIE 4.5 VL: as Qwen2-VL's with one frame a patch; experts of their own compute them, marks included.
+"""Pictures of ERNIE 4.5 VL: like Qwen2-VL's with one frame per patch; separate experts compute them and their marks.
 
-In a video, the tower joins each pair of frames, into which their times are drawn.
+In a video, the tower joins pairs of frames, and times are drawn into the frames.
 """
 
 from __future__ import annotations

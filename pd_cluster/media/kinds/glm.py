@@ -1,4 +1,4 @@
-"""Pictures of GLM-4.1V: as Qwen2-VL's, but the area counts the two frames of a patch, and narrow pictures grow.
+"""Pictures of GLM-4.1V: like Qwen2-VL's, but the area counts a patch's two frames, and narrow pictures grow.
 
 In a video, each pair of frames is a picture with a picture's tokens, followed by its time in whole seconds.
 """
@@ -19,7 +19,7 @@ SIZES = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
 
 
 class FrameRules(GridRules, frozen=True):
-    """Bounds of the area are those of all frames together."""
+    """Limits of the area apply to all frames together."""
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         side, num_frames = self.side, self.num_frames

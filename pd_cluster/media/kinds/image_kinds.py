@@ -1,4 +1,4 @@
-"""The models that take pictures, by the model_type of the whole model. One entry and one module each."""
+"""The models that take pictures, by the whole model's model_type. Each has one entry and one module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF: Three = (0.5, 0.5, 0.5)
 
 
 class PictureKind(NamedTuple):
-    """`rules_of` reads a folder's rules. The others are the defaults of its preprocessor in transformers."""
+    """`rules_of`: reads a folder's rules. The other fields are the preprocessor's defaults in transformers."""
 
     rules_of: Callable[[FolderFields], ImageRules]
     mean: Three = CLIP_MEAN
@@ -42,7 +42,7 @@ KINDS: Mapping[str, PictureKind] = {
 
 
 class WrittenRules(msgspec.Struct, frozen=True):
-    """Rules in a message to another process."""
+    """Rules for messages to other processes."""
 
     name: str
     fields: dict[str, Any]

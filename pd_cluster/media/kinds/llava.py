@@ -1,4 +1,4 @@
-"""Pictures of LLaVA: the middle of a picture as a square of one size, or for towers of Pixtral as there."""
+"""Pictures of LLaVA: the middle of a picture as a square of one size; with Pixtral's towers, like Pixtral's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CLIP = "clip_vision_model"
 
 
 class SquareRules(ImageRules, frozen=True):
-    """A picture has `side` squared pixels, and `num_each` tokens.
+    """A picture has `side` squared pixels and `num_each` tokens.
 
-    It is resized to that, or with `crops` so that its shorter side is `shortest`, and then its middle is cut out.
+    It is resized to this size or, with `crops`, resized to a shorter side of `shortest` and cropped to its middle.
     """
 
     side: int

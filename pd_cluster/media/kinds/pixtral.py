@@ -12,7 +12,7 @@ from pd_cluster.types import Image
 class RowRules(ImageRules, frozen=True):
     """A picture has rows and columns of `side` squared pixels; its longer side has at most `longest` before rounding.
 
-    Each row's tokens end with `row_end`, those of the last with `picture_end`.
+    Each row's tokens end with `row_end`, the last row's with `picture_end`.
     """
 
     side: int

@@ -1,6 +1,6 @@
-"""Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: whole patches, and an area between two bounds.
+"""Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: whole patches, and a limited area.
 
-The arithmetic is that of transformers' image processor of Qwen2-VL, which the others use with other numbers.
+The arithmetic is that of transformers' image processor of Qwen2-VL, which the others use with other parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ OLD_SIZES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
 class GridRules(ImageRules, frozen=True):
-    """`merge_size` squared patches, of `patch_size` squared pixels, become one token.
+    """`merge_size` squared patches of `patch_size` squared pixels become one token.
 
-    `min_pixels` and `max_pixels` bound a picture's area after it is resized. The tower reads each patch as if it were
-    `num_frames` frames of a video.
+    `min_pixels` and `max_pixels` limit a resized picture's area. The tower reads each patch as `num_frames` frames.
     """
 
     patch_size: int
@@ -38,7 +37,7 @@ class GridRules(ImageRules, frozen=True):
 
     @property
     def side(self) -> int:
-        """Pixels of a token's side."""
+        """The side of a token in pixels."""
         return self.patch_size * self.merge_size
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
@@ -70,7 +69,7 @@ class GridRules(ImageRules, frozen=True):
         return image.num_rows * image.num_columns // self.merge_size**2 + sum(self._edges(image))
 
     def _edges(self, image: Image) -> tuple[int, int]:
-        """Returns how many tokens before and behind its features belong to a picture."""
+        """Returns the numbers of a picture's tokens before and after its features."""
         return (int(image.opens), int(image.closes)) if self.marks else (0, 0)
 
     def tokens(self, image: Image) -> list[int]:
@@ -111,16 +110,15 @@ class GridRules(ImageRules, frozen=True):
     def positions(
         self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
     ) -> RopePositions:
-        """Returns the positions of M-RoPE: time, height and width, in merged patches.
+        """Returns M-RoPE's positions: time, height and width, in merged patches.
 
-        A picture's tokens begin where the text before it ends and turn by row and column; the text behind it goes on
-        after the largest position in it. Frames that follow others of their video begin where those begin, and are
-        `steps` later in time.
+        A picture's positions begin after the text before it and count rows and columns; text after it continues from
+        its largest position. Later frames of a video begin where the first frame begins, `steps` later in time.
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         position = at = first = 0
         for span, image, step in zip(spans, images, steps, strict=True):
-            before, behind = self._edges(image)  # a mark's position is a text's
+            before, behind = self._edges(image)  # marks have text positions
             text = range(position, position + span.start + before - at)
             for row in rows:
                 row += text
@@ -162,7 +160,7 @@ def grid_rules(
     num_frames: int = 2,
     marks: tuple[int, ...] = (),
 ) -> GridRules:
-    """`patch_size`, `token_id` and `sizes`: those of a folder that names none. Raises ModelError."""
+    """`patch_size`, `token_id` and `sizes`: defaults for folders without them. Raises ModelError."""
     sides = {
         "patch_size": ("patch_size", given.count("patch_size", patch_size, of_tower=True)),
         "merge_size": ("spatial_merge_size", given.count("spatial_merge_size", 2, of_tower=True)),
@@ -183,7 +181,7 @@ def grid_rules(
 
 
 def area(given: FolderFields, name: str, defaults: dict[str, int]) -> int:
-    """Returns a bound of a picture's area, which has an older name, too."""
+    """Returns a limit of a picture's area, also under its older name."""
     value = part(given.preprocessor, "size").get(name) or defaults[name]
     if given.preprocessor.get(OLD_SIZES[name]) is not None:
         value = given.preprocessor[OLD_SIZES[name]]

@@ -1,4 +1,4 @@
-"""Reads from a folder of Qwen2-VL, or of a model like it, how videos are prepared."""
+"""Reads the video settings of folders of Qwen2-VL and similar models."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pd_cluster.errors import ModelError
 from pd_cluster.media.folder_fields import FolderFields, part
 from pd_cluster.media.video_rules import VideoRules
 
-LEAST_TOKENS, MOST_TOKENS = 128, 768  # of a frame, or of all, where no file says so
+LEAST_TOKENS, MOST_TOKENS = 128, 768  # of a frame, or of all, by default
 ALIKE = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
 
 
 class VideoDefaults(NamedTuple):
-    """Holds where a folder's files do not say: the ids of tokens, by their names in config.json, and areas."""
+    """Defaults of a folder's files: token ids, by their names in config.json, and areas."""
 
     token_ids: tuple[tuple[str, int], tuple[str, int], tuple[str, int]]  # the placeholder, start and end
     min_pixels: int
     max_pixels: int
-    alike: tuple[str, ...] = ALIKE  # fields of which pictures and videos have one
+    alike: tuple[str, ...] = ALIKE  # fields that must be equal for pictures and videos
 
 
 def qwen_defaults(side: int) -> VideoDefaults:

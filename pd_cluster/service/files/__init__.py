@@ -1,1 +1,1 @@
-"""Files that clients upload, and batches of requests that they hold: what is kept on the disk, and when it changes."""
+"""Stores uploaded files and batches on disk, and defines the states of batches."""

@@ -1,7 +1,7 @@
-"""The two files of a running batch, answers and errors: at the same time the record of which requests are answered.
+"""The output and error files of a running batch, which also record the answered requests.
 
-An answer is one append. A process that is killed in the middle of one tears the last line, which the next owner cuts
-off. Each request is written once, whoever tries twice. Knows nothing of how requests are answered.
+An answer is one append. A process that is killed during an append leaves an incomplete last line, which the next owner
+cuts off. Each request is written once, even after a second attempt. Knows nothing of how requests are answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AnswerFile:
     """Whole lines in a file of the store. Calls come from one thread at a time."""
 
     def __init__(self, store: FileStore, file_id: str) -> None:
-        """Reads what is there, and cuts off a torn line. Raises StorageFull."""
+        """Reads the existing lines, and cuts off an incomplete one. Raises StorageFull."""
         self.id, self._store = file_id, store
         with store.storing():
             self._fd = open_own(file_id, APPEND, store.content)
@@ -34,7 +34,7 @@ class AnswerFile:
         self.keys, self.nbytes, self.num_lines = found.keys, found.nbytes, len(found.keys)
 
     def append(self, line: bytes) -> None:
-        """Writes a line, or nothing of it. Raises StorageFull."""
+        """Writes a whole line or nothing. Raises StorageFull."""
         rest, at = memoryview(line), self.nbytes
         with self._store.storing():
             try:
@@ -53,7 +53,7 @@ class AnswerFile:
             os.fsync(self._fd)
 
     def finished(self, name: str) -> OutputFile | None:
-        """Returns the complete file; None, and removes it, if it is empty."""
+        """Returns the complete file. Removes an empty file and returns None."""
         self.sync()
         if self.nbytes:
             return OutputFile(self.id, name, self.nbytes)
@@ -90,14 +90,14 @@ class BatchJournal:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """The sizes of its files, by their ids."""
+        """File id -> size."""
         return {file.id: file.nbytes for file in (self._answers, self._errors)}
 
     def has(self, entry: BatchEntry) -> bool:
         return entry.key in self._keys
 
     def write(self, entry: BatchEntry, line: bytes, is_answered: bool) -> None:
-        """Writes a request's line, unless it has one or the journal is closed."""
+        """Writes a request's line, unless there is one or the journal is closed."""
         key = entry.key
         with self._lock:
             if key in self._keys or self._is_closed:
@@ -106,20 +106,20 @@ class BatchJournal:
             self._keys.add(key)
 
     def give_up(self, entries: Iterator[BatchEntry], code: str, why: str) -> None:
-        """Writes an error for each request that has no line yet."""
+        """Writes an error for each request without a line."""
         for entry in entries:
             if not self.has(entry):
                 self.write(entry, unanswered_line(entry, code, why), is_answered=False)
 
     def sync(self) -> None:
-        """Ensures that everything written before survives a power cut."""
+        """Ensures that everything written so far survives a power cut."""
         with self._lock:
             if not self._is_closed:
                 self._answers.sync()
                 self._errors.sync()
 
     def finished(self) -> tuple[OutputFile | None, OutputFile | None]:
-        """Returns the complete files of answers and errors, as far as they have lines."""
+        """Returns the complete output and error files that are not empty."""
         with self._lock:
             names = (f"{self._batch_id}_output.jsonl", f"{self._batch_id}_error.jsonl")
             return self._answers.finished(names[0]), self._errors.finished(names[1])

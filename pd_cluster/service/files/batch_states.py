@@ -1,6 +1,6 @@
-"""A batch: its states, and what changes them (docs/protocol/batches.md). Pure: the caller says when.
+"""The states of a batch and their transitions (docs/protocol/batches.md). Pure: the caller gives the time.
 
-Knows nothing of disks, nor of how requests are answered.
+Knows nothing of disks or of how requests are answered.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NEXT: dict[tuple[Status, Event], Status] = {
     ("validating", "valid"): "in_progress",
     ("validating", "invalid"): "failed",
     ("validating", "cancel"): "cancelling",
-    ("in_progress", "invalid"): "failed",  # somebody has removed the input file from the folder
+    ("in_progress", "invalid"): "failed",  # the input file was removed from the folder
     ("in_progress", "answered"): "finalizing",
     ("in_progress", "cancel"): "cancelling",
     ("cancelling", "cancel"): "cancelling",
     ("cancelled", "cancel"): "cancelled",
 }
-LAST: dict[Status, Status] = {  # how a batch ends from a state: when all files are written, or its window is over
+LAST: dict[Status, Status] = {  # a batch's final state, when its files are complete or its window is over
     "validating": "expired",
     "in_progress": "expired",
     "finalizing": "completed",
@@ -44,7 +44,7 @@ PAST: dict[Event, str] = {
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """`completed` have a line in the output file, `failed` in the error file."""
+    """Numbers of requests. `completed`: in the output file. `failed`: in the error file."""
 
     total: int = 0
     completed: int = 0
@@ -76,10 +76,10 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     completion_window: Literal["24h"] = "24h"
     status: Status = "validating"
     output_file_id: Annotated[str | None, Meta(description="The answers, once the batch has ended.")] = None
-    error_file_id: Annotated[str | None, Meta(description="The requests without an answer, likewise.")] = None
+    error_file_id: Annotated[str | None, Meta(description="The failed requests, once the batch has ended.")] = None
     created_at: int
     in_progress_at: int | None = None
-    expires_at: Annotated[int, Meta(description="When what is not answered by then gets an error.")]
+    expires_at: Annotated[int, Meta(description="When unanswered requests get an error.")]
     finalizing_at: int | None = None
     completed_at: int | None = None
     failed_at: int | None = None
@@ -95,10 +95,10 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch with what only the server knows. `models`: those that its key may use; None: all.
+    """A batch with the server's own fields. `models`: the models that its key may use; None: all.
 
-    `output_id` and `error_id`: its files' ids, from the beginning. `output_ttl_s`: how long they are kept; None: as
-    others.
+    `output_id` and `error_id`: the ids reserved for its files. `output_ttl_s`: how long they are kept; None: the
+    server's default.
     """
 
     batch: BatchObject
@@ -110,7 +110,7 @@ class KeptBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def after(batch: BatchObject, event: Event, now_s: float) -> BatchObject:
-    """Returns the batch after an event. Raises Refused for one that its state does not allow."""
+    """Returns the batch after an event. Raises Refused if its state does not allow the event."""
     status = NEXT.get((batch.status, event))
     if status is None:
         raise Refused(f"{batch.id}: it is {batch.status}, so it cannot be {PAST[event]}", code="invalid_state")

@@ -1,7 +1,7 @@
-"""The batches of all owners: rows beside those of their files (file_store.py), and who owns a running one.
+"""The batches of all owners, in the database of their files (file_store.py), and the locks of running batches.
 
-The process that holds the lock of a batch runs it; the kernel releases the lock when the process ends, however that
-happens. Knows nothing of how requests are answered.
+The process that holds a batch's lock runs it; the kernel releases the lock however the process ends. Knows nothing of
+how requests are answered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pd_cluster.service.files.kept_rows import Paging, key_of, listed
 
 ID = re.compile(r"batch_[0-9a-f]{32}")
 LOCKS = "locks"
-MAX_RUNNING = 100  # of one owner
+MAX_RUNNING = 100  # per owner
 RETRY_S = 60
 NEVER_S = 1e12
 INSERT_FILE = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -51,7 +51,7 @@ class OutputFile(NamedTuple):
 
 
 class RunningBatch(NamedTuple):
-    """`is_due`: it was cancelled, or its window is over."""
+    """`is_due`: the batch was cancelled, or its window is over."""
 
     id: str
     owner: str
@@ -59,7 +59,7 @@ class RunningBatch(NamedTuple):
 
 
 class BatchStore:
-    """All calls wait for the disk: an event loop makes them through `files.on_thread`. They raise StorageFull."""
+    """All calls wait for the disk, so event loops use `files.on_thread`. All raise StorageFull."""
 
     def __init__(self, files: FileStore) -> None:
         """Raises ConfigError."""
@@ -75,7 +75,7 @@ class BatchStore:
     def create(
         self, batch: BatchObject, owner: str, models: tuple[str, ...] | None, output_ttl_s: float | None
     ) -> BatchObject:
-        """Adds a batch; its id and times are set here. Raises RequestNotFound, RequestError, Overloaded."""
+        """Adds a batch and sets its id and times. Raises RequestNotFound, RequestError, Overloaded."""
         now_s = self._clock()
         batch = replace(
             batch, id=f"batch_{secrets.token_hex(16)}", created_at=int(now_s), expires_at=int(now_s + WINDOW_S)
@@ -119,7 +119,7 @@ class BatchStore:
         return _decoded(row[0]).batch
 
     def batches_of(self, owner: str, paging: Paging) -> list[BatchObject]:
-        """Returns the newest first, one more than `paging` allows if there are more. Raises RequestNotFound."""
+        """Returns the newest batches first, one more than `paging` allows if there are more. Raises RequestNotFound."""
         with self.files.storing():
             select = "SELECT body FROM batches WHERE owner = ?"
             rows = listed(self._database.connection, select, [key_of(owner)], paging)
@@ -132,10 +132,10 @@ class BatchStore:
         self.find(owner, batch_id)
         return self._change(batch_id, lambda batch: after(batch, "cancel", self._clock())).batch
 
-    # ---- for the process that runs them
+    # ---- for processes that run batches
 
     def running(self) -> list[RunningBatch]:
-        """Returns the unfinished batches of all owners, the oldest first."""
+        """Returns all owners' unfinished batches, the oldest first."""
         now_s = self._clock()
         with self.files.storing():
             asked = "SELECT body FROM batches WHERE running ORDER BY made_s"
@@ -146,12 +146,12 @@ class BatchStore:
         ]
 
     def take(self, batch_id: str) -> int | None:
-        """Returns the lock of a batch, for this process alone; None: another one has it, or the batch has ended."""
+        """Takes and returns a batch's lock; None: another process has it, or the batch has ended."""
         with self.files.storing():
             lock = open_own(batch_id, LOCK, self._locks)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_running = self.load(batch_id).batch.is_running  # only now is it certain that no other process runs it
+            is_running = self.load(batch_id).batch.is_running  # read after locking, so that no other process runs it
         except BlockingIOError:
             os.close(lock)
             return None
@@ -174,7 +174,7 @@ class BatchStore:
             return self._read(self._database.connection, batch_id)
 
     def note_begun(self, batch_id: str, total: int) -> KeptBatch:
-        """Records that the input file is valid, and how many requests it has; not if it was cancelled meanwhile."""
+        """Records that the input file is valid, and its number of requests, unless the batch was cancelled."""
 
         def begun(batch: BatchObject) -> BatchObject:
             counts = replace(batch.request_counts, total=total)
@@ -183,7 +183,7 @@ class BatchStore:
         return self._change(batch_id, lambda batch: begun(batch) if batch.status == "validating" else batch)
 
     def note_answered(self, batch_id: str) -> KeptBatch:
-        """Records that all requests have their lines, unless it was cancelled meanwhile."""
+        """Records that all requests have lines, unless the batch was cancelled."""
 
         def answered(batch: BatchObject) -> BatchObject:
             return after(batch, "answered", self._clock()) if batch.status == "in_progress" else batch
@@ -191,10 +191,10 @@ class BatchStore:
         return self._change(batch_id, answered)
 
     def note_progress(self, batch_id: str, counts: RequestCounts, nbytes: dict[str, int]) -> tuple[KeptBatch, int]:
-        """Records how far a batch is. `nbytes`: its files' sizes. Returns the most that these may be, in bytes."""
+        """Records a batch's progress. `nbytes`: its files' sizes. Returns their limit, in bytes."""
         with self.files.storing(), self._database.writing() as connection:
             kept = self._read(connection, batch_id)
-            if kept.batch.is_running:  # a call that is late changes nothing
+            if kept.batch.is_running:  # a late call has no effect
                 kept = replace(kept, batch=replace(kept.batch, request_counts=counts))
                 self._save(connection, kept)
                 for file_id, size in nbytes.items():
@@ -210,9 +210,9 @@ class BatchStore:
         files: tuple[OutputFile | None, OutputFile | None],
         errors: list[BatchError] | None = None,
     ) -> KeptBatch:
-        """Records in one transaction that a batch has ended, and its files of answers and errors; None: it has none.
+        """Records the end of a batch and its output and error files, if any, in one transaction.
 
-        `errors`: why its input file was refused.
+        `errors`: the faults of its input file.
         """
         now_s, ttl_s = self._clock(), self.files.config.ttl_s
         with self.files.storing(), self._database.writing() as connection:
@@ -249,7 +249,7 @@ class BatchStore:
         return _decoded(row[0])
 
     def _save(self, connection: sqlite3.Connection, kept: KeptBatch) -> None:
-        """A batch is kept for its time from its end on."""
+        """Writes a batch's row; a batch expires a fixed time after its end."""
         values = (_encoded(kept), int(kept.batch.is_running), self._clock() + self.files.config.ttl_s, kept.batch.id)
         connection.execute("UPDATE batches SET body = ?, running = ?, expires_s = ? WHERE id = ?", values)
 

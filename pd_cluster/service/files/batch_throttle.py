@@ -1,21 +1,21 @@
-"""Decides when a request of a batch may begin, so that interactive requests are hardly delayed. Pure.
+"""Decides when a batch request may begin, so that it hardly delays interactive requests. Pure.
 
-Engines serve interactive requests first, but a step that has begun runs to its end. While there are interactive
-requests, batches therefore compute prompts for a small share of the time only, whatever a prompt takes.
+Engines serve interactive requests first, but cannot interrupt a step. So while there are interactive requests, batches
+compute prompts for only a small share of the time, however long a prompt takes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-QUIET_S = 5.0  # without interactive requests, until batches may take the whole cluster
-PAUSE = 4.0  # times the time of a prompt, after it, beside interactive requests: prompts take a fifth of the time
-PLACES_SHARE = 4  # of the cluster's sequences, a quarter at most, likewise
+QUIET_S = 5.0  # without interactive requests before batches may use the whole cluster
+PAUSE = 4.0  # times a prompt's time, waited after it beside interactive requests: batches get a fifth of the time
+BATCH_DIVISOR = 4  # while there are interactive requests, batches get at most a quarter of the cluster's sequences
 PROMPTS_PER_INSTANCE = 2  # at a time: one being computed, and the next
 
 
 class ClusterCapacity(NamedTuple):
-    """`is_free`: nobody waits, and the last places are not reached. `num_places` 0: unknown."""
+    """`is_free`: no request waits, and sequences are left. `num_places`: the cluster's sequences; 0: unknown."""
 
     num_prefills: int
     num_places: int
@@ -23,17 +23,17 @@ class ClusterCapacity(NamedTuple):
 
 
 class BatchThrottle:
-    """Times are of one clock, which the caller reads. A stream is one prompt of a request."""
+    """The caller reads the clock. A stream is one prompt of a request."""
 
     def __init__(self, most: int) -> None:
-        """`most`: requests of batches at a time."""
+        """`most`: the most batch requests at a time."""
         self._most = most
         self.num_running = 0
         self._num_unsent = 0  # running requests without a stream yet
-        self._sent_s: dict[str, float] = {}  # streams that have no token yet, and when they were sent
+        self._sent_s: dict[str, float] = {}  # stream without a token -> when it was sent
         self._paused_until_s = 0.0
         self._num_interactive = 0
-        self._interactive_s = float("-inf")  # when there last was one
+        self._interactive_s = float("-inf")  # when there last was an interactive request
 
     def may_begin(self, now_s: float, capacity: ClusterCapacity) -> bool:
         if not capacity.is_free or self.num_running >= self._most:
@@ -41,14 +41,14 @@ class BatchThrottle:
         num_prompts = self._num_unsent + len(self._sent_s)
         if not self.is_beside_others(now_s):
             return num_prompts < PROMPTS_PER_INSTANCE * max(1, capacity.num_prefills)
-        most = max(1, (capacity.num_places or self._most) // PLACES_SHARE)
+        most = max(1, (capacity.num_places or self._most) // BATCH_DIVISOR)
         return not num_prompts and now_s >= self._paused_until_s and self.num_running < most
 
     def is_beside_others(self, now_s: float) -> bool:
-        """Whether there are interactive requests, or were some just now."""
+        """Whether there are interactive requests, or were recently."""
         return self._num_interactive > 0 or now_s - self._interactive_s < QUIET_S
 
-    # ---- events of requests of batches
+    # ---- events of batch requests
 
     def begins(self) -> None:
         self.num_running += 1
@@ -63,7 +63,7 @@ class BatchThrottle:
         self._sent_s[stream_id] = now_s
 
     def has_token(self, stream_id: str, now_s: float) -> None:
-        """Notes that a prompt has been computed, or has ended. A second call does nothing."""
+        """Records that a prompt was computed or ended. A second call has no effect."""
         sent_s = self._sent_s.pop(stream_id, None)
         if sent_s is not None:
             self._paused_until_s = now_s + PAUSE * (now_s - sent_s)

@@ -8,11 +8,11 @@ from pd_cluster.service.files.batch_lines import BatchEntry
 from pd_cluster.service.files.batch_states import BatchError
 
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # that are shown
+MAX_ERRORS = 100  # listed
 
 
 def check_entries(entries: Iterator[BatchEntry], endpoint: str) -> tuple[int, list[BatchError]]:
-    """Returns the number of requests, and their faults: all of them must ask the endpoint."""
+    """Returns the number of requests and their faults; each request must use the endpoint."""
     first: dict[bytes, int] = {}
     errors: list[BatchError] = []
     for entry in entries:

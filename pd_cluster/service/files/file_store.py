@@ -1,7 +1,7 @@
-"""Files that are kept for their owners: rows in a database, and contents beside it, in a folder of this user's alone.
+"""Stores owners' files in a private folder: rows in a database, contents next to it.
 
-A file is found by its owner and its id only: another owner's id is as unknown as a made-up one. Its path is made of the
-id, which is this server's own; a client's name for the file is only text. Knows nothing of HTTP or of batches.
+A file is found only by owner and id, so other owners' ids look unknown. The path follows from the id, which the server
+chooses; the client's file name is only text. Knows nothing of HTTP or of batches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Purpose = Literal["batch", "batch_output"]
 ID = re.compile(r"file-[0-9a-f]{32}")
 DATABASE, CONTENT = "files.sqlite3", "content"
 NUM_THREADS = 4
-MAX_FILES = 10_000  # of one owner
-MOST_EXPIRED = 64  # removed by one call, so that none takes long
-RESERVED_NBYTES = 16 << 20  # by which an upload's share of the quota grows
+MAX_FILES = 10_000  # per owner
+MOST_EXPIRED = 64  # removed per call, so that no call takes long
+RESERVED_NBYTES = 16 << 20  # the steps in which an upload reserves quota
 UPLOAD_TIMEOUT_S = 3600.0
 FAILING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 COLUMNS = "id, nbytes, made_s, expires_s, name, purpose"
@@ -63,25 +63,25 @@ class QuotaExceeded(RequestError):
 
 @dataclass(slots=True)
 class Upload:
-    """A file that is being written. `nbytes` were written; `num_reserved` bytes count against the owner's quota."""
+    """A file being written. `nbytes`: bytes written. `num_reserved`: bytes counted against the owner's quota."""
 
     owner: str
     id: str
     fd: int
     nbytes: int = 0
     num_reserved: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # its client may leave during a write
+    lock: threading.Lock = field(default_factory=threading.Lock)  # the client may leave during a write
 
 
 class FileStore:
-    """All calls wait for the disk: an event loop makes them through `on_thread`. They raise StorageFull.
+    """All calls wait for the disk, so event loops use `on_thread`. All raise StorageFull.
 
-    A file is gone when it expires; each new file removes some that have expired, of all owners. One that an unfinished
-    batch reads stays until the batch ends.
+    Expired files cannot be read, and each new file removes some of all owners. The input of an unfinished batch does
+    not expire.
     """
 
     def __init__(self, config: KeptFiles, clock: Callable[[], float] = time.time) -> None:
-        """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
+        """Makes or opens the folder. Raises ConfigError if other users can access it."""
         self.config, self.clock = config, clock
         self._threads = FairThreadPool(NUM_THREADS, name="files")
         setting, root = called("files_dir"), Path(config.folder)
@@ -97,7 +97,7 @@ class FileStore:
             ) from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the call's result; it runs on a thread of the store's own, and so delays nothing else."""
+        """Runs the call on the store's own thread and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class FileStore:
     # ---- uploads
 
     def begin(self, owner: str, nbytes: int = 0) -> Upload:
-        """Begins a file of about so many bytes. Raises QuotaExceeded."""
+        """Begins a file of about this many bytes. Raises QuotaExceeded."""
         self._expire()
         upload = Upload(owner, new_file_id(), -1)
         now_s = self.clock()
@@ -129,7 +129,7 @@ class FileStore:
         return upload
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Raises QuotaExceeded, and StorageFull, after which a part may be written."""
+        """Raises QuotaExceeded, and StorageFull, possibly after a partial write."""
         if (nbytes := upload.nbytes + len(data)) > upload.num_reserved:
             self._reserve(upload, nbytes, nbytes + RESERVED_NBYTES)
         with self.storing(), upload.lock:
@@ -139,7 +139,7 @@ class FileStore:
         upload.nbytes += len(data)
 
     def complete(self, upload: Upload, filename: str, ttl_s: float | None) -> FileObject:
-        """Ends an upload; from now on its file is found. `ttl_s` None: the usual one."""
+        """Ends an upload and publishes its file. `ttl_s` None: the default."""
         now_s = self.clock()
         expires_s = now_s + min(self.config.ttl_s, ttl_s or self.config.ttl_s)
         changes = (filename, upload.nbytes, now_s, expires_s, upload.id)
@@ -154,7 +154,7 @@ class FileStore:
         return self.find(upload.owner, upload.id)
 
     def discard(self, upload: Upload) -> None:
-        """Removes an unfinished upload, at once or when it expires."""
+        """Removes an unfinished upload now or, if that fails, when it expires."""
         with upload.lock:
             fd, upload.fd = upload.fd, -1
         if fd >= 0:
@@ -164,7 +164,7 @@ class FileStore:
             connection.execute("DELETE FROM files WHERE id = ?", (upload.id,))
 
     def _reserve(self, upload: Upload, least: int, wanted: int) -> None:
-        """Counts so many bytes against the owner's quota, at least and at best. Raises QuotaExceeded."""
+        """Reserves at least and at most this many bytes of the owner's quota. Raises QuotaExceeded."""
         with self.storing(), self.database.writing() as connection:
             others = self.num_kept(connection, upload.owner) - upload.num_reserved
             granted = min(wanted, self.quota_nbytes - others)
@@ -185,7 +185,7 @@ class FileStore:
         )
 
     def num_kept(self, connection: sqlite3.Connection, owner: str) -> int:
-        """Returns the bytes of all files of an owner."""
+        """Returns the bytes of all of an owner's files."""
         asked = "SELECT COALESCE(SUM(nbytes), 0) FROM files WHERE owner = ?"
         (found,) = connection.execute(asked, (key_of(owner),)).fetchone()
         return int(found)
@@ -193,7 +193,7 @@ class FileStore:
     # ---- files
 
     def find(self, owner: str, file_id: str) -> FileObject:
-        """Raises RequestNotFound for any id that is not a live file of this owner."""
+        """Raises RequestNotFound unless the id is an unexpired file of this owner."""
         asked = f"SELECT {COLUMNS} FROM files WHERE id = ? AND owner = ? AND whole AND (expires_s > ? OR {IN_USE})"
         with self.storing():
             row = self.database.connection.execute(asked, (file_id, key_of(owner), self.clock())).fetchone()
@@ -210,7 +210,7 @@ class FileStore:
             raise file_not_found(file_id) from None
 
     def files_of(self, owner: str, purpose: str, paging: Paging) -> list[FileObject]:
-        """Returns one more than `paging` allows, if there are more. Raises RequestNotFound for an unknown `after`."""
+        """Returns one more than `paging` allows if there are more. Raises RequestNotFound for an unknown `after`."""
         wanted, values = "owner = ? AND whole AND expires_s > ?", [key_of(owner), self.clock()]
         if purpose:
             wanted, values = f"{wanted} AND purpose = ?", [*values, purpose]
@@ -221,7 +221,7 @@ class FileStore:
         return [_file_of(row) for row in rows]
 
     def delete(self, owner: str, file_id: str) -> None:
-        """Raises RequestNotFound, and Refused while an unfinished batch reads it."""
+        """Deletes a file. Raises RequestNotFound, and Refused while an unfinished batch reads it."""
         found = self.find(owner, file_id)
         with self.storing(), self.database.writing() as connection:
             asked = "SELECT id FROM batches WHERE input = ? AND running"
@@ -231,12 +231,12 @@ class FileStore:
             connection.execute("DELETE FROM files WHERE id = ?", (found.id,))
 
     def _expire(self) -> None:
-        """Removes some of what has expired, of all owners."""
+        """Removes some expired files and batches, of all owners."""
         now_s = self.clock()
         asked = f"SELECT id FROM files WHERE expires_s <= ? AND NOT {IN_USE} LIMIT ?"
         with self.storing():
             rows = self.database.connection.execute(asked, (now_s, MOST_EXPIRED)).fetchall()
-            for (file_id,) in rows:  # contents first: a row without one is removed the next time, too
+            for (file_id,) in rows:  # contents first: a row without content is removed next time
                 remove(self.content, file_id)
             with self.database.writing() as connection:
                 connection.executemany("DELETE FROM files WHERE id = ?", rows)
@@ -244,7 +244,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[None]:
-        """Raises StorageFull for what the disk refuses."""
+        """Raises StorageFull for disk errors."""
         folder = f"{called('files_dir')} {self.config.folder}"
         try:
             yield

@@ -1,4 +1,4 @@
-"""Rows of files and batches: their tables, their owners, and parts of lists."""
+"""Database rows of files and batches: tables, owners, paging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CREATE INDEX IF NOT EXISTS batches_by_expiry ON batches (expires_s);
 
 
 class Paging(NamedTuple):
-    """Which part of a list is wanted. `after`: the id of the item before the first; "": from the beginning."""
+    """The part of a list to return. `after`: the id of the item before it; "": from the beginning."""
 
     limit: int
     after: str = ""
@@ -37,7 +37,7 @@ def key_of(owner: str) -> bytes:
 def listed(
     connection: sqlite3.Connection, select: str, values: list[Any], paging: Paging
 ) -> list[tuple[Any, ...]] | None:
-    """Returns rows by age, one more than `paging` allows if there are more; None for an `after` that is not there."""
+    """Returns rows by age, one more than `paging` allows if there are more; None for an unknown `after`."""
     direction, sign = ("ASC", ">") if paging.is_ascending else ("DESC", "<")
     if paging.after:
         row = connection.execute(f"SELECT made_s, id FROM ({_with_age(select)}) WHERE id = ?", (*values, paging.after))

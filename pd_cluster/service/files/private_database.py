@@ -1,4 +1,4 @@
-"""A SQLite database in a folder of this user's alone, shared by processes of one host: a connection for each thread."""
+"""A SQLite database in a private folder, shared by processes of one host; each thread has a connection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BUSY_TIMEOUT_S = 10.0  # for another process's write
 
 
 class PrivateDatabase:
-    """`connection` and `writing` wait for the disk: an event loop uses them on a thread. Both raise sqlite3.Error."""
+    """`connection` and `writing` wait for the disk, so event loops use a thread. Both raise sqlite3.Error."""
 
     def __init__(self, file: Path, setting: str, schema: str) -> None:
-        """Makes the folder, or takes it over. Raises ConfigError, OSError and sqlite3.Error.
+        """Makes or opens the folder. Raises ConfigError, OSError and sqlite3.Error.
 
         `setting` names the folder in errors.
         """
@@ -31,19 +31,19 @@ class PrivateDatabase:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """This thread's own."""
+        """This thread's connection."""
         found: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if found is None:
             found = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             found.execute("PRAGMA journal_mode = WAL")  # readers do not wait for writers
             found.execute("PRAGMA synchronous = NORMAL")
-            found.execute("PRAGMA secure_delete = ON")  # a removed text is not left in the file
+            found.execute("PRAGMA secure_delete = ON")  # removed texts do not stay in the file
             self._local.connection = found
         return found
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Begins a transaction that is kept whole, or not at all."""
+        """Runs the block as one transaction."""
         connection = self.connection
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -54,6 +54,6 @@ class PrivateDatabase:
             raise
 
     def close(self) -> None:
-        """Ends the calling thread's use of the file."""
+        """Closes the calling thread's connection."""
         self.connection.close()
         del self._local.connection

@@ -1,4 +1,4 @@
-"""Prompts to classes: a classifier's head on the vectors that instances compute. Knows nothing of HTTP."""
+"""Classifies prompts with a classifier's head on the instances' vectors. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_HEAD = (
 )
 
 
-FEW_PRODUCTS = 1 << 16  # of numbers, which take some milliseconds
+FEW_PRODUCTS = 1 << 16  # multiplications, which take some milliseconds
 
 
 class Classifier:
@@ -38,7 +38,7 @@ class Classifier:
 
     @property
     def is_able(self) -> bool:
-        """Whether the model is a classifier, also one whose head cannot be read."""
+        """Whether the model is a classifier, even if its head cannot be read."""
         try:
             return self._head is not None
         except ModelError:
@@ -46,7 +46,7 @@ class Classifier:
 
     @property
     def head(self) -> ClassificationHead:
-        """Raises RequestError for a model without one."""
+        """Raises RequestError for a model without a head."""
         try:
             head = self._head
         except ModelError as error:
@@ -56,7 +56,7 @@ class Classifier:
         return head
 
     def takes_long(self, num_inputs: int) -> bool:
-        """Whether the head alone keeps a process busy for a noticeable time."""
+        """Whether computing the head takes noticeably long."""
         return num_inputs * len(self.head.weight) * len(self.head.weight[0]) > FEW_PRODUCTS
 
     async def generations(self, asks: Sequence[EmbeddingInput]) -> list[Generation]:
@@ -67,7 +67,7 @@ class Classifier:
         )
 
     def numbers(self, vector: PooledOutput, is_probability: bool) -> list[float]:
-        """Returns a number for each label, as transformers computes it. Raises GenerationError."""
+        """Returns a value for each label, as transformers computes it. Raises GenerationError."""
         head, values = self.head, numbers_of(vector.vector, None)
         if len(values) != len(head.weight[0]):
             raise GenerationError(f"a vector of {len(values)} numbers; the head takes {len(head.weight[0])}")

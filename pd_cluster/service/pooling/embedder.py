@@ -29,16 +29,16 @@ from pd_cluster.settings.request_settings import PoolerConfig, PoolingType
 from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
 
 POOLING_KINDS: dict[PoolingType, PoolingKind] = {"LAST": "last", "MEAN": "mean"}
-PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
+PROMPTS_A_TURN = 16  # to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingInput(PoolingInput):
-    """A prompt to be pooled: text or token ids.
+    """A prompt to pool: text or token ids.
 
-    `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
-    tokens are kept, or of the first if it `keeps_first`; -1: as many as the context has; None: a prompt that is too
-    long is refused. `normalizes` None: as the server's settings say. `field`: its name in errors.
+    `dimensions`: the number of leading vector elements to keep; None: all. `truncate_prompt_tokens`: the number of last
+    tokens to keep, or of first ones if `keeps_first`; -1: as many as fit the context; None: a longer prompt is refused.
+    `normalizes` None: the server's setting. `field`: its name in errors.
     """
 
     prompt: str | list[int]
@@ -58,7 +58,7 @@ class Embedding(NamedTuple):
 
 
 class EmbedderRules(NamedTuple):
-    """`folder` is the checkpoint's; `settings` count before what it says."""
+    """`folder`: the checkpoint's. `settings` override the checkpoint."""
 
     vocab_size: int
     folder: Path
@@ -74,7 +74,7 @@ class Embedder:
 
     @cached_property
     def kind(self) -> PoolingKind:
-        """The settings' kind of pooling, or the checkpoint's. Raises RequestError for one that is not supported."""
+        """The settings' kind of pooling, or the checkpoint's. Raises RequestError for an unsupported kind."""
         if self._rules.settings.kind is not None:
             return POOLING_KINDS[self._rules.settings.kind]
         try:
@@ -84,7 +84,7 @@ class Embedder:
 
     @cached_property
     def prompts(self) -> EmbeddingPrompts:
-        """The texts that the checkpoint puts in front of others. Raises RequestError for a broken file."""
+        """The checkpoint's prompts, which precede texts. Raises RequestError for a broken file."""
         try:
             return EmbeddingPrompts.read(self._rules.folder)
         except ModelError as error:
@@ -107,7 +107,7 @@ class Embedder:
         return prompt
 
     async def generation(self, ask: EmbeddingInput, kind: PoolingKind | None = None) -> Generation:
-        """Prepares one prompt. `kind` of pooling: None: the model's own. Raises RequestError."""
+        """Prepares one prompt. `kind`: of pooling; None: the model's own. Raises RequestError."""
         if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
             raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
         check_priority(ask.priority, self._rules.has_priorities)

@@ -1,4 +1,4 @@
-"""How likely given tokens are behind a prompt, beside each other or among all: vLLM's generative scoring.
+"""vLLM's generative scoring: the probabilities of given tokens after a prompt, among themselves or among all tokens.
 
 Knows nothing of HTTP.
 """
@@ -17,15 +17,15 @@ from pd_cluster.service.preprocessing.request_limits import check_priority
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.types import PooledOutput, Pooling
 
-ITEMS_A_TURN = 16  # that are prepared before other tasks have their turn
+ITEMS_A_TURN = 16  # to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelInput(PoolingInput):
-    """A query and items, texts or token ids, and the tokens to score behind each.
+    """A query and items, texts or token ids, and the tokens to score after each.
 
-    `is_among_all`: probabilities are those of the whole vocabulary. `special`: the tokenizer adds its tokens to the
-    query.
+    `is_among_all`: probabilities are over the whole vocabulary. `special`: the tokenizer adds its special tokens to
+    the query.
     """
 
     query: str | list[int]
@@ -41,7 +41,7 @@ class LabelScorer:
         self._encoder, self._has_priorities, self._vocab_size = encoder, has_priorities, vocab_size
 
     async def generations(self, ask: LabelInput) -> list[Generation]:
-        """Prepares a prompt for each item; one beyond the context loses its last tokens. Raises RequestError."""
+        """Prepares a prompt for each item; a prompt beyond the context loses its last tokens. Raises RequestError."""
         check_priority(ask.priority, self._has_priorities)
         pooling = Pooling(kind="logits", token_ids=ask.token_ids, tells_total=ask.is_among_all)
         query = await self._tokens(ask, ask.query, ask.special, "query")
@@ -67,7 +67,7 @@ class LabelScorer:
         return given
 
     def probabilities(self, ask: LabelInput, vectors: Sequence[PooledOutput]) -> list[list[float]]:
-        """Returns those of the labels behind each item. Raises GenerationError."""
+        """Returns the labels' probabilities after each item. Raises GenerationError."""
         number = len(ask.token_ids) + ask.is_among_all
         found = []
         for each in vectors:

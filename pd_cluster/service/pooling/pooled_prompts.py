@@ -1,4 +1,4 @@
-"""Computes prompts without generating, over the router: parameters, limits, and vectors back.
+"""Computes prompts without generating: parameters, limits, and vectors from the router.
 
 Knows nothing of HTTP or of the meaning of vectors.
 """
@@ -83,7 +83,7 @@ def numbers_of(vector: bytes, num_numbers: int | None) -> list[float]:
 
 
 def kept_tokens(truncate_prompt_tokens: int, limit: int) -> int:
-    """Returns how many tokens of a prompt are kept at most. Raises RequestError."""
+    """Returns the most tokens to keep of a prompt. Raises RequestError."""
     keep = limit if truncate_prompt_tokens == -1 else truncate_prompt_tokens
     if not 0 < keep <= limit:
         raise RequestError(
@@ -94,7 +94,7 @@ def kept_tokens(truncate_prompt_tokens: int, limit: int) -> int:
 
 
 def check_length(num_tokens: int, limit: int, place: str) -> None:
-    """Raises RequestError for an empty prompt and for one that is longer than the context. `place`: the field."""
+    """Raises RequestError for a prompt that is empty or longer than the context. `place`: the field."""
     param = place.partition("[")[0]
     if not num_tokens:
         raise RequestError(f"{place}: no tokens", param=param)

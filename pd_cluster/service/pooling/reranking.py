@@ -35,7 +35,7 @@ PREFIX = (
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 WORDS = ("no", "yes")  # the answers; the score is the probability of the second
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-PAIRS_A_TURN = 16  # to prepare before other tasks get a turn
+PAIRS_A_TURN = 16  # to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ScoreInput(PoolingInput):
     """
 
     pairs: Sequence[tuple[str, str]]
-    instruction: str | None = None  # None: that of the model's card
+    instruction: str | None = None  # None: the model card's
     is_probability: bool = True  # otherwise the score is the difference of two logits
     fields: tuple[str, str] = ("query", "documents")
 
@@ -62,7 +62,7 @@ class _Frame:
 
 
 class Reranker:
-    """Scores pairs. `guard` None: clients' texts may have control tokens."""
+    """Scores pairs. `guard` None: clients' texts may contain control tokens."""
 
     def __init__(self, encoder: PromptEncoder, guard: ControlTokenGuard | None, has_priorities: bool) -> None:
         self._encoder, self._guard, self._has_priorities = encoder, guard, has_priorities
@@ -70,7 +70,7 @@ class Reranker:
 
     @cached_property
     def is_able(self) -> bool:
-        """Whether the tokenizer has what the prompt and its answers need."""
+        """Whether the tokenizer has the tokens of the prompt and of its answers."""
         encode = self._tokenizer.encode
         return self._tokenizer.has_text and all(len(encode(text, False)) == 1 for text in (*TURN_MARKS, *WORDS))
 

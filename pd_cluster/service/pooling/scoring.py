@@ -25,7 +25,7 @@ from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.settings.request_settings import PoolerConfig
 from pd_cluster.types import PooledOutput
 
-NAMES = ("query", "documents")  # of a pair's texts, in errors
+NAMES = ("query", "documents")  # a pair's texts, in errors
 
 
 class Scorer:
@@ -75,7 +75,7 @@ class Scorer:
     async def shortened(
         self, pairs: list[tuple[str, str]], most_of_query: int, most_of_document: int, caller: Caller
     ) -> list[tuple[str, str]]:
-        """Returns pairs of texts with at most so many tokens; 0: as many as there are."""
+        """Returns pairs of texts truncated to this many tokens; 0: not truncated."""
         if not most_of_query and not most_of_document:
             return pairs
         tokenizer = self._encoder.tokenizer
@@ -89,7 +89,7 @@ class Scorer:
         return await self._encoder.run(work, sum(len(text) for pair in pairs for text in pair), caller)
 
     def scores(self, ask: ScoreInput, vectors: Sequence[PooledOutput]) -> list[float]:
-        """Returns a score for each pair. `vectors`: those of the prepared prompts. Raises GenerationError."""
+        """Returns a score for each pair. `vectors`: the prepared prompts'. Raises GenerationError."""
         if self.judges:
             return self._reranker.scores(ask, vectors)
         found = [numbers_of(each.vector, None) for each in vectors]
@@ -116,7 +116,7 @@ def scorer_of(
     log: RequestLog | None,
     settings: PoolerConfig,
 ) -> Scorer:
-    """Makes the scorer of a process, and its embedder. `folder`: the checkpoint's."""
+    """Makes a process's scorer and embedder. `folder`: the checkpoint's."""
     encoder, has_priorities = intake.encoder, intake.has_priorities
     rules = EmbedderRules(intake.limits.vocab_size, folder, has_priorities, settings)
     return Scorer(Embedder(router, encoder, rules, log), Reranker(encoder, guard, has_priorities), encoder, folder)

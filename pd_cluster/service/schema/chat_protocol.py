@@ -28,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
 class Medium(NamedTuple):
-    """`where`: its place in the request. `uuid`: the sender's name for it; with a uuid, `url` may be ""."""
+    """`where`: its path in the request. `uuid`: the client's name for it; with a uuid, `url` may be ""."""
 
     where: str
     url: str
@@ -41,7 +41,7 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]  # checked in conversation.py, with the template's roles
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
     refusal: str | None = None  # used as the content of a message without content
-    audio: Annotated[Any, AfterValidator(unless_empty("nothing is heard here; send its transcript as content"))] = None
+    audio: Annotated[Any, AfterValidator(unless_empty("audio is not supported; send its transcript as content"))] = None
     function_call: Annotated[Any, AfterValidator(unless_empty("calls are sent in tool_calls"))] = None
 
     @property
@@ -238,7 +238,7 @@ class ChatFields(BaseModel):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends with the beginning of an assistant's message."""
+        """Whether the prompt ends with the beginning of an assistant message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 

@@ -35,7 +35,7 @@ MAX_SESSION_NUM_CHARS = 1024
 MAX_LOGIT_BIAS = 100.0
 MOST_NAMED = 10  # wrong keys listed in an error
 ALL_LOGPROBS = -1  # logprobs of the whole vocabulary, as in vLLM
-DRAWN_SEED = -1  # a random seed, as in vLLM
+RANDOM_SEED = -1  # a random seed, as in vLLM
 MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy, as in vLLM
 
 # Parameters of other servers that are not supported yet -> the values that ask for nothing.
@@ -68,7 +68,7 @@ ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_token_ids": (([],), "is for sampling_params of /inference/v1/generate"),
     "prompt_logprob_start": ((0,), "is for sampling_params of /inference/v1/generate"),
 }
-# SGLang's names for what has another one here -> the values that ask for nothing, and the way out.
+# SGLang's names for parameters with another name here -> the values that ask for nothing, and the way out.
 SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "regex": (("",), 'give structured_outputs: {"regex": …}'),
     "ebnf": (("",), 'give structured_outputs: {"grammar": …}'),
@@ -222,7 +222,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    return_token_offsets: bool | None = None  # of the routes that render a prompt
+    return_token_offsets: bool | None = None  # for routes that render a prompt
     include_metrics: bool | None = None
     prediction: Prediction | None = None
     speculative: bool | None = None
@@ -244,7 +244,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def own_seed(self) -> int | None:
-        return None if self.seed == DRAWN_SEED else self.seed
+        return None if self.seed == RANDOM_SEED else self.seed
 
     @property
     def num_choices(self) -> int:
@@ -271,7 +271,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """The tokens whose logprobs are returned at each prompt token but the first, beside the most likely ones."""
+        """The tokens whose logprobs are returned at each prompt token but the first, besides the most likely ones."""
         return ()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -323,7 +323,7 @@ class GenerationRequest(BaseModel):
         num_sequences = self.num_choices if self.beam_width else self.num_sequences
         num_logprobs = self.num_logprobs
         named = tuple(dict.fromkeys(self.logprob_token_ids or ())) if num_logprobs is not None else ()
-        num_logprobs = 0 if named else num_logprobs  # as in vLLM, they take the place of the most likely ones
+        num_logprobs = 0 if named else num_logprobs  # as in vLLM, they replace the most likely ones
         return Sampling(
             n=num_sequences,
             max_tokens=max_tokens,
@@ -433,9 +433,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokensCompletionRequest(CompletionRequest):
-    """The completion that a request of /inference/v1/generate becomes.
+    """A request of /inference/v1/generate as a completion.
 
-    `prompt_logprob_token_ids`: tokens to score behind each prompt token from `prompt_logprob_start` on but the last.
+    `prompt_logprob_token_ids`: tokens to score after each prompt token from `prompt_logprob_start` to the last but one.
     """
 
     prompt_logprob_token_ids: Annotated[list[Annotated[list[Id], FAIL_FAST]], FAIL_FAST] | None = None
@@ -449,19 +449,19 @@ class TokensCompletionRequest(CompletionRequest):
 
     @property
     def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Raises RequestError unless there is a row for each token that is scored."""
+        """Raises RequestError unless there is a row for each scored token."""
         rows, start = self.prompt_logprob_token_ids, self.prompt_logprob_start or 0
         if not rows:
             return ()
         if self.truncate_prompt_tokens is not None:
             name = "truncate_prompt_tokens"
-            raise RequestError(f"{name}: not beside prompt_logprob_token_ids; leave out one of the two", param=name)
+            raise RequestError(f"{name}: conflicts with prompt_logprob_token_ids; leave out one of the two", param=name)
         num_scored = max(0, len(self.prompt) - 1 - start)
         if len(rows) != num_scored:
             name = "prompt_logprob_token_ids"
             raise RequestError(
-                f"{name}: {len(rows)} rows for {num_scored} scored rows, one for each token of the prompt behind "
-                f"number {start}; give as many",
+                f"{name}: {len(rows)} rows for {num_scored} scored rows; give one for each prompt token after "
+                f"number {start}",
                 param=name,
             )
         return ((),) * start + tuple(map(tuple, rows))

@@ -18,9 +18,9 @@ from pd_cluster.errors import (
 
 MAX_BODY_NBYTES = 32 << 20  # also the most of a body that is read and ignored after the answer
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
-CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
+CLIENT_CLOSED_REQUEST = 499  # never sent, because the client has left
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # with Anthropic's shapes
-NO_THREADS = "thread_unsupported_request"  # Anthropic's clients go on without a thread when its details say so
+NO_THREADS = "thread_unsupported_request"  # tells Anthropic's clients to continue without a thread
 MESSAGES_ERRORS = {  # status -> Anthropic's type of error
     400: "invalid_request_error",
     401: "authentication_error",

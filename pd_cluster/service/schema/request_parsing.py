@@ -40,7 +40,7 @@ OFFSETS = "return_token_offsets"  # the same
 
 CHECKED = frozenset(
     {*NOT_YET, *ELSEWHERE, *SGLANGS, *CHAT_ONLY, *HARMLESS}
-)  # where such a name has been given, it asks for nothing
+)  # values of these names that ask for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -53,11 +53,10 @@ def parse(
     takes: Collection[str] = (),
     vocab_size: int | None = None,
 ) -> RequestT:
-    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
+    """Parses a body. Raises RequestError that names the field.
 
-    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes`: of
-    HANDLE and OFFSETS, those that the route honours. `vocab_size`: ids outside are then refused beside all that are
-    none.
+    `has_own_names`: the fields are another API's, so this API's names have no meaning. `takes`: which of HANDLE and
+    OFFSETS the route honours. `vocab_size`: larger ids are refused together with invalid ones.
     """
     return checked(decoded(body), kind, has_own_names, takes, vocab_size)
 
@@ -187,13 +186,13 @@ def _check_top_logprobs(request: GenerationRequest) -> None:
 
 
 def _check_named_logprobs(request: GenerationRequest) -> None:
-    """Refuses logprobs of named tokens where no token of an answer is told. Raises RequestError."""
+    """Refuses logprobs of named tokens if the answer has no logprobs. Raises RequestError."""
     name = "logprob_token_ids"
     if not request.logprob_token_ids:
         return
     if request.num_logprobs is None:
         needed = "logprobs: true" if isinstance(request, ChatCompletionRequest) else "logprobs"
-        raise RequestError(f"{name}: needs {needed} beside it", param=name)
+        raise RequestError(f"{name}: needs {needed}", param=name)
     if request.beam_width:
         raise RequestError(f"{name}: not for a beam search; leave out one of the two", param=name)
     if request.max_tokens == 0:

@@ -1,6 +1,6 @@
-"""Objects with a field `type` that tells their kind: items, parts of contents, blocks.
+"""Objects with a field `type`: items, parts of contents, blocks.
 
-An unsupported type is refused by its name, with a way out; so is a field that asks for an unsupported feature.
+Unsupported types, and fields that ask for unsupported features, are refused by name, with a way out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TaggedTypes:
         return RequestError(f"{place}: {what}; {way_out}", param=field_of(place))
 
     def read(self, value: Any, place: str) -> TypedFields:
-        """Returns the object at this place of the request. Raises RequestError."""
+        """Returns the object at this path of the request. Raises RequestError."""
         return read_as(self.check(value.get("type") if isinstance(value, dict) else None, place), value, place)
 
 
@@ -87,5 +87,5 @@ def read_as(model: type[TypedFields], value: Any, place: str) -> TypedFields:
 
 
 def field_of(place: str) -> str:
-    """Returns the request's field that contains a place."""
+    """Returns the top-level field of a path."""
     return place.partition("[")[0]

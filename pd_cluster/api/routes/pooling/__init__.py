@@ -1,1 +1,1 @@
-"""Routes whose prompts are computed and not continued: vectors, scores, classes."""
+"""Routes that compute prompts without generating: vectors, scores, classes."""

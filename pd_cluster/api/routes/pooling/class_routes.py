@@ -1,4 +1,4 @@
-"""The routes that answer with how likely classes are: a classifier's own, or tokens of a generating model."""
+"""Routes that return probabilities: of a classifier's classes, or of a generating model's tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pd_cluster.types import PooledOutput
 
 class Classified(Struct):
     index: int
-    label: Annotated[str, Meta(description="The likeliest class.")]
-    probs: Annotated[list[float], Meta(description="Of each class; with `use_activation` false its own number.")]
+    label: Annotated[str, Meta(description="The most likely class.")]
+    probs: Annotated[list[float], Meta(description="Each class's probability; its logit if `use_activation` is false.")]
     num_classes: int
 
 
@@ -46,7 +46,7 @@ class LabelScore(Struct):
     object: Literal["score"]
     index: int
     score: Annotated[float, Meta(description="The probability of the first label.")]
-    label_probs: Annotated[list[float], Meta(description="Those of all labels, in the request's order.")]
+    label_probs: Annotated[list[float], Meta(description="All labels' probabilities, in the request's order.")]
 
 
 class LabelScores(Struct):
@@ -92,7 +92,7 @@ def _add_classes(routes: APIRouter, service: TextService) -> None:
 
 
 def _add_labels(routes: APIRouter, service: TextService) -> None:
-    summary = "How likely given tokens are behind a query and each of some items."
+    summary = "The probabilities of given tokens after a query and each item."
     operation = Operation(summary, LabelScores, GenerativeScoringRequest, GENERATIVE_SCORING)
 
     @routes.post("/generative_scoring", openapi_extra=operation)

@@ -31,10 +31,10 @@ from pd_cluster.types import PooledOutput
 
 
 class CohereVectors(Struct, omit_defaults=True, rename={"floats": "float"}):
-    floats: Annotated[list[list[float]] | None, Meta(description="A list of numbers for each text.")] = None
+    floats: Annotated[list[list[float]] | None, Meta(description="Each text's vector.")] = None
     binary: Annotated[list[list[int]] | None, Meta(description="Signs, eight in a number from -128 to 127.")] = None
-    ubinary: Annotated[list[list[int]] | None, Meta(description="The same from 0 to 255.")] = None
-    base64: Annotated[list[str] | None, Meta(description="The numbers' float32 bytes, little endian.")] = None
+    ubinary: Annotated[list[list[int]] | None, Meta(description="Signs, eight in a byte, 0 to 255.")] = None
+    base64: Annotated[list[str] | None, Meta(description="The vectors' float32 bytes, little endian.")] = None
 
 
 class CohereVersion(Struct):
@@ -60,7 +60,7 @@ class CohereEmbeddings(Struct, omit_defaults=True):
 
 def cohere_embed_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
-    operation = Operation("The vectors of texts, in Cohere's form.", CohereEmbeddings, CohereEmbedRequest, COHERE_EMBED)
+    operation = Operation("Embed texts, with Cohere's API.", CohereEmbeddings, CohereEmbedRequest, COHERE_EMBED)
 
     @routes.post("/v2/embed", openapi_extra=operation)
     async def embed(http: Request) -> Response:
@@ -106,14 +106,14 @@ def cohere_embed_routes(service: TextService) -> APIRouter:
 
 
 def _kept(request: CohereEmbedRequest, limit: int) -> int | None:
-    """Returns how many tokens of a text are kept; -1: as many as the context has; None: none are cut off."""
+    """Returns the most tokens to keep of a text; -1: as many as fit the context; None: texts are not truncated."""
     if request.truncate == "NONE":
         return None
     return -1 if request.max_tokens is None else min(request.max_tokens, limit)
 
 
 def _check_length(request: CohereEmbedRequest, generations: Sequence[Generation]) -> None:
-    """Raises RequestError for a text that has more than max_tokens and may not be cut."""
+    """Raises RequestError for a text of more than max_tokens that may not be truncated."""
     longest = max(len(each.prompt_token_ids) for each in generations)
     if request.truncate == "NONE" and request.max_tokens is not None and longest > request.max_tokens:
         raise RequestError(
@@ -124,7 +124,7 @@ def _check_length(request: CohereEmbedRequest, generations: Sequence[Generation]
 
 
 def _in_forms(vectors: list[list[float]], forms: Sequence[str]) -> CohereVectors:
-    """Raises GenerationError for signs of a vector whose size is no multiple of 8."""
+    """Raises GenerationError for signs of a vector whose size is not a multiple of 8."""
     found = CohereVectors()
     if "float" in forms:
         found.floats = vectors
@@ -142,7 +142,7 @@ def _bytes_of(vector: list[float]) -> bytes:
 
 
 def _signs(vector: list[float]) -> list[int]:
-    """Returns a bit for each number that is not negative, the first of eight as the highest."""
+    """Returns sign bits, eight to a byte, the first one highest; a bit is set unless the value is negative."""
     if len(vector) % 8:
         raise GenerationError(f"binary: the vectors have {len(vector)} numbers, and signs need a multiple of 8")
     bits = "".join("1" if number >= 0 else "0" for number in vector)

@@ -1,4 +1,4 @@
-"""The common part of routes of pooled prompts: their terms, their usage, and an answer once all are computed."""
+"""The common part of pooling routes: request terms, usage, and the answer after all prompts are computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def answer_pooled(
     answer: Callable[[list[PooledOutput]], msgspec.Struct],
     is_long: bool = False,
 ) -> Response:
-    """Computes all prompts and answers, unless the client leaves first. `is_long`: making the answer takes a while."""
+    """Computes all prompts and answers, unless the client leaves. `is_long`: building the answer takes long."""
     reserve_tokens(http, generations)
     found = await unless_disconnected(http.receive, service.embedder.vectors(generations))
     if found is None:
@@ -71,5 +71,5 @@ def pooling_usage(generations: list[Generation]) -> PoolingUsage:
 
 
 def base64_of(vector: bytes, dimensions: int | None) -> str:
-    numbers_of(vector, dimensions)  # raises for bytes that are none
+    numbers_of(vector, dimensions)  # raises for invalid bytes
     return base64.b64encode(vector).decode()

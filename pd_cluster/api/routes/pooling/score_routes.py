@@ -1,6 +1,6 @@
 """The routes that score documents: /score and /rerank.
 
-Instances that prefill do all of the work; no decode leg is taken.
+Prefill instances do all the work; there is no decode leg.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pd_cluster.types import PooledOutput
 class ScoreItem(Struct):
     object: Literal["score"]
     index: int
-    score: Annotated[float, Meta(description="A probability or a cosine; with `use_activation` false any number.")]
+    score: Annotated[float, Meta(description="A probability or a cosine; any number if `use_activation` is false.")]
 
 
 class Scores(Struct):
@@ -49,7 +49,7 @@ class RerankedText(Struct):
 
 
 class RerankItem(Struct, omit_defaults=True):
-    index: Annotated[int, Meta(description="The document's place in the request.")]
+    index: Annotated[int, Meta(description="The document's index in the request.")]
     relevance_score: float
     document: RerankedText | None = None
 
@@ -122,5 +122,5 @@ async def _shortened(
 
 
 def _judgement(request: PairsRequest) -> dict[str, Any]:
-    """Returns the fields of a ScoreInput that say how its pairs are judged."""
+    """Returns the fields of a ScoreInput that determine how its pairs are scored."""
     return {"instruction": request.instruction, "is_probability": request.use_activation is not False}

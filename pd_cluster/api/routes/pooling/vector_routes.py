@@ -1,4 +1,4 @@
-"""The routes that answer with a vector for each text: OpenAI's /v1/embeddings and vLLM's /pooling."""
+"""The routes that return a vector for each text: OpenAI's /v1/embeddings and vLLM's /pooling."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Embeddings(Struct):
 class PooledItem(Struct):
     object: Literal["pooling"]
     index: int
-    data: Annotated[list[float] | str, Meta(description="As an embedding, or a number for each class.")]
+    data: Annotated[list[float] | str, Meta(description="A vector, or a value for each class.")]
 
 
 class PooledItems(Struct):

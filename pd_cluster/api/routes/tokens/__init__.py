@@ -1,1 +1,1 @@
-"""Routes of token ids: generating from them, making them of prompts, and texts of them again."""
+"""Routes for token ids: generate from them, render prompts to them, and convert them to text."""

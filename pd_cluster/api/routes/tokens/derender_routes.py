@@ -1,7 +1,7 @@
-"""The routes that make a chat's or a completion's answer of token ids from /inference/v1/generate: vLLM's derender.
+"""vLLM's derender routes, which convert token ids from /inference/v1/generate to a chat's or completion's answer.
 
-Each reads its prompt anew, as the render routes do, and then the tokens, as if they had just come. No instance takes
-part.
+Each prepares the prompt again, as the render routes do, then reads the tokens as if they had just been generated. No
+instance takes part.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pd_cluster.service.schema.tokens.derender_protocol import (
 )
 from pd_cluster.service.text_service import TextService
 
-MAX_TOKENS = 1 << 18  # of a request's answers together, as for /detokenize
-NUM_CHARS_PER_TOKEN = 4  # for how long the work may take
-NOT_READ: Mapping[str, Any] = {  # fields of the rendered request that ask for what the answer has no tokens of
+MAX_TOKENS = 1 << 18  # of all answers in a request, as for /detokenize
+NUM_CHARS_PER_TOKEN = 4  # to estimate how long the work takes
+UNSUPPORTED_FIELDS: Mapping[str, Any] = {  # fields of the rendered request that need more than the answer's tokens
     **dict.fromkeys(("stream", "stream_options", "best_of", "prompt_logprobs", "include_metrics")),
     **dict.fromkeys(("kv_transfer_params", "return_token_offsets", "use_beam_search", "prediction")),
 }
@@ -46,7 +46,7 @@ DerenderT = TypeVar("DerenderT", bound=DerenderRequest)
 
 def derender_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
-    of_chat, of_text = "The chat's answer that token ids stand for.", "The completion's answer that they stand for."
+    of_chat, of_text = "Convert token ids to a chat's answer.", "Convert token ids to a completion's answer."
     chats = Operation(of_chat, ChatCompletion, DerenderChatRequest, DERENDER_CHAT, READ_FAILURES)
     texts = Operation(of_text, Completion, DerenderCompletionRequest, DERENDER_COMPLETION, READ_FAILURES)
 
@@ -56,7 +56,7 @@ def derender_routes(service: TextService) -> APIRouter:
         name, given = service.names.check(request.model, caller_of(http)), request.generate_response
         num_tokens = _check(service, [given])
         chat = checked(request.chat_request, ChatCompletionRequest, takes=(HANDLE, OFFSETS))
-        chat = chat.model_copy(update={**NOT_READ, "n": len(given.choices)})
+        chat = chat.model_copy(update={**UNSUPPORTED_FIELDS, "n": len(given.choices)})
         generation = await service.chat(chat, caller=caller_of(http))
         if generation.order.images:
             raise RequestError("chat_request: token ids alone cannot carry images", param="chat_request")
@@ -102,7 +102,7 @@ async def _completions(
         raise RequestError("echo: token ids have no text of the prompt; leave it out", param="completion_request")
     if len({len(each.choices) for each in given}) > 1:
         raise RequestError("generate_responses: each needs the same number of choices", param="generate_responses")
-    asked = asked.model_copy(update={**NOT_READ, "n": len(given[0].choices)})
+    asked = asked.model_copy(update={**UNSUPPORTED_FIELDS, "n": len(given[0].choices)})
     prompts = asked.prompts()
     for name, values in (("generate_responses", given), *_lists(request)):
         if values is not None and len(values) != len(prompts):
@@ -119,7 +119,7 @@ def _lists(request: DerenderCompletionRequest) -> tuple[tuple[str, list[Any] | N
 
 
 def _whole(body: bytes, kind: type[DerenderT]) -> DerenderT:
-    """Raises RequestError, also for a stream."""
+    """Raises RequestError for an invalid request or a stream."""
     request = parse(body, kind, has_own_names=True)
     request.check_whole()
     return request
@@ -133,7 +133,7 @@ def _check(service: TextService, answers: list[DerenderedAnswer]) -> int:
 
 
 def _follow(generation: Generation, token_ids: list[int] | None, vocab_size: int) -> None:
-    """Has the answer continue the prompt's tokens as the client knows them. Raises RequestError."""
+    """Makes the answer continue the client's prompt tokens. Raises RequestError."""
     if not token_ids or token_ids == generation.prompt_token_ids:
         return
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:

@@ -49,7 +49,7 @@ from pd_cluster.service.schema.tokens.tokens_protocol import (
 )
 from pd_cluster.service.text_service import TextService
 
-NUM_CHATS_A_TURN = 16  # of a batch, to prepare before other tasks get a turn
+NUM_CHATS_A_TURN = 16  # of a batch to prepare before other tasks run
 FEW_CHATS = 4  # larger answers are built on a thread
 
 
@@ -119,13 +119,13 @@ def _completion_of(body: bytes) -> TokensCompletionRequest:
 
 
 class _Chats(NamedTuple):
-    """Conversations of a batch, each with its answer."""
+    """A batch of conversations."""
 
     generations: list[Generation]
     answers: list[ChatAnswer]
 
     def whole(self, pieces: list[Piece]) -> ChatCompletion:
-        """Returns one answer, whose choices have the numbers of the conversations."""
+        """Returns one answer, with a choice for each conversation, in order."""
         wholes = [answer.whole([piece]) for answer, piece in zip(self.answers, pieces, strict=True)]
         return msgspec.structs.replace(
             wholes[0],
@@ -149,7 +149,7 @@ async def _answered_batch(http: Request, service: TextService, chats: _Chats) ->
 
 
 def _add_invocations(routes: APIRouter, service: TextService) -> None:
-    """Adds SageMaker's route, which passes a body to the route that its fields belong to."""
+    """Adds SageMaker's route, which passes a body to the route of its fields."""
     known = [*openai_routes(service).routes, *vector_routes(service).routes, *score_routes(service).routes]
     endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
 

@@ -1,4 +1,4 @@
-"""The routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
+"""The routes that convert a request to a body of /inference/v1/generate, with the prompt as tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.schema.error_field_names import with_field_names
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.messages.messages_to_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.messages.messages_to_chat import FIELD_NAMES, chat_of
 from pd_cluster.service.schema.request_parsing import OFFSETS, parse
 from pd_cluster.service.schema.tokens.tokens_protocol import RenderedPrompt, rendered
 from pd_cluster.service.text_service import TextService
@@ -28,7 +28,7 @@ FEW_PROMPTS = 4  # larger answers are built on a thread
 
 
 def render_routes(service: TextService) -> APIRouter:
-    """Makes the routes; /v1/responses/render stands beside those that know earlier responses."""
+    """Makes the routes; response_routes.py has /v1/responses/render."""
     routes = APIRouter(route_class=PlainRoute)
     _add_chats(routes, service)
     _add_completions(routes, service)
@@ -56,7 +56,7 @@ def _add_chats(routes: APIRouter, service: TextService) -> None:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, MessagesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
-        with with_field_names(ITS_NAMES):
+        with with_field_names(FIELD_NAMES):
             chat = await parsed(
                 http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
             )
@@ -66,7 +66,7 @@ def _add_chats(routes: APIRouter, service: TextService) -> None:
 async def rendered_chat(
     http: Request, service: TextService, request: ChatCompletionRequest, name: str, prefix: str
 ) -> RenderedPrompt:
-    """Returns what answers a chat. Raises RequestError, also for one with images."""
+    """Returns the body that answers a chat. Raises RequestError, also for a chat with images."""
     generation = await service.chat(request, caller=caller_of(http))
     if generation.order.images:
         raise RequestError(
@@ -91,7 +91,7 @@ def _add_completions(routes: APIRouter, service: TextService) -> None:
         name = service.names.check(request.model, caller)
         if request.echo or request.max_tokens == 0:
             field = "echo" if request.echo else "max_tokens"
-            raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)
+            raise RequestError(f"{field}: cannot be expressed in sampling_params; leave it out", param=field)
         generations = await service.completions(named(request, http), caller=caller)
         special, answers = request.add_special_tokens is not False, []
         for prompt, each in zip(request.prompts(), generations, strict=True):

@@ -80,21 +80,23 @@ class ToolUseBlock(TypedFields):
     cache_control: Harmless = None
 
 
-OF_OTHERS = {
-    **dict.fromkeys(("document", "search_result"), "documents are not read here; send its text"),
+UNSUPPORTED_BLOCKS = {
+    **dict.fromkeys(("document", "search_result"), "documents are not supported; send its text"),
     **dict.fromkeys(("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"), NOT_RUN),
     **dict.fromkeys(("code_execution_tool_result", "bash_code_execution_tool_result"), NOT_RUN),
     **dict.fromkeys(("text_editor_code_execution_tool_result", "tool_search_tool_result"), NOT_RUN),
     **dict.fromkeys(("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"), NOT_RUN),
     **dict.fromkeys(("tool_addition", "tool_removal", "tool_reference"), "the model has all of tools; leave it out"),
     "browser_state": "send it as text",
-    "compaction": "nothing is compacted here; send the messages that it stands for, or a summary as text",
+    "compaction": "compaction is not supported; send the messages that it replaces, or a summary as text",
     "container_upload": "files are not kept here; send its text",
     "fallback": "this server has no fallback model; leave it out",
 }
 
 
-RESULT_BLOCKS = TaggedTypes("a block", {"text": TextBlock, "image": ImageBlock}, OF_OTHERS, way_out="send its text")
+RESULT_BLOCKS = TaggedTypes(
+    "a block", {"text": TextBlock, "image": ImageBlock}, UNSUPPORTED_BLOCKS, way_out="send its text"
+)
 
 
 class ToolResultBlock(TypedFields):
@@ -116,6 +118,6 @@ BLOCKS = TaggedTypes(
         "tool_use": ToolUseBlock,
         "tool_result": ToolResultBlock,
     },
-    OF_OTHERS,
+    UNSUPPORTED_BLOCKS,
     way_out="send its text",
 )

@@ -32,12 +32,15 @@ from pd_cluster.service.schema.tagged_types import TypedFields
 
 Json = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-TAKEN: dict[str, tuple[type[TypedFields], ...]] = {  # role -> the types of blocks in a turn
+BLOCK_TYPES: dict[str, tuple[type[TypedFields], ...]] = {  # role -> the types of blocks in a turn
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
-ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's field names -> this API's
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}  # a chat's field names -> this API's
 
 
 def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> ChatCompletionRequest:
@@ -103,7 +106,7 @@ def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
     message: Json = {"role": turn.role, "content": texts}
     for at, each in enumerate(_blocks(turn.content)):
         where = f"{place}.content[{at}]"
-        match _read(each, where, TAKEN[turn.role]):
+        match _read(each, where, BLOCK_TYPES[turn.role]):
             case ToolResultBlock() as result:
                 if texts:
                     yield {"role": turn.role, "content": list(texts)}

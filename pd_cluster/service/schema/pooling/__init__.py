@@ -1,1 +1,1 @@
-"""Schemas of requests whose prompts are computed and not continued."""
+"""Schemas of requests that compute prompts without generating."""

@@ -1,4 +1,4 @@
-"""The schema of /v2/embed, Cohere's vectors of texts."""
+"""The schema of /v2/embed, Cohere's embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CohereInput(BaseModel):
 
 
 class CohereEmbedRequest(BaseModel):
-    """`input_type` names a prompt of the model's that is put in front of each text. `truncate`: what a text loses."""
+    """`input_type`: the model's prompt to put before each text. `truncate`: the side of a text to cut off."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -43,9 +43,9 @@ class CohereEmbedRequest(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
 
     def given(self) -> tuple[str, list[str]]:
-        """Returns the field that has the texts, and these. Raises RequestError."""
+        """Returns the field with the texts, and the texts. Raises RequestError."""
         if self.images:
-            raise RequestError("images: vectors are of texts only; send texts", param="images")
+            raise RequestError("images: only texts can be embedded; send texts", param="images")
         given = [name for name in ("texts", "inputs") if getattr(self, name)]
         if len(given) != 1:
             raise RequestError(f"texts: {' and '.join(given) or 'none'} given; give texts or inputs", param="texts")
@@ -59,8 +59,8 @@ class CohereEmbedRequest(BaseModel):
 
 
 def _text(at: int, given: CohereInput) -> str:
-    """Raises RequestError for content that is no text."""
+    """Raises RequestError for content other than text."""
     for part, each in enumerate(given.content):
         if each.type != "text" or each.text is None:
-            raise RequestError(f"inputs[{at}].content[{part}]: vectors are of texts only; send texts", param="inputs")
+            raise RequestError(f"inputs[{at}].content[{part}]: only texts can be embedded; send texts", param="inputs")
     return "\n".join(each.text or "" for each in given.content)

@@ -1,4 +1,4 @@
-"""The schema of /generative_scoring: how likely given tokens are behind a query and each of some items."""
+"""The schema of /generative_scoring: the probabilities of given tokens after a query and each item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Labels = Annotated[list[Id], Field(min_length=1, max_length=MAX_POOLED_TOKEN_IDS
 
 
 class GenerativeScoringRequest(BaseModel):
-    """vLLM's. The score of an item is the probability of the first label; see `apply_softmax`."""
+    """vLLM's schema. An item's score is the probability of the first label; see `apply_softmax`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -31,7 +31,7 @@ class GenerativeScoringRequest(BaseModel):
     items: Texts | Annotated[list[TokenIds], FAIL_FAST]
     label_token_ids: Labels
     apply_softmax: bool = Field(
-        default=True, description="Among the labels alone; false: among all tokens of the vocabulary."
+        default=True, description="Probabilities among the labels only; false: among all tokens."
     )
     item_first: bool = False
     add_special_tokens: bool = True

@@ -1,6 +1,6 @@
 """The schema of pooling requests: embeddings, scores, reranking.
 
-Fields are OpenAI's, and further ones of vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
+Fields are OpenAI's and vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Texts = Annotated[list[str], FAIL_FAST]
 
 
 class PoolingRequest(BaseModel):
-    """Fields that all of them share. `REFUSED`: field -> the values that ask for nothing, and what to do instead."""
+    """The common fields. `REFUSED`: field -> the values that ask for nothing, and what to do instead."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -50,7 +50,7 @@ OF_PAIRS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class PairsRequest(PoolingRequest):
-    """Fields that scores and ranks share. Each limit cuts a text behind so many tokens; 0: none."""
+    """Fields of scores and reranking. Each limit truncates a text to this many tokens; 0: no limit."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
@@ -60,7 +60,7 @@ class PairsRequest(PoolingRequest):
 
 
 class InputRequest(PoolingRequest):
-    """Texts, or lists of token ids, of which each is computed by itself."""
+    """Texts, or lists of token ids, each computed separately."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **PoolingRequest.REFUSED,
@@ -110,7 +110,7 @@ class EmbeddingRequest(InputRequest):
 
 
 class TaskRequest(EmbeddingRequest):
-    """vLLM's /pooling: vectors or classes, whichever the model has."""
+    """vLLM's /pooling: vectors or classes, depending on the model."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **EmbeddingRequest.REFUSED,
@@ -122,11 +122,11 @@ class TaskRequest(EmbeddingRequest):
 
 
 class ClassifyRequest(InputRequest):
-    """vLLM's /classify. `use_activation` false gives the classes' own numbers in place of probabilities."""
+    """vLLM's /classify. `use_activation` false returns logits instead of probabilities."""
 
 
 class ScoreRequest(PairsRequest):
-    """vLLM's scores: of a text beside others, or of texts by pairs, under any of four pairs of names."""
+    """vLLM's scores: one text with several, or texts in pairs, under any of four pairs of field names."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -164,7 +164,7 @@ class ScoreRequest(PairsRequest):
 
 
 class RerankRequest(PairsRequest):
-    """Cohere's and Jina's reranking: documents by how well they answer the query."""
+    """Cohere's and Jina's reranking: sorts documents by how well they answer the query."""
 
     query: str
     documents: Texts
@@ -183,7 +183,7 @@ PoolingT = TypeVar("PoolingT", bound=PoolingRequest)
 
 
 def parse_pooling(body: bytes, kind: type[PoolingT]) -> PoolingT:
-    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request."""
+    """Parses a body. Raises RequestError that names the field."""
     data = decoded(body)
     for name, (neutral, why) in kind.REFUSED.items() if isinstance(data, dict) else ():
         if (value := data.get(name)) is not None and value not in neutral:

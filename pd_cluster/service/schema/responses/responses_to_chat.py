@@ -28,7 +28,7 @@ SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "mm_processor_kwargs", "speculative"),
 )
-ITS_NAMES = {  # a chat's field names -> this API's
+FIELD_NAMES = {  # a chat's field names -> this API's
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",

@@ -1,6 +1,6 @@
 """Converts a request's fields, vLLM's old and new ones or OpenAI's, to the guide that they ask for.
 
-Every refusal is a RequestError that names the field. guide_check finds out whether a guide is usable.
+Every refusal is a RequestError that names the field. guide_check decides whether a guide is usable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts vLLM's current structural tags, a tree of formats, to a guide of the kind that replies have.
+"""Converts vLLM's current structural tags, a tree of formats, to a guide of kind "reply".
 
 parsers/guide_nodes.py defines the guide's nodes. guide_fields.py reads the earlier form, with structures and triggers.
 """
@@ -22,7 +22,7 @@ Form = Mapping[str, Any]
 
 
 def guide_of_format(field: str, value: Any) -> Guide:
-    """Returns the guide. Raises RequestError that names the place."""
+    """Returns the guide. Raises RequestError that names the field."""
     tree = _Reader().node(f"{field}.format", value, 0)
     return Guide("reply", msgspec.json.encode(["seq", tree]).decode())
 
@@ -32,7 +32,7 @@ class _Reader:
         self._num_formats = 0
 
     def node(self, field: str, form: Any, depth: int, end: str | None = None) -> Node:
-        """Returns the node of a format and of the text `end` after it, if any."""
+        """Returns the node of a format and of the text `end` after it."""
         self._num_formats += 1
         if depth > MAX_DEPTH or self._num_formats > MAX_FORMATS:
             raise _wrong(field, f"more than {MAX_DEPTH} deep, or more than {MAX_FORMATS} formats")

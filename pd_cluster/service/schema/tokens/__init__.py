@@ -1,1 +1,1 @@
-"""Schemas of requests that have token ids in place of text."""
+"""Schemas of requests with token ids instead of text."""

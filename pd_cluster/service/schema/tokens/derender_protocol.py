@@ -1,4 +1,4 @@
-"""Answers in token ids that are to become answers in text: vLLM's derender routes, for whole answers."""
+"""The schema of vLLM's derender routes, which convert whole answers from token ids to text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_STREAMS = (
 
 
 class OtherLogprob(BaseModel):
-    """A token's logprob: by `token_id`, as in vLLM, or by the `token` that this server writes, "token_id:5"."""
+    """A token's logprob, with vLLM's `token_id`, or with this server's `token`, such as "token_id:5"."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     token_id: Id | None = None
@@ -27,7 +27,7 @@ class OtherLogprob(BaseModel):
 
     @property
     def id(self) -> int:
-        """Raises RequestError for one that names no token."""
+        """Raises RequestError if it names no token."""
         if self.token_id is not None:
             return self.token_id
         if self.token is None:
@@ -36,7 +36,7 @@ class OtherLogprob(BaseModel):
 
 
 class DerenderedLogprob(OtherLogprob):
-    """That of a chosen token, with those of others."""
+    """The logprob of a chosen token, with those of alternatives."""
 
     top_logprobs: Annotated[list[OtherLogprob], FAIL_FAST] = []
 
@@ -71,7 +71,7 @@ class DerenderedAnswer(BaseModel):
     prompt_token_ids: TokenIds | None = None
 
     def in_order(self) -> list[DerenderedChoice]:
-        """Returns the choices by number. Raises RequestError unless there is one for each."""
+        """Returns the choices by index. Raises RequestError unless the indices are complete."""
         found = sorted(self.choices, key=lambda choice: choice.index)
         if [each.index for each in found] != list(range(len(found))):
             raise RequestError(f"choices: indices must be 0 to {len(found) - 1}, each once", param="choices")
@@ -90,7 +90,7 @@ class DerenderRequest(BaseModel):
 
 
 class DerenderChatRequest(DerenderRequest):
-    """`chat_request`: the conversation that was rendered, which says how the answer is read."""
+    """`chat_request`: the rendered conversation, which determines how the answer is read."""
 
     generate_response: DerenderedAnswer
     chat_request: dict[str, Any]
@@ -99,7 +99,7 @@ class DerenderChatRequest(DerenderRequest):
 
 
 class DerenderCompletionRequest(DerenderRequest):
-    """An answer for each prompt of the completion that was rendered."""
+    """An answer for each prompt of the rendered completion."""
 
     generate_responses: Annotated[list[DerenderedAnswer], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     completion_request: dict[str, Any]

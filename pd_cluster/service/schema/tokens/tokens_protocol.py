@@ -121,7 +121,7 @@ class TokensRequest(BaseModel):
 
 
 class BatchChatRequest(ChatCompletionRequest):
-    """Several conversations with the same parameters. Each gets one answer."""
+    """Several conversations with the same parameters, each with one answer."""
 
     messages: Annotated[  # type: ignore[assignment]
         list[Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]],
@@ -149,7 +149,7 @@ class BatchChatRequest(ChatCompletionRequest):
 
 
 Place = Annotated[
-    list[int], Meta(min_length=2, max_length=2, description="Its first character, and the one behind its last.")
+    list[int], Meta(min_length=2, max_length=2, description="The first character, and the end after the last one.")
 ]
 
 
@@ -159,7 +159,7 @@ class RenderedPrompt(msgspec.Struct):
     request_id: str | None
     token_ids: list[int]
     token_offsets: Annotated[
-        list[Place] | None, Meta(description="With return_token_offsets: each token's place in the text.")
+        list[Place] | None, Meta(description="With return_token_offsets: each token's range in the text.")
     ]
     features: None
     sampling_params: dict[str, Any]
@@ -179,9 +179,9 @@ def rendered(
     prefix: str,
     offsets: list[list[int]] | None = None,
 ) -> RenderedPrompt:
-    """Returns the body of /inference/v1/generate that gives the same answer as the request.
+    """Returns the body of /inference/v1/generate with the same answer as the request.
 
-    It gets an id that begins with `prefix` if the request has none. `offsets`: of the tokens in their text.
+    Without a request id, makes one that begins with `prefix`. `offsets`: the tokens' ranges in the text.
 
     Raises RequestError for a guide that the body cannot express.
     """

@@ -68,7 +68,7 @@ class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NamedAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """As SageMaker loads one: `src` is its folder. `preload` and `pin`: an adapter is always loaded, and stays."""
+    """SageMaker's body. `src`: the adapter's folder. `preload` and `pin` have no effect: adapters always stay."""
 
     name: str
     src: str

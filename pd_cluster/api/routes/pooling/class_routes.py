@@ -29,7 +29,9 @@ from pd_cluster.types import PooledOutput
 class Classified(Struct):
     index: int
     label: Annotated[str, Meta(description="The likeliest class.")]
-    probs: Annotated[list[float], Meta(description="Of each class; with `use_activation` false its own number.")]
+    probs: Annotated[
+        list[float], Meta(description="The probability of each class; with `use_activation` false, its logit.")
+    ]
     num_classes: int
 
 
@@ -46,7 +48,7 @@ class LabelScore(Struct):
     object: Literal["score"]
     index: int
     score: Annotated[float, Meta(description="The probability of the first label.")]
-    label_probs: Annotated[list[float], Meta(description="Those of all labels, in the request's order.")]
+    label_probs: Annotated[list[float], Meta(description="The probabilities of all labels, in the request's order.")]
 
 
 class LabelScores(Struct):
@@ -92,7 +94,7 @@ def _add_classes(routes: APIRouter, service: TextService) -> None:
 
 
 def _add_labels(routes: APIRouter, service: TextService) -> None:
-    summary = "How likely given tokens are behind a query and each of some items."
+    summary = "The probabilities of given tokens after a query and each of several items."
     operation = Operation(summary, LabelScores, GenerativeScoringRequest, GENERATIVE_SCORING)
 
     @routes.post("/generative_scoring", openapi_extra=operation)

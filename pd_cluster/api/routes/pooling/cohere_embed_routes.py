@@ -106,7 +106,7 @@ def cohere_embed_routes(service: TextService) -> APIRouter:
 
 
 def _kept(request: CohereEmbedRequest, limit: int) -> int | None:
-    """Returns how many tokens of a text are kept; -1: as many as the context has; None: none are cut off."""
+    """Returns how many tokens of a text are kept; -1: as many as the context has; None: all."""
     if request.truncate == "NONE":
         return None
     return -1 if request.max_tokens is None else min(request.max_tokens, limit)
@@ -124,7 +124,7 @@ def _check_length(request: CohereEmbedRequest, generations: Sequence[Generation]
 
 
 def _in_forms(vectors: list[list[float]], forms: Sequence[str]) -> CohereVectors:
-    """Raises GenerationError for signs of a vector whose size is no multiple of 8."""
+    """Raises GenerationError for signs of a vector whose size is not a multiple of 8."""
     found = CohereVectors()
     if "float" in forms:
         found.floats = vectors

@@ -71,5 +71,5 @@ def pooling_usage(generations: list[Generation]) -> PoolingUsage:
 
 
 def base64_of(vector: bytes, dimensions: int | None) -> str:
-    numbers_of(vector, dimensions)  # raises for bytes that are none
+    numbers_of(vector, dimensions)  # raises for bytes that are not a vector
     return base64.b64encode(vector).decode()

@@ -1,1 +1,1 @@
-"""Routes of token ids: generating from them, making them of prompts, and texts of them again."""
+"""Routes of token ids: they generate from ids, make ids from prompts, and turn ids into text."""

@@ -1,4 +1,4 @@
-"""The routes that make a chat's or a completion's answer of token ids from /inference/v1/generate: vLLM's derender.
+"""The routes that make a chat's or a completion's answer from token ids of /inference/v1/generate: vLLM's derender.
 
 Each reads its prompt anew, as the render routes do, and then the tokens, as if they had just come. No instance takes
 part.
@@ -36,7 +36,7 @@ from pd_cluster.service.text_service import TextService
 
 MAX_TOKENS = 1 << 18  # of a request's answers together, as for /detokenize
 NUM_CHARS_PER_TOKEN = 4  # for how long the work may take
-NOT_READ: Mapping[str, Any] = {  # fields of the rendered request that ask for what the answer has no tokens of
+NOT_READ: Mapping[str, Any] = {  # fields of a rendered request that ask for text of which the answer has no tokens
     **dict.fromkeys(("stream", "stream_options", "best_of", "prompt_logprobs", "include_metrics")),
     **dict.fromkeys(("kv_transfer_params", "return_token_offsets", "use_beam_search", "prediction")),
 }

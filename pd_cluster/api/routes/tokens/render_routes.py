@@ -28,7 +28,7 @@ FEW_PROMPTS = 4  # larger answers are built on a thread
 
 
 def render_routes(service: TextService) -> APIRouter:
-    """Makes the routes; /v1/responses/render stands beside those that know earlier responses."""
+    """Makes the routes; response_routes.py makes /v1/responses/render, which needs earlier responses."""
     routes = APIRouter(route_class=PlainRoute)
     _add_chats(routes, service)
     _add_completions(routes, service)
@@ -66,7 +66,7 @@ def _add_chats(routes: APIRouter, service: TextService) -> None:
 async def rendered_chat(
     http: Request, service: TextService, request: ChatCompletionRequest, name: str, prefix: str
 ) -> RenderedPrompt:
-    """Returns what answers a chat. Raises RequestError, also for one with images."""
+    """Returns the tokens and parameters that answer a chat. Raises RequestError, also for a chat with images."""
     generation = await service.chat(request, caller=caller_of(http))
     if generation.order.images:
         raise RequestError(

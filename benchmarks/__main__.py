@@ -17,19 +17,19 @@ from pd_cluster.commands.settings_flags import given_model
 from pd_cluster.errors import PdClusterError
 
 Json = Annotated[str, typer.Option(help="Write the result to this file too.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything in turn.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads.")]
-Quick = Annotated[bool, typer.Option(help="Everything small, no goals: does it all run?")]
-Seed = Annotated[int, typer.Option(help="Of the requests and of when they come.")]
-Faults = Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")]
-LoadShare = Annotated[float, typer.Option(help="Share of what the cluster can serve.")]
+Quick = Annotated[bool, typer.Option(help="Only check that everything runs: small measurements, no goals.")]
+Seed = Annotated[int, typer.Option(help="Seed of the requests and their arrival times.")]
+Faults = Annotated[str, typer.Option(help="Names of faults, with commas; an unknown name lists all. Default: all.")]
+LoadShare = Annotated[float, typer.Option(help="Load, as a share of the cluster's capacity.")]
 KVTransport = Annotated[str, typer.Option(help="shm or dist; default: what `up` chooses.")]
 
 app = typer.Typer(help="Measure parts of this checkout.", no_args_is_help=True)
 
 
 def _run(measuring: Coroutine[Any, Any, None]) -> None:
-    """Runs clients on uvloop: they use cores that the servers may share, and take a third less of them so."""
+    """Runs clients on uvloop: they may share cores with the servers, and uvloop saves a third of their CPU time."""
     import uvloop
 
     uvloop.run(measuring)
@@ -53,7 +53,7 @@ def engine(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """The engine alone against transformers' generate(), and its steps against what the machine can do."""
+    """Compare the engine to transformers' generate(), and its steps to the machine's limits."""
     from benchmarks import engine, experts, hybrids, latents, sparse, units, windows
 
     if parts not in ("", sparse.NAME, windows.NAME, units.NAME) or (parts and (shape or workload)):
@@ -79,18 +79,18 @@ def engine(
 
 @app.command("speculative")
 def speculative(
-    kinds: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    kinds: Annotated[str, typer.Option(help="Kinds of requests, with commas; an unknown name lists all.")] = "",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16,32",
     places: Annotated[str, typer.Option(help="alone,1P1D; default: both.")] = "",
     weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
-    rows: Annotated[bool, typer.Option(help="Only what steps of one sequence with drafts cost.")] = False,
-    vllm: Annotated[str, typer.Option(help="A Python that has vLLM for CPUs: n-gram drafts beside its own.")] = "",
+    rows: Annotated[bool, typer.Option(help="Only measure the cost of steps of one sequence with drafts.")] = False,
+    vllm: Annotated[str, typer.Option(help="A Python that has vLLM for CPUs: compare n-gram drafts to vLLM's.")] = "",
     rounds: Rounds = 3,
     threads: Threads = 1,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
+    """Compare tokens/s with drafts (right, wrong and found ones) to those without, and check that answers are equal."""
     from benchmarks import beside_vllm
     from benchmarks import draft_row_costs as row_costs
     from benchmarks.figures import names_of
@@ -114,7 +114,7 @@ def speculative(
 
 @app.command("lora")
 def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: Json = "") -> None:
-    """Decode steps on CPU with 1 to 32 LoRA adapters, against the same without."""
+    """Compare decode steps on CPU with 1 to 32 LoRA adapters to the same steps without."""
     from benchmarks import lora
 
     lora.run(rounds, threads, quick, json)
@@ -128,7 +128,7 @@ def kv(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """KV cache between two processes: GB/s and latency, against what the machine can do."""
+    """Measure KV cache transfers between two processes (GB/s and latency) against the machine's limits."""
     from benchmarks.kv.kv_bench import make_bench, run
 
     run(make_bench(transports, sizes, quick), rounds, json)
@@ -137,14 +137,14 @@ def kv(
 @app.command("router")
 def router(
     rounds: Rounds = 3,
-    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
+    streams: Annotated[int, typer.Option(min=1, help="Number of open streams, to measure the memory of one.")] = 4000,
     against: Annotated[
         str, typer.Option(help="Another checkout of this project: compare a request's CPU time only, in turn.")
     ] = "",
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """The scheduler's CPU time a token and a request, added TTFT and memory a stream."""
+    """Measure the scheduler's CPU time per token and per request, added TTFT, and memory per stream."""
     from benchmarks.router.router_bench import run
 
     run(rounds, streams, against, quick, json)
@@ -152,16 +152,16 @@ def router(
 
 @app.command("routing")
 def routing(
-    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    policies: Annotated[str, typer.Option(help="Policies to compare, with commas.")] = "least-loaded,prefix-aware",
     users: Annotated[int, typer.Option(min=1)] = 50,
-    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each user's conversation.")] = 4,
     rounds: Rounds = 1,
     instances: Annotated[
-        str, typer.Option(help="CPU time of a choice among so many instances of each role instead, as 32,100,500.")
+        str, typer.Option(help="Only CPU time of choices among these numbers of instances, such as 32,100,500.")
     ] = "",
     json: Json = "",
 ) -> None:
-    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    """Compare routing policies for conversations of many users: cache hits, TTFT, TPOT."""
     if instances:
         from benchmarks.router.routing_cost import run as run_choices
 
@@ -174,13 +174,13 @@ def routing(
 
 @app.command("overload")
 def overload(
-    seconds: Annotated[float, typer.Option(help="Of each of six runs.")] = 60.0,
-    shapes: Annotated[str, typer.Option(help="What is short: prefill,decode; default: each once.")] = "",
+    seconds: Annotated[float, typer.Option(help="Duration of each of six runs.")] = 60.0,
+    shapes: Annotated[str, typer.Option(help="Bottleneck role: prefill,decode; default: both in turn.")] = "",
     seed: Seed = 0,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Three times the capacity before made-up workers: what is served, how late, what is refused, and a hog's guest."""
+    """Send three times the capacity to made-up workers: served and refused requests, delays, fairness."""
     from benchmarks.router.overload import run
 
     _run(run(seconds, shapes, seed, quick, json))
@@ -188,14 +188,14 @@ def overload(
 
 @app.command("batches")
 def batches(
-    lines: Annotated[int, typer.Option(min=1, help="Of the batch.")] = 5000,
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 5000,
     rate: Annotated[float, typer.Option(help="Interactive requests a second.")] = 4.0,
-    seconds: Annotated[float, typer.Option(help="Of interactive requests, without the batch and beside it.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Duration of the load, without and with the batch.")] = 60.0,
     seed: Seed = 0,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """First tokens of interactive requests beside a batch of /v1/batches, against those without it."""
+    """Compare first tokens of interactive requests during a batch of /v1/batches to those without it."""
     from benchmarks.router.interactive_beside_batch import BatchLoad, run
 
     load = BatchLoad(60, rate, 5.0, seed) if quick else BatchLoad(lines, rate, seconds, seed)
@@ -204,11 +204,11 @@ def batches(
 
 @app.command("hog")
 def hog(
-    seconds: Annotated[float, typer.Option(help="Of each attack.")] = 20.0,
-    attacks: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    seconds: Annotated[float, typer.Option(help="Duration of each attack.")] = 20.0,
+    attacks: Annotated[str, typer.Option(help="Names of attacks, with commas; an unknown name lists all.")] = "",
     json: Json = "",
 ) -> None:
-    """Three quiet tenants beside one that attacks in turn with guides, pictures, sequences, adapters and more."""
+    """Measure three quiet tenants while a fourth attacks with guides, pictures, sequences, adapters and more."""
     from benchmarks.router.hog import run
 
     _run(run(seconds, attacks, json))
@@ -217,7 +217,7 @@ def hog(
 @app.command("faults")
 def faults(
     faults: Faults = "",
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
+    num_requests: Annotated[int, typer.Option(min=1, help="Minimum number of requests of each run.")] = 1000,
     load: LoadShare = 0.7,
     seed: Seed = 0,
     kv_transport: KVTransport = "",
@@ -227,7 +227,7 @@ def faults(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
+    """Kill, stop and restart instances of a 2P2D cluster under load: the effect on requests."""
     from benchmarks.faults.faults_bench import FaultsBench, run
 
     _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport, units), json))
@@ -236,17 +236,17 @@ def faults(
 @app.command("soak")
 def soak(
     model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
-    minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
+    minutes: Annotated[float, typer.Option(help="Duration of the load, after a fault-free run.")] = 30.0,
     kv_transport: KVTransport = "shm",
     faults: Faults = "",
     load: LoadShare = 0.4,
     seed: Seed = 0,
     leave: Annotated[float, typer.Option(help="Share of requests whose clients leave within a second.")] = 0.0,
-    tenants: Annotated[int, typer.Option(help="Clients with addresses of their own that the requests come from.")] = 1,
+    tenants: Annotated[int, typer.Option(help="Number of clients, each with its own address.")] = 1,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Two prefill and two decode instances under steady load, with faults at random: what is lost, what grows."""
+    """Run a 2P2D cluster under steady load with random faults: lost requests, growth of memory and descriptors."""
     from benchmarks.faults.soak import SoakBench, run
 
     _run(run(SoakBench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
@@ -254,14 +254,14 @@ def soak(
 
 @app.command("simulator")
 def simulator(
-    costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile, for the same model and flags.")],
+    costs: Annotated[str, typer.Option(metavar="FILE", help="From pd-cluster profile, for the same model and flags.")],
     model: Annotated[str, typer.Option(callback=given_model, help="Model folder; default: the shipped model.")] = "",
-    layouts: Annotated[str, typer.Option(help="With commas; an unknown one lists them; default: all.")] = "",
-    num_requests: Annotated[int, typer.Option(min=1, help="Of each configuration.")] = 120,
+    layouts: Annotated[str, typer.Option(help="Layouts, with commas; an unknown one lists all. Default: all.")] = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each configuration.")] = 120,
     flags: Annotated[str, typer.Option(help="Flags of `serve` for the real clusters, as in a shell.")] = "",
     json: Json = "",
 ) -> None:
-    """Twelve real small clusters beside simulated ones: TTFT, TPOT, cache hits and goodput, measured to simulated."""
+    """Compare twelve small real clusters to simulated ones: TTFT, TPOT, cache hits and goodput."""
     import shlex
 
     from benchmarks.simulator import SimulatorBench, run
@@ -271,7 +271,7 @@ def simulator(
 
 @app.command("start")
 def start(rounds: Rounds = 5, json: Json = "") -> None:
-    """How soon a cluster is ready, and a killed worker again, against `import torch`; and its memory."""
+    """Measure start-up of a cluster and restart of a killed worker, in units of `import torch`; and memory."""
     from benchmarks import start
 
     start.run(rounds, json)
@@ -280,18 +280,18 @@ def start(rounds: Rounds = 5, json: Json = "") -> None:
 @app.command("gpu")
 def gpu(
     parts: Annotated[
-        str, typer.Option(help="With commas; a wrong name lists them; default: all. models: only makes the model.")
+        str, typer.Option(help="Parts, with commas; an unknown name lists all. models: only make the model.")
     ] = "",
     stage: Annotated[str, typer.Option(help="Only the parts of this stage of scripts/gpu_check.sh.")] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu with --quick.")] = "cuda",
-    budget: Annotated[float, typer.Option(min=1, help="Seconds; a part that does not fit any more is not run.")] = 540,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; parts that no longer fit are not run.")] = 540,
     out: Annotated[str, typer.Option(help="Folder of the report, profiles and logs.")] = "gpu-report",
-    models: Annotated[str, typer.Option(help="A folder that keeps the model; a whole one is not made again.")] = "",
-    resume: Annotated[bool, typer.Option(help="Adds to the report that is in --out.")] = False,
+    models: Annotated[str, typer.Option(help="Folder that keeps the model for later runs.")] = "",
+    resume: Annotated[bool, typer.Option(help="Add to the report in --out.")] = False,
     quick: Quick = False,
     table: Annotated[str, typer.Option(help="Only print this report as Markdown.")] = "",
 ) -> None:
-    """The CUDA path: decode, prefill, handover and a split cluster against what the GPU can do."""
+    """Measure the CUDA path (decode, prefill, handover, a split cluster) against the GPU's limits."""
     from benchmarks.gpu.gpu_bench import GpuBench, parts_of, run
     from benchmarks.gpu.gpu_report import table as table_of
 
@@ -305,7 +305,7 @@ def gpu(
 
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))  # what was started ends, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))  # ends children, too
     try:
         app(prog_name="python -m benchmarks")
     except PdClusterError as error:

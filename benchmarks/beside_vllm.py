@@ -1,4 +1,4 @@
-"""`python -m benchmarks speculative --vllm PYTHON`: copies with n-gram drafts, beside vLLM for CPUs with its own.
+"""`python -m benchmarks speculative --vllm PYTHON`: compares n-gram drafts to those of vLLM for CPUs.
 
 Both decode the same prompts with the same model, one after the other; each also without drafts.
 """

@@ -40,7 +40,7 @@ def run_peer(module: str, spec: Spec, folder: Path, deadline_s: float) -> PeerRe
 
 
 def run_module(module: str, spec: msgspec.Struct, place: Path, deadline_s: float, num_threads: int) -> Path:
-    """Runs `module` of the folder peers/; returns its file of results, beside `place`. Raises ChildFailed."""
+    """Runs `module` of the folder peers/; returns its file of results, next to `place`. Raises ChildFailed."""
     spec_file, result_file, log = (place.with_suffix(ending) for ending in (".spec", ".result", ".log"))
     result_file.unlink(missing_ok=True)  # from an earlier round
     spec_file.write_bytes(msgspec.json.encode(spec))

@@ -1,7 +1,7 @@
 """Tasks that the model of `benchmarks speculative` learns and is asked: streams of token ids without a language.
 
 A prompt is a task's token, its content, and the task's token again; the answer follows. Every task has one right
-answer, but for CHAT, which is answered by words at random. Pure.
+answer, except CHAT, whose answers are random words. Pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m benchmarks speculative --rows`: what a step of a sequence with drafts costs, in times of one token's.
+"""`python -m benchmarks speculative --rows`: the cost of a step with drafts, as a multiple of a step of one token.
 
-A step of n rows computes a token and n - 1 drafts behind it, over one block table. The keys and values before them are
+A step of n rows computes a token and n - 1 drafts after it, over one block table. The keys and values before them are
 random numbers, as are the weights of the 125 million parameters.
 """
 
@@ -27,7 +27,7 @@ from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 ROWS, CONTEXTS = (1, 2, 4, 6, 8, 12, 16, 24, 32), (64, 1024, 4096)
-NUM_TRIES = 3  # the least of which counts
+NUM_TRIES = 3  # the smallest of which counts
 GOALS = {("float32", 4096, 8): 1.3}
 
 
@@ -53,7 +53,7 @@ def run(weights: str, rounds: int, threads: int, quick: bool, json: str) -> None
 
 
 def _step_ms(runner: ModelRunner, context: int, num_rows: int) -> float:
-    """Returns the CPU time of a step behind `context` tokens, for each thread."""
+    """Returns the CPU time per thread of a step after `context` tokens."""
     table = [*range(runner.pool.layout.num_blocks_for(context + num_rows))]
     order = RequestSpec([5] * (context + 1), Sampling())
     request, took_s = Request("r", order, num_computed_tokens=context, tables=[table]), list[float]()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks engine`: the engine beside transformers' generate(), and its steps beside the machine's limits.
+"""`python -m benchmarks engine`: compares the engine to generate(), its steps to the machine's limits.
 
 Makes a Llama of 125 million random weights in a temporary folder and runs each engine in a process of its own, in
 rounds, so that a ratio compares runs close in time. End-of-sequence tokens are ignored, and prefixes are not cached,
@@ -80,7 +80,7 @@ def spec_of(model: Path, shape: ModelShape, threads: int, names: Sequence[str], 
 
 
 def measure(spec: Spec, names: Sequence[str], folder: Path, label: str) -> Round:
-    """Runs each engine once. Raises ChildFailed, too where a request did not get the tokens that it asked for."""
+    """Runs each engine once. Raises ChildFailed, also if a request got a wrong number of tokens."""
     found = {}
     engines = (FLOORS, STEPS) * (STEPS in names) + (OURS, REFERENCE) * bool(spec.workloads)
     for name in engines:

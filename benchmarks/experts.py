@@ -1,6 +1,6 @@
 """`python -m benchmarks engine --shape moe-1B`: experts of a model with random weights, a router and a shared expert.
 
-Experts alone beside reading the weights of those chosen, and a prompt beside a dense model that multiplies as much.
+Compares experts to reading the weights of the chosen ones, and a prompt to a dense model with as many operations.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Block:
 
 
 def _alone(blocks: list[Block], hidden_size: int, nbytes: int) -> dict[str, float]:
-    """Returns the least time of a block's experts, in turn, so that each block's have left the cache meanwhile."""
+    """Returns the least time of a block's experts. Blocks take turns, so that a block's weights leave the cache."""
     figures, bandwidth = dict[str, float](), read_bandwidth(nbytes)
     for num_rows in ROWS:
         x, took = torch.randn(num_rows, hidden_size), []

@@ -28,7 +28,7 @@ def result(
 
 
 def ratio(values: Sequence[float], base: Sequence[float], percent: float) -> list[float]:
-    """Returns that of two percentiles; nothing if there is none."""
+    """Returns the ratio of two percentiles in a list; [] without values or with a base of 0."""
     one, other = percentile(values, percent), percentile(base, percent)
     return [one / other] if one is not None and other else []
 
@@ -54,6 +54,6 @@ def finish(report: Report, title: str, json: str, quick: bool = False) -> None:
         report = Report(report.command, [replace(each, goal=None) for each in report.results])
     report.show(title)
     if quick:
-        print("note: --quick tells whether everything runs; its figures mean nothing")
+        print("note: --quick only checks that everything runs; its figures mean nothing")
     if json:
         report.write(json)

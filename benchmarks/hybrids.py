@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --shape hybrid-1B`: a hybrid of random weights, three of whose four layers keep a state.
 
-Decode beside reading its weights and passing over its states, a prompt beside generate(), a conversation's second turn,
-a fork. With one thread all times are the process's CPU times, which a busy machine disturbs less.
+Compares decode to reading weights and states, a prompt to generate(); measures a conversation's second turn and a
+fork. With one thread all times are the process's CPU times, which a busy machine disturbs less.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m benchmarks engine --shape mla-1B`: steps of a model with latent attention (MLA) and random weights.
 
-Beside reading its weights and latents, beside the same modules of transformers, and beside a dense model of as many
+Compares them to reading weights and latents, to the same modules of transformers, and to a dense model of as many
 parameters. Both models are made in this process, one after the other.
 """
 

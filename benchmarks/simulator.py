@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulator`: real small clusters beside simulated ones, with the costs that this machine has.
+"""`python -m benchmarks simulator`: compares small real clusters to simulated ones with this machine's costs.
 
 Each configuration is served by a real cluster and by a simulated one: the same arrivals, at a share of what the
 simulated one can do at most. A ratio is of the larger to the smaller. `pd-cluster profile --out FILE` makes the costs.
@@ -148,7 +148,7 @@ def _figures(outcomes: Sequence[Outcome], goals: Slo) -> dict[str, float]:
 async def _measured(
     bench: SimulatorBench, layout: SimulatedLayout, arrivals: Sequence[Arrival], kill: str, kill_s: float
 ) -> tuple[list[Outcome], float]:
-    """Returns what a real cluster gives, and the share of prompt tokens that it had cached."""
+    """Returns the samples of a real cluster, and the share of prompt tokens that it had cached."""
     numbers: dict[str, Any] = {"num_prefill": layout.num_prefill, "num_decode": layout.num_decode}
     if layout.num_hybrid:
         numbers["num_hybrid"] = layout.num_hybrid

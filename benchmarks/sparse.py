@@ -1,6 +1,6 @@
 """`python -m benchmarks engine --parts sparse`: sparse against dense latent attention, with V3.2's widths in a layer.
 
-Indexing and attention together: of one token behind a long past, and of a prompt's last tokens. Numbers are random.
+Indexing and attention together: of one token after a long context, and of a prompt's last tokens. Numbers are random.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME, BLOCK_SIZE = "sparse", 16
 NUM_HEADS, LATENT, ROPE, QUERY, VALUE = 128, 512, 64, 128, 128
 INDEX_HEADS, INDEX_WIDTH = 64, 128
 CONTEXT, PROMPT = 16_384, 64  # tokens; those of a prompt's chunk
-SHARE = 8  # one of so many keys is chosen: 2,048
+SHARE = 8  # one in this many keys is chosen: 2,048
 MOST_SHARE = 0.35
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks speculative`: tokens a second with drafts, in times of those without, and equal answers.
+"""`python -m benchmarks speculative`: compares tokens/s with drafts to those without, and checks answers.
 
 The model copies, corrects and calls tools: `widened` pads the small one that scripts/train_copy_model.py trains to 125
 million parameters, so that acceptance is real, and a step costs what such a step costs. One engine gets requests in
@@ -157,7 +157,7 @@ def num_differing(rounds: Sequence[Round]) -> int:
 
 
 def run(bench: Bench, json_file: str) -> None:
-    """Raises PdClusterError, too where an answer with drafts is not the one without."""
+    """Raises PdClusterError, also if an answer with drafts differs from the one without."""
     begin(json_file)
     torch.set_num_threads(bench.threads)
     started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
@@ -169,7 +169,7 @@ def run(bench: Bench, json_file: str) -> None:
     title = f"{bench.rounds} rounds, {bench.threads} threads, {time.monotonic() - started_s:.0f} s"
     finish(Report(bench.command, results), title, json_file, bench.quick)
     if num := sum(map(num_differing, found.values())):
-        raise GenerationError(f"{num} answers with drafts differ from those without; the table says which")
+        raise GenerationError(f"{num} answers with drafts differ from those without; see the table")
 
 
 async def measure(bench: Bench, folder: Path, found: dict[Case, list[Round]]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks engine --parts unit`: a unit of two instances, beside two that have all experts each.
+"""`python -m benchmarks engine --parts unit`: compares a unit of two instances to two that have all experts.
 
 They are rank processes of the engine, with one thread each. This process is their scheduler: it names the mates,
 submits requests, and notes when tokens come. The model is moe-1B.
@@ -52,14 +52,14 @@ UNIT, APART = "a unit", "two instances"
 Figures = dict[str, float]
 RATIOS: tuple[tuple[str, Better, float, str, str], ...] = (
     ("tokens/s of a unit, times two instances", "higher", 0.95, f"{UNIT}, all", f"{APART}, all"),
-    ("time a token of 16 sequences beside an idle member, times alone", "lower", 1.25, f"{APART}, one", f"{UNIT}, one"),
+    ("time a token of 16 sequences with an idle member, times alone", "lower", 1.25, f"{APART}, one", f"{UNIT}, one"),
     ("time a token of 1 sequence, likewise", "lower", 1.25, f"{APART}, single", f"{UNIT}, single"),
 )
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A rank process, and what this one has heard of it."""
+    """A rank process, and the reports that it sent to this process."""
 
     config: WorkerConfig
     process: subprocess.Popen[bytes]
@@ -111,7 +111,7 @@ class UnitScheduler:
             member.await_state("ready")
 
     def decode(self, nums_sequences: Sequence[int], num_tokens: int = NUM_TOKENS) -> tuple[float, float]:
-        """Returns tokens/s while so many sequences of each member decode, and the share of exchanges in that time."""
+        """Returns tokens/s while this many sequences of each member decode, and the share of exchanges in that time."""
         for member, num in zip(self.members, nums_sequences, strict=True):
             member.tokens, member.num_ended = [], 0
             for _ in range(num):
@@ -132,8 +132,8 @@ class UnitScheduler:
         return num_timed / (last_s - first_s), share
 
     def asleep(self) -> Figures:
-        """Returns what both members do in some seconds without requests."""
-        time.sleep(1.0)  # until heartbeats tell of the last round
+        """Measures both members during some seconds without requests."""
+        time.sleep(1.0)  # until heartbeats include the last round
         start_s, before = time.monotonic(), self._done()
         time.sleep(ASLEEP_S)
         took_s, (num_messages, used_s) = time.monotonic() - start_s, self._done()

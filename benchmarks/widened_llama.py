@@ -1,4 +1,4 @@
-"""Pads a small Llama so that it costs what a larger one costs, and answers as before; for `benchmarks speculative`.
+"""Pads a small Llama: steps cost as much as a larger model's, answers are unchanged. For `benchmarks speculative`.
 
 Hidden numbers beyond the small one's width stay zero, as nothing writes to them. New heads, inner numbers and layers
 compute with random weights, and what they add is multiplied by zero, or by `noise`. Imports torch.

@@ -45,9 +45,9 @@ def _results(config: EngineConfig) -> Iterator[Result]:
 
 
 def num_at_once(config: EngineConfig, caches: Sequence[LayerCache], length: int, step_tokens: int, splits: bool) -> int:
-    """Counts the requests of so many tokens that an engine of these settings runs before one of them has to wait.
+    """Counts the requests of `length` tokens that an engine with these settings runs before one has to wait.
 
-    `splits`: layers with a window are a group of their own. Raises ConfigError.
+    `splits`: layers with a window are a separate group. Raises ConfigError.
     """
     layouts = layouts_of(caches, config.block_size or BLOCK_SIZE, "float32", split_windows=splits)
     scheduler = _scheduler(config, layouts, length, step_tokens)

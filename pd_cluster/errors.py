@@ -5,7 +5,7 @@ PdClusterError
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
 ├── RequestError           the client must fix it: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
-│   ├── RequestNotFound    404: no timeline is kept of such a request
+│   ├── RequestNotFound    404: nothing has this id
 │   ├── InstanceNotFound   404: no instance has this name
 │   ├── Refused            409: the cluster's state does not allow it
 │   ├── RequestAborted     410: the operator ended it

@@ -42,13 +42,13 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How positions beyond the trained length are rotated, if that depends on a request's length.
 
     `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens, another
-    beyond. A request's length is its prompt plus the most tokens that it may generate. It is known on arrival and never
+    beyond. A request's length is its prompt plus its maximum number of output tokens. It is known on arrival and never
     changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
     """
 
     kind: str = ""  # "": the rotation does not depend on the request
     reach: int = 0  # tokens; requests up to this length are rotated without scaling
-    most: int = 0  # the most tokens of a request, if more than `reach` are allowed
+    most: int = 0  # the maximum number of tokens of a request, if more than `reach` are allowed
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RopeScaling:

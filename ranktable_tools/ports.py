@@ -20,7 +20,7 @@ _OUTGOING: Final = "ip_local_port_range"
 
 
 class GivenPorts(NamedTuple):
-    """The ports other than NODE_PORTS. `scheduler`, `worker`: those of a process itself, by flag; `kv_range`: the ends
+    """The ports other than NODE_PORTS. `scheduler`, `worker`: a process's own ports, by flag; `kv_range`: the ends
     of --kv-port-range.
     """
 

@@ -56,7 +56,7 @@ async def overload(context: FaultContext) -> FaultObservations:
 
 
 async def hog(context: FaultContext) -> FaultObservations:
-    """Sends one client's requests for many sequences, several at a time, beside the ordinary ones.
+    """Sends one client's requests for many sequences, several at a time, in addition to the ordinary ones.
 
     The first sequence of each is the one that an ordinary request of this number has; all must agree in the others.
     """

@@ -91,7 +91,7 @@ class FaultedCluster:
         return self._cluster.launch.url
 
     def rank_pids(self, name: str) -> list[int]:
-        """Returns its ranks' pids, as it last reported them."""
+        """Returns the instance's rank pids, as it last reported them."""
         return self._rank_pids.get(name, [])
 
     def pids(self) -> dict[int, str]:

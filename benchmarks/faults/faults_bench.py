@@ -88,7 +88,7 @@ class FaultsBench:
 
 
 def check(load: float, kv_transport: str) -> None:
-    """Raises ConfigError, too for a transport that two processes' CPU pools cannot use."""
+    """Raises ConfigError, also for a transport that two processes' CPU pools cannot use."""
     if not 0 < load <= 1:
         raise ConfigError(f"--load {load:g}: must be above 0 and at most 1, a share of what the cluster can serve")
     if kv_transport not in ("", *TRANSPORTS):
@@ -199,7 +199,7 @@ class Scene:
         return run
 
     async def _left(self, before: ResourceUse) -> ResourceUse:
-        """Returns what is left beyond `before`, once clients' connections have had time to close."""
+        """Returns the resources in use beyond `before`, once clients' connections have had time to close."""
         deadline_s = time.monotonic() + CLOSE_S
         while True:
             left = ResourceUse.now(self.stage.pids()).since(before)

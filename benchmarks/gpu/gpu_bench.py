@@ -23,7 +23,7 @@ from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.engine_config import PDL, PROMPT_GRAPHS, SKINNY_GATE
 
-QUICK_SLOWER = 4  # than an H100's host: parts may take so much longer on a busy CPU
+QUICK_SLOWER = 4  # times the duration on an H100's host: parts may take this much longer on a busy CPU
 ROOM = 1.1  # on disk, relative to the model's size
 MOST_THREADS = 8
 
@@ -57,7 +57,7 @@ PARTS = (
 
 
 def parts_of(parts: str, stage: str) -> tuple[str, ...]:
-    """Returns names, all where nothing is given. Raises ConfigError."""
+    """Returns the named parts; all if none is named. Raises ConfigError."""
     if stage and parts:
         raise ConfigError(f"--stage {stage} and --parts {parts}: give one of them")
     if parts == "models":
@@ -70,7 +70,7 @@ def parts_of(parts: str, stage: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuBench:
-    """The command's parameters. `models` is a folder that keeps the model: a whole one in it is not made again.
+    """The command's parameters. `models` is a folder that keeps the model: a complete model in it is used again.
 
     `resume`: adds to the report in `out`.
     """
@@ -86,7 +86,7 @@ class GpuBench:
     def __post_init__(self) -> None:
         check_name(self.device)
         if self.models and not Path(self.models).is_dir():
-            raise ConfigError(f"--models {self.models}: not a folder that is there")
+            raise ConfigError(f"--models {self.models}: no such folder")
 
     @property
     def command(self) -> str:
@@ -125,7 +125,7 @@ def run(bench: GpuBench) -> bool:
             report.write(bench.out)
     report.show(f"{report.device}, {time.monotonic() - started_s:.0f} s")
     if bench.quick:
-        print("note: --quick tells whether everything runs; its figures mean nothing")
+        print("note: --quick only checks that everything runs; its figures mean nothing")
     return all(part.state == "done" for part in report.parts)
 
 
@@ -149,7 +149,7 @@ def run_part(bench: GpuBench, part: Part, folder: Path, left_s: float) -> tuple[
     if left_s < part.least_s:
         return PartResult(part.name, "not run", 0.0, f"{max(0.0, left_s):.0f} s of --budget were left"), []
     if part.reads_model and not Path(spec.model, WHOLE_FILE).exists():
-        return PartResult(part.name, "not run", 0.0, "the model is not there"), []
+        return PartResult(part.name, "not run", 0.0, "the model does not exist"), []
     print(f"{part.name} …", flush=True)
     deadline_s = min(part.most_s * (QUICK_SLOWER if bench.quick else 1), left_s)
     place = folder / part.name

@@ -132,7 +132,7 @@ class Writer:
     def figure(
         self, name: str, value: float, unit: str, better: Better = "lower", values: Sequence[float] = ()
     ) -> None:
-        """`values`: those behind the value."""
+        """`values`: the measurements from which the value is computed."""
         samples = max(1, len(values))
         self.put(Figure(name=name, value=value, unit=unit, better=better, samples=samples, spread=spread(values)))
 
@@ -141,7 +141,7 @@ class Writer:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Notes a failure, and goes on with the next section."""
+        """Records a failure and continues with the next section."""
         try:
             yield
         except Exception as error:

@@ -1,6 +1,6 @@
 """A device's limits: copies within its memory, plain reads, and bfloat16 matrix products.
 
-A copy's bandwidth counts both reads and writes. Reading alone is measured beside it, by a sum.
+A copy's bandwidth counts both reads and writes. Reading alone is measured separately, by a sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A cluster on one device, as clients see it: prefill and decode apart, then one engine that does both in chunks.
 
 For the second, the prefill instance is taken out of service, so that the decode instance does everything itself: the
-same process with the same memory, beside an idle one. Both get the same requests at the same times: long prompts one by
-one, then streams that decode while long prompts keep arriving. The processes are those of `pd-cluster up`.
+same process with the same memory, next to an idle one. Both get the same requests at the same times: first single
+long prompts, then streams that decode while long prompts keep arriving. The processes are those of `pd-cluster up`.
 """
 
 from __future__ import annotations

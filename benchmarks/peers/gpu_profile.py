@@ -47,7 +47,7 @@ def busy_ms(profiler: Any, device: Device) -> float:
 
 
 def write(profiler: Any, device: Device, place: Path) -> float:
-    """Writes `place`.txt and a gzipped trace beside it; returns the kernels' sum in ms."""
+    """Writes `place`.txt and a gzipped trace next to it; returns the kernels' sum in ms."""
     rows = list(profiler.key_averages())
     if device.is_accelerator:  # an operator's row includes its kernels' time
         rows = [each for each in rows if each.device_type.name != "CPU" and not each.is_user_annotation]

@@ -1,4 +1,4 @@
-"""D's end in `kv`: that of a trial transfer; every offer is credited at once, every landing confirmed."""
+"""D's end in `kv`, as in a trial transfer: credits every offer at once, and confirms every landing."""
 
 from __future__ import annotations
 

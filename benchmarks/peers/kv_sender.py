@@ -1,4 +1,4 @@
-"""P's end in `kv`: that of a trial transfer, with the worker's exports; a prompt counts as computed once credited."""
+"""P's end in `kv`, as in a trial transfer, with the worker's exports; a prompt counts as computed once credited."""
 
 from __future__ import annotations
 

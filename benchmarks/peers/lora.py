@@ -54,7 +54,7 @@ class LoraFolders:
         save_file(tensors, place / WEIGHTS_FILE)
 
     def next(self) -> Path:
-        """Makes one that was not there before."""
+        """Makes a new adapter."""
         self._num += 1
         folder = self._place / str(self._num)
         folder.mkdir()

@@ -69,7 +69,7 @@ class Leg:
 
 
 class Worker:
-    """One instance: so many prompt tokens a second, one prompt after the other, and so many sequences at a time.
+    """One instance: it computes one prompt after the other at a given speed, and decodes a given number of sequences.
 
     `handed_over(name@epoch, transfer id)` reports to another instance that a prompt has landed there.
     """
@@ -132,7 +132,7 @@ class Worker:
 
     def on_fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)
-        os._exit(1)  # an instance that nobody hears any more would be waited for
+        os._exit(1)  # otherwise the scheduler would wait for an instance that has failed
 
     def load(self) -> wire.Load:
         is_prefill = self.me.role == "prefill"

@@ -1,7 +1,7 @@
-"""`python -m benchmarks hog`: answers of three quiet tenants beside a fourth that attacks.
+"""`python -m benchmarks hog`: measures three quiet tenants while a fourth attacks.
 
 A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas, responses that are kept and an
-adapter of its own, each one request after another. A attacks in one way after another: guides that never compile,
+adapter of its own, each one request after another. A attacks in several ways in turn: guides that never compile,
 pictures from servers that drip, requests of many sequences, responses to keep, many adapters, long texts to tokenize,
 streams that it leaves. Between two attacks all rest; each attack is compared with the time before the first. A's client
 is a process that leaves its processor to all others: it would have a machine of its own.

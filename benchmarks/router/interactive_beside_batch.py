@@ -1,7 +1,7 @@
-"""`python -m benchmarks batches`: the first tokens of interactive requests beside a batch of many lines.
+"""`python -m benchmarks batches`: first tokens of interactive requests during a batch of many lines.
 
 A real cluster of the shipped model. Interactive chats arrive as a Poisson process, first alone and then while a batch
-is answered. A step of the batch is what one of its prompts takes on the idle cluster.
+is answered. A step of the batch is the time of one of its prompts on the idle cluster.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class BatchLoad:
-    """So many lines, beside interactive requests at this rate for so many seconds."""
+    """A batch's number of lines, and the rate and duration of the interactive requests."""
 
     num_lines: int
     rate: float
@@ -109,7 +109,7 @@ def _results(alone: list[float], beside: list[float], step_s: list[float]) -> It
 
 
 async def _interactive(client: httpx.AsyncClient, load: BatchLoad, seconds: float) -> list[float]:
-    """Returns the times to the first token, but those of the first seconds. Raises GenerationError."""
+    """Returns the times to the first token, except those of the first seconds. Raises GenerationError."""
     draw, started_s = random.Random(load.seed), time.monotonic()
 
     def body_of(number: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ async def _steps_s(client: httpx.AsyncClient, seed: int) -> list[float]:
 
 
 def _chat(draw: random.Random, max_tokens: int) -> dict[str, Any]:
-    """Returns a chat whose prompt no other one shares."""
+    """Returns a chat whose prompt no other chat shares."""
     text = " ".join(draw.choice(WORDS) for _ in range(NUM_WORDS))
     return {
         "model": MODEL,

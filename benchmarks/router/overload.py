@@ -2,7 +2,7 @@
 
 The real scheduler serves in front of made-up workers whose speed a clock sets, so that the capacity is known and
 nothing depends on this machine's speed. Requests arrive as a Poisson process: at 80 % of the capacity, at three times
-the capacity, and at three times from one API key beside a tenth from another. Prefill is the bottleneck in one shape,
+the capacity, and at three times from one API key with a tenth from another. Prefill is the bottleneck in one shape,
 decode in the other.
 """
 
@@ -81,7 +81,7 @@ SHAPES = {
 
 @dataclass(slots=True)
 class Run:
-    """One key's run of so many seconds, at a share of the capacity; with n sequences in each request."""
+    """One key's run: its duration, its share of the capacity, and the sequences `n` of each request."""
 
     shape: Shape
     key: str

@@ -1,4 +1,4 @@
-"""`python -m benchmarks router`: what a token, a request and an open stream cost the process at the public port.
+"""`python -m benchmarks router`: costs of a token, a request and an open stream at the public port.
 
 The real scheduler, started as the launcher starts it, serves in front of made-up workers that speak its protocol and
 compute nothing. CPU time is read from the kernel, so the load generator costs the scheduler only its cores. Two shapes

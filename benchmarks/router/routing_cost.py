@@ -1,4 +1,4 @@
-"""`python -m benchmarks routing --instances 32,100,500`: the CPU time of a request's routing by a cluster's size.
+"""`python -m benchmarks routing --instances 32,100,500`: CPU time to route a request, by the cluster's size.
 
 Everything from a tokenized prompt to its pair is measured: the queue's check for room, the lookup of known prefixes,
 the policy. There is no engine, socket or process. Links are all open, or one in twenty is down, or an instance has
@@ -109,7 +109,7 @@ class _Cluster:
 
 
 async def run(instances: str, policies: str, rounds: int, json: str) -> None:
-    """Raises ConfigError: an unknown policy, sizes that are no numbers."""
+    """Raises ConfigError: an unknown policy, invalid sizes."""
     names = names_of("--policies", policies, POLICIES)
     sizes = _sizes(instances)
     begin(json)

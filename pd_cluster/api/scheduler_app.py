@@ -78,7 +78,7 @@ class Extras:
     """The optional parts of a scheduler. `join`: address and port for workers in no table.
 
     `lora_root`: the folder below which adapters may be loaded at run time; "": none. `lease`: for one of several
-    schedulers. `keys`: those of --api-key-file.
+    schedulers. `keys`: the keys of --api-key-file.
     """
 
     join: tuple[str, int] | None = None

@@ -32,7 +32,7 @@ class Admin:
 
     @classmethod
     def find(cls, url: str, token_file: str, env: Mapping[str, str]) -> Admin:
-        """Takes what is given, and the rest from the cluster that `up` runs on this host. Raises ConfigError."""
+        """Takes a missing address or token file from the cluster that `up` runs on this host. Raises ConfigError."""
         if url and (token_file or env.get("GLOBAL_RANK_TABLE_FILE_PATH")):
             return cls(url, token_file, env)
         if not url and env.get("GLOBAL_RANK_TABLE_FILE_PATH"):

@@ -24,7 +24,7 @@ def quality(
         str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts that the model writes.")
     ] = "",
     num_samples: Annotated[int, typer.Option(min=1, help="Samples to read.")] = NUM_SAMPLES,
-    num_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = NUM_TOKENS,
+    num_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens of a sample.")] = NUM_TOKENS,
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Compare perplexity and next tokens with a quantized KV cache or quantized weights to the plain model's."""

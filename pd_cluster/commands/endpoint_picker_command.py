@@ -27,7 +27,7 @@ def endpoint_picker(
     interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between queries of the schedulers.")] = 0.5,
     timeout: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds for a scheduler to answer a query.")] = 1.0,
     max_requests: Annotated[
-        int, typer.Option(min=0, help="Most requests in flight at one scheduler; if all are full, 429. 0: no limit.")
+        int, typer.Option(min=0, help="Maximum requests in flight at one scheduler; if all are full, 429. 0: no limit.")
     ] = 0,
     fallbacks: Annotated[
         int, typer.Option(min=0, max=MOST_FALLBACKS, help="Fallback endpoints in an answer, for gateways that retry.")

@@ -31,9 +31,9 @@ def new(
     model: Annotated[
         list[str] | None, typer.Option(help="A served name that the key may use; repeatable. Default: all.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Most requests; default: no limit.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Maximum requests; default: no limit.")] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Most prompt and output tokens; default: no limit.")
+        int | None, typer.Option(help="Maximum prompt and output tokens; default: no limit.")
     ] = None,
     expires: Annotated[str, typer.Option(help="A date (UTC), or a time with its zone. Default: never.")] = "",
 ) -> None:

@@ -15,7 +15,7 @@ MAX_LINES = 5000
 
 
 def run(admin: Admin, name: str, num_lines: int, follow: bool, as_json: bool) -> None:
-    """Prints log lines. `name` "": those of every process, each with its process's name. Raises PdClusterError."""
+    """Prints log lines. `name` "": the lines of every process, each with the process's name. Raises PdClusterError."""
     asyncio.run(_run(admin, name, num_lines, follow, as_json))
 
 

@@ -18,7 +18,7 @@ USUAL_REQUESTS = 600
 
 def plan(
     trace: Annotated[str, typer.Option(metavar="FILE", help="The load, in Mooncake's format.")],
-    devices: Annotated[int, typer.Option(min=1, max=1024, help="Most devices to use.")],
+    devices: Annotated[int, typer.Option(min=1, max=1024, help="Maximum number of devices to use.")],
     model: Annotated[
         str, typer.Option(callback=given_model, help="Folder or hub name; its config.json is enough. Default: shipped.")
     ] = "",

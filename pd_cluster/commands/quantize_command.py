@@ -30,7 +30,7 @@ def quantize(
         str, typer.Option(help="Text file, or .jsonl of texts or conversations; default: texts that the model writes.")
     ] = "",
     num_samples: Annotated[int, typer.Option(min=1, help="Samples to calibrate with.")] = 128,
-    num_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = 512,
+    num_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens of a sample.")] = 512,
     evaluate: Annotated[bool, typer.Option(help="Compare perplexity and next tokens with the original.")] = True,
 ) -> None:
     """Quantize a model folder. The new folder's format is compressed-tensors, which other engines also read.

@@ -93,7 +93,7 @@ def chat(
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Default: the model's.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens per answer; default: as many as fit.")
+        int | None, typer.Option(min=1, help="Maximum number of tokens per answer; default: as many as fit.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
 ) -> None:

@@ -62,7 +62,7 @@ def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
 
 
 class Picker:
-    """Answers each stream with its own `Exchange`. `handlers`: those of the two services."""
+    """Answers each stream with its own `Exchange`. `handlers`: the handlers of the two services."""
 
     def __init__(self, choice: SchedulerChoice) -> None:
         self._choice = choice

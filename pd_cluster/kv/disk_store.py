@@ -59,7 +59,7 @@ class DiskStore:
         for shard in sorted(name for name in os.listdir(self._folder) if SHARD.fullmatch(name)):
             with contextlib.suppress(OSError), self._shard(shard) as folder:
                 for name in os.listdir(folder):
-                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # other files are not ours
+                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # skips other programs' files
                         self._look(folder, name, found)
         return [content for _, content in sorted(found)]
 

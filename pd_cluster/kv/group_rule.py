@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
 
 def within(window: int | None) -> Rule:
-    """Returns the rule of layers that attend to so many tokens; None: all."""
+    """Returns the rule of layers that attend to this many tokens; None: all."""
     return ALL if window is None else Rule("window", window)
 
 

@@ -41,7 +41,7 @@ class LoadCost:
         return self._block_s / self._block_size
 
     def compute_s(self, num_blocks: int) -> float:
-        """Returns the time to compute the tokens of so many blocks; 0: not measured."""
+        """Returns the time to compute the tokens of this many blocks; 0: not measured."""
         return num_blocks * self._block_size * self._token_s
 
     def is_worth_it(self) -> bool:

@@ -39,7 +39,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """No medium caches anything any more; events that follow list what a tier has kept."""
+    """All media are now empty; later events list the contents that a tier has kept."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -121,7 +121,7 @@ class KVLayout:
         return stop - start
 
     def can_split(self, tp_size: int) -> bool:
-        """Whether the heads of every plane can be split over so many ranks."""
+        """Whether the heads of every plane can be split over this many ranks."""
         return all(can_split_heads(self.num_heads_of(plane), tp_size) for plane in self.planes)
 
     def width_of(self, name: str) -> int:
@@ -297,7 +297,7 @@ class Lane(NamedTuple):
 
 
 def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
-    """Counts the lanes of this rank to or from instances with so many ranks, in the direction that has more.
+    """Counts the lanes of this rank to or from instances with this many ranks, in the direction that has more.
 
     Instances over whose ranks the heads cannot be split get no lanes: their links are refused.
     """

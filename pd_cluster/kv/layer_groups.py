@@ -20,7 +20,7 @@ def lanes_of(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> list[L
 
 
 def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo], num_tokens: int) -> int:
-    """Counts the bytes that all ranks of an instance send to another for a prompt of so many tokens.
+    """Counts the bytes that all ranks of an instance send to another for a prompt of this many tokens.
 
     The target has cached none of it. See `first_token_of` for windows.
     """

@@ -28,7 +28,7 @@ class _TierJob:
 
 
 class LowerTier:
-    """`capacity`: the most blocks that it keeps; the least recently used ones are discarded. 0: the store discards
+    """`capacity`: how many blocks it keeps at most; the least recently used ones are discarded. 0: the store discards
     blocks itself and is shared with others, so `look` must ask for its contents.
     """
 

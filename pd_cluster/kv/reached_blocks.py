@@ -1,4 +1,4 @@
-"""Finds the blocks of tokens that precede a kept state, since a prompt can begin after no others. Knows no requests."""
+"""Finds the token blocks before a kept state, from which alone a cached prompt can continue. Knows no requests."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def check_task(name: str, task: Any) -> None:
     """Raises RequestError for every task except "embed"."""
     if task not in (None, EMBED):
         raise RequestError(
-            f'{name}: {reprlib.repr(task)} is not supported; "{EMBED}", one vector for each prompt, is', param=name
+            f'{name}: {reprlib.repr(task)} is not supported; give "{EMBED}", which makes one vector for each prompt',
+            param=name,
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-NUM_LINES = 10  # the most per call
+NUM_LINES = 10  # maximum per call
 
 
 class Progress:

@@ -54,7 +54,7 @@ class TextService:
         self.tokenizer = tokenizer = Tokenizer(checkpoint.tokenizer_path, settings.chat.template, checkpoint.path)
         self.shows_token_ids = settings.returns_tokens_as_token_ids or not tokenizer.has_text
         form = reply_format_of(settings.chat, tokenizer, str(checkpoint.config.get("model_type", "")))
-        self.reads_reasoning = bool(form.reasoning_parser)  # a reply's reasoning is told apart from its content
+        self.reads_reasoning = bool(form.reasoning_parser)  # a reply's reasoning is separated from its content
         self.names = ServedNames(
             settings.engine.model, settings.served_model_names, config.adapters, settings.requires_model
         )
@@ -221,7 +221,7 @@ class TextService:
     async def offsets(
         self, text: str, special: bool, token_ids: list[int], caller: Caller = NOBODY
     ) -> list[list[int]] | None:
-        """Returns where a prompt's tokens stand in its text; see token_offsets.py."""
+        """Returns the positions of a prompt's tokens in its text; see token_offsets.py."""
         encoder, tokenizer = self.intake.encoder, self.tokenizer
         return await encoder.run(lambda: offsets_of(tokenizer, text, special, token_ids), len(text), caller)
 

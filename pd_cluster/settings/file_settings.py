@@ -22,11 +22,11 @@ class KeptFiles(msgspec.Struct, frozen=True):
             name="files_dir",
         ),
     ] = ""
-    max_file_mib: Annotated[int, HTTP("Most MiB of an uploaded file.", name="max_file_size", checks=(at_least(1),))] = (
-        512
-    )
+    max_file_mib: Annotated[
+        int, HTTP("Maximum MiB of an uploaded file.", name="max_file_size", checks=(at_least(1),))
+    ] = 512
     tenant_mib: Annotated[
-        int, HTTP("Most MiB of a tenant's files.", name="files_tenant_mib", checks=(at_least(1),))
+        int, HTTP("Maximum MiB of a tenant's files.", name="files_tenant_mib", checks=(at_least(1),))
     ] = 4096
     ttl_s: Annotated[
         float, HTTP("Seconds until a file or a finished batch is removed.", name="files_ttl", checks=(POSITIVE,))

@@ -154,7 +154,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     tells_request_metrics: Annotated[
         bool,
         SERVER(
-            "Tell in every answer when its tokens came, as include_metrics does for one.",
+            "Return the times of tokens in every answer, as include_metrics does for one answer.",
             name="enable_per_request_metrics",
         ),
     ] = False

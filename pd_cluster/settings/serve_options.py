@@ -162,7 +162,7 @@ class ServeOptions(Mapping[str, Any]):
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
-        """`policies`: those of the router. Raises ConfigError."""
+        """`policies`: the router's. Raises ConfigError."""
         self._check_choice("routing_policy", policies)
         return self.read(RoutingConfig)
 

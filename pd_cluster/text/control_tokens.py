@@ -67,7 +67,7 @@ class ControlTokens:
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = frozenset(texts)
-        # The characters of each control token that tell it from words; a control token that is a word has none.
+        # The characters that distinguish each control token from words; empty for a control token that is a word.
         self._signs = {
             text: frozenset(c for c in text if not (c.isalnum() or c.isspace() or c in "_-")) for text in texts
         }

@@ -114,12 +114,12 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids, and for each its first character and the one behind its last; both 0 for added tokens."""
+        """Returns the ids, and for each its first character and the one after its last; both 0 for added tokens."""
         (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids), [(first, stop) for first, stop in encoding.offsets]
 
     def beginning(self, text: str, most: int) -> str:
-        """Returns the text's beginning with at most so many tokens, its own ones alone; 0: the whole text."""
+        """Returns the text's beginning with at most this many tokens, without special tokens; 0: the whole text."""
         shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # twice: the cut changes a few tokens
         _, offsets = self.encode_with_offsets(shorter, False)
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]

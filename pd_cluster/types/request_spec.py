@@ -103,17 +103,17 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def most_output_tokens(self) -> int:
-        """Returns the most output tokens that a sequence may ever have."""
+        """Returns the maximum number of output tokens that a sequence may ever have."""
         return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
     def most_tokens(self) -> int:
-        """Returns the most tokens that a sequence may ever have, which is the same in every engine and attempt."""
+        """Returns the maximum length of a sequence in tokens, which is the same in every engine and attempt."""
         return len(self.prompt_token_ids) + self.most_output_tokens
 
     @property
     def num_decoding(self) -> int:
-        """Returns the most sequences that are decoded at the same time."""
+        """Returns the maximum number of sequences that are decoded at the same time."""
         return self.sampling.num_sequences if self.pooling is None else 0
 
     @property

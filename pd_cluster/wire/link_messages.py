@@ -129,7 +129,7 @@ class LinkRest(Message, frozen=True):
 
 
 class LinkYield(Message, frozen=True):
-    """D needs the capacity of this link for another one: P lets it rest when its transfers have ended."""
+    """D needs this link's capacity for another link: P lets this link rest when its transfers have ended."""
 
     link_id: str
 

@@ -99,7 +99,12 @@ def test_a_long_document_loses_its_end(judge: LiveCluster, reranker: Path) -> No
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or in 1"),
         ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "use_activation", "the same"),
         ("/score", {"queries": "a", "documents": "b", "text_1": "c"}, "queries", "text_1, text_2 and queries"),
-        ("/score", {"queries": "a", "documents": "b", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "without the pair"),
+        (
+            "/score",
+            {"queries": "a", "documents": "b", "truncate_prompt_tokens": 9},
+            "truncate_prompt_tokens",
+            "without the pair",
+        ),
         ("/rerank", {"query": "a", "documents": ["b"] * 1025}, "documents", "1025 are more than the 1024"),
     ],
 )

@@ -170,7 +170,10 @@ def test_what_cannot_matter_here_is_said_once(
         ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
         ({"spec_method": "eagle"}, "spec_method 'eagle': only EAGLE-3 heads are supported; give eagle3"),
         ({"speculative_config": {"method": "medusa"}}, "speculative_config: method 'medusa': not supported; "),
-        ({"spec_method": "ngram", "speculative_config": {"method": "ngram"}}, "speculative_config: spec_method also sets how to draft"),
+        (
+            {"spec_method": "ngram", "speculative_config": {"method": "ngram"}},
+            "speculative_config: spec_method also sets how to draft",
+        ),
         ({"zzz": 9}, "zzz: unknown argument; docs/flags.md has those of serve"),
     ],
 )

@@ -229,7 +229,7 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     for settings, error in (
         (
             {"max_num_seqs": 20},
-            r"--max-num-seqs 20: room for \d+ states of 256\.00 MiB \(8\.00 GiB of .* KV caches\) beside",
+            r"--max-num-seqs 20: room for \d+ states of 256\.00 MiB \(8\.00 GiB of .* KV caches\) in addition to",
         ),
         ({"state_cache_gib": 0.1}, r"--state-cache 0\.1: one state of this model takes 0\.25 GiB; give more"),
         ({"state_cache_gib": 9}, r"--state-cache 9: a KV pool of 9\.00 GiB; free: 8\.00 GiB"),

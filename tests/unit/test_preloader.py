@@ -179,7 +179,7 @@ def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatc
     with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
         pass
     num_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NotForked, match="its surroundings cannot be read"):
+    with pytest.raises(NotForked, match="own surroundings cannot be read"):
         preloader.ask({"A": "\udcff"}, [0])
     assert len(os.listdir("/proc/self/fd")) == num_files
     found = preloading.surroundings()

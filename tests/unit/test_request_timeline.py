@@ -220,7 +220,7 @@ async def test_the_routes(world: World) -> None:
     status, body = await get(world, "/requests/cmpl-99/timeline")
     assert (status, body["error"]["param"], body["error"]["code"]) == (404, "id", "request_not_found")
     assert "'cmpl-99'" in body["error"]["message"]
-    assert "the last 25 (at most 1000) are" in body["error"]["message"]
+    assert "only the last 25 (at most 1000)" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "1.5", "9" * 5000])

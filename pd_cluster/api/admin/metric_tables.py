@@ -348,7 +348,7 @@ REQUEST_COUNTERS = (
             ("prompt_tokens", "Prompt tokens of these requests."),
             ("prompt_pairs", "Pairs of tokens in these prompts: the work of attention."),
             ("answers", "Sequences that these requests ask for."),
-            ("max_tokens", "Most output tokens of these sequences."),
+            ("max_tokens", "Sum of these sequences' maximum output tokens (max_tokens)."),
         )
     ),
     OfRequests(
@@ -465,7 +465,7 @@ HISTOGRAMS = (
         {"": "most_output_tokens"},
     ),
     OfRequests("vllm:request_params_n", "Sequences of a request.", {"": "num_sequences"}),
-    OfRequests("vllm:request_params_max_tokens", "Most output tokens of a sequence.", {"": "max_tokens"}),
+    OfRequests("vllm:request_params_max_tokens", "Maximum output tokens of a sequence.", {"": "max_tokens"}),
     OfRequests(
         "pd_cluster:handover_seconds",
         "From a prompt's offer to its confirmation, at the decode instance.",

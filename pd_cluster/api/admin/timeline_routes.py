@@ -114,8 +114,8 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
         if found is None:
             kept = await timelines.last(1)
             raise RequestNotFound(
-                f"id: no request {reprlib.repr(request_id)} is kept; the last {kept['num_kept']} (at most "
-                f"{kept['max_kept']}) are: GET /requests, or `pd-cluster trace` without an id, lists them",
+                f"id: the scheduler keeps no request {reprlib.repr(request_id)}, only the last {kept['num_kept']} (at "
+                f"most {kept['max_kept']}); GET /requests, or `pd-cluster trace` without an id, lists them",
                 param="id",
                 code="request_not_found",
             )

@@ -81,7 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._framing_nbytes = 0
         self._trailers_nbytes = 0
         self._num_trailers = 0
-        self._uploaded_nbytes = -1  # of an upload, since its deadline was last put off; -1: it is none
+        self._uploaded_nbytes = -1  # of an upload, since its deadline was last extended; -1: not an upload
         self._ignored_nbytes = 0
         self._most_ignored_nbytes = MAX_BODY_NBYTES
 

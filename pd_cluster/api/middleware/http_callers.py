@@ -28,7 +28,7 @@ def count_request(http: Request) -> None:
 
 
 def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
-    """Reserves the most tokens of a request, before it is sent to an instance.
+    """Reserves the maximum number of tokens of a request, before it is sent to an instance.
 
     Raises RateLimited, RequestError.
     """

@@ -50,8 +50,8 @@ DESCRIPTIONS = {
     "allowed_token_ids": "The only tokens that the answer may contain.",
     "logprobs": "Return the tokens' logprobs: true in a chat; elsewhere the number of most likely tokens "
     "to return with each token, -1: all.",
-    "top_logprobs": "Most likely tokens to return with each token; needs logprobs: true.",
-    "prompt_logprobs": "Most likely tokens to return with each token of the prompt; not with stream.",
+    "top_logprobs": "Number of most likely tokens to return with each token; needs logprobs: true.",
+    "prompt_logprobs": "Number of most likely tokens to return with each token of the prompt; not with stream.",
     "logprob_token_ids": "With each token, return the logprobs of these tokens instead of the "
     "likeliest ones; needs logprobs.",
     "return_token_offsets": "Return the position of each token in the text; only on routes that render a prompt.",
@@ -93,8 +93,8 @@ DESCRIPTIONS = {
     "parallel_tool_calls": "false: at most one call.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer; token_ids and logprobs "
     "then have the content's tokens alone.",
-    "thinking_token_budget": "Most tokens of reasoning; then the model continues with its answer. Needs a reasoning "
-    "parser.",
+    "thinking_token_budget": "Maximum number of reasoning tokens; then the model continues with its answer. Needs a "
+    "reasoning parser.",
     "reasoning_effort": "For models whose chat template uses it, otherwise without effect; none switches thinking off.",
     "add_generation_prompt": "End the prompt with the beginning of an answer. Default: true, except with "
     "continue_final_message.",

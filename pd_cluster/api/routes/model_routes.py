@@ -23,7 +23,7 @@ class Model(Struct, omit_defaults=True, kw_only=True):
     owned_by: str
     root: Annotated[str, Meta(description="The model folder, as given to the server; for an adapter, its name.")]
     parent: Annotated[str | None, Meta(description="For an adapter, the model.")] = None
-    max_model_len: Annotated[int, Meta(description="Most tokens of prompt and output together.")]
+    max_model_len: Annotated[int, Meta(description="Maximum number of prompt and output tokens together.")]
     unproven: Annotated[bool, Meta(description="Whether its model_type is unlisted, and served by --try-unlisted.")] = (
         False
     )

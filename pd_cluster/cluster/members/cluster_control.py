@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RESET_TIMEOUT_S = 60.0  # a step may have to finish first
 PauseMode = Literal["abort", "wait", "keep"]
-RUNNING_ONES = {"abort": "end now", "wait": "go on", "keep": "stop, and go on at the end"}
+RUNNING_ONES = {"abort": "end now", "wait": "continue", "keep": "stop, and continue after the pause"}
 
 
 class ServingProcesses(Protocol):

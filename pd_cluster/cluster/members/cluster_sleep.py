@@ -1,4 +1,4 @@
-"""The level of sleep that every instance shall have. Sends it to each instance that reports another one.
+"""The level of sleep that every instance shall have. Sends it to each instance that reports another level.
 
 The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py refuses them.
 """
@@ -63,7 +63,7 @@ class ClusterSleep:
         return [each for each in self._roster.instances if each.is_ready and each.load.sleep_level != self.level]
 
     def _send_level(self) -> None:
-        """Sends the level to instances that report another one and were not sent this one."""
+        """Sends the level to instances that report another level and have not been sent this one."""
         lacking = self._lacking()
         here = {instance.conn for instance in self._roster.instances}
         self._sent = {conn: level for conn, level in self._sent.items() if conn in here}

@@ -50,7 +50,7 @@ class MembershipSharing(Protocol):
 
 class ElasticMembership:
     """The commands and the work in progress. `move_on(instance, why)` moves an instance's requests elsewhere.
-    `credentials`: those of this process.
+    `credentials`: this process's.
     """
 
     def __init__(
@@ -276,9 +276,7 @@ class ElasticMembership:
         return [each for each in self.unit_of(instance) if (each.service, each.next_role) == wish]
 
     def _is_settled(self, instance: Instance, now_s: float) -> bool:
-        """Whether other schedulers know that it takes no more requests, and have none there or have used up their
-        time.
-        """
+        """Whether other schedulers send it no more requests, and those there have ended or exceeded the deadline."""
         if self.shared is None:
             return True
         if now_s < instance.drain_deadline_s - instance.drain_timeout_s + self.shared.settle_s:

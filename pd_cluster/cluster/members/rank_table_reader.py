@@ -34,7 +34,7 @@ class RankTableFiles:
 
 
 class RankTableReader:
-    """`credentials`: those of this process."""
+    """`credentials`: this process's."""
 
     def __init__(self, tables: RankTableFiles, credentials: Credentials) -> None:
         self._tables, self._credentials = tables, credentials

@@ -98,8 +98,8 @@ class Ranks:
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
-        how = f"with code {first.exit_code}" if first.exit_code is not None else "while the preloader could not say how"
-        lost = f"{which} (pid {first.pid}) ended {how}"
+        code = first.exit_code if first.exit_code is not None else "unknown to the preloader"
+        lost = f"{which} (pid {first.pid}) ended with code {code}"
         if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # the cause may be another rank that has not ended yet
             lost = self._lost or lost
         error = self._error or lost

@@ -73,7 +73,7 @@ class QueueEntry:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens that others may have to wait for: none of a batch's request, which comes after all of theirs."""
+        """The tokens that other requests may have to wait for; 0 for a batch's request, which comes after them."""
         return self.num_tokens if self.priority <= INT32_MAX else 0
 
 

@@ -215,7 +215,7 @@ def _load(need: float, num: int, share: float) -> float:
 
 
 def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
-    """Returns how many sequences of this context run at a time. An objective that not even one meets is ignored."""
+    """Returns how many sequences of this context run at a time. Ignores an objective that one sequence alone misses."""
     most = cost.num_seqs or USUAL_SEQS
     if cost.num_cache_tokens:
         most = max(1, min(most, cost.num_cache_tokens // max(1, context)))

@@ -192,9 +192,7 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how many seconds' worth of requests more are served within the horizon, less those lost by the
-        drain.
-        """
+        """Returns the requests gained within the horizon, less those lost by the drain, in seconds of arrivals."""
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))

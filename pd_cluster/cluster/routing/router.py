@@ -88,7 +88,7 @@ class Router:
         `routed` received; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
         Before it is sent to an instance, the request may wait in the admission queue, which its origin's `owner`
-        controls. If the order gathers, the last token of a sequence arrives together with those before it, and an item
+        controls. If the RequestSpec gathers, a sequence's last token arrives together with those before it, and an item
         may have `earlier` ones.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
@@ -142,8 +142,9 @@ class Router:
         routed: Callable[[RequestStream], None] = lambda stream: None,
         origin: RequestOrigin = FROM_ANYBODY,
     ) -> PooledOutput:
-        """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are those of
-        `serve`.
+        """Returns the vector of a prompt whose RequestSpec has a `pooling`.
+
+        Parameters, errors and replays are those of `serve`.
         """
         streams: list[RequestStream] = []
 

@@ -30,7 +30,7 @@ ANYBODY = RequestOwner()
 
 
 class RequestOrigin(NamedTuple):
-    """Everything that routing knows of a request in addition to its order.
+    """Everything that routing knows of a request in addition to its RequestSpec.
 
     `client_id` and `received_s` are its id for clients and its arrival time, for its timeline; None: it arrives now.
     `owner` controls how it waits in the queue. `kept`: see stream_records.py.

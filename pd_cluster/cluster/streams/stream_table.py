@@ -33,8 +33,7 @@ class StreamEnd(NamedTuple):
 class StreamTable:
     """`send` and `stats` are passed to its streams.
 
-    Each `on_…` is an event: a list of functions to call, in order, to which collaborators add theirs when they are
-    built.
+    Each `on_…` is an event: a list of functions to call, in order; collaborators add their own when they are built.
     """
 
     def __init__(self, send: Send, stats: RequestStats) -> None:
@@ -44,7 +43,7 @@ class StreamTable:
         self.on_opened: list[StreamCallback] = []  # the request has its pair, and nothing was sent to it yet
         self.on_begun: list[StreamCallback] = []  # the reader has its first token
         self.on_leg_ended: list[Callable[[], None]] = []  # an instance has less to do
-        # none of the attempt's outputs is wanted any more, whatever its legs still do
+        # the attempt's outputs are no longer wanted, even if its legs still run
         self.on_attempt_over: list[StreamCallback] = []
         # the stream has another pair, after this setback
         self.on_moved: list[Callable[[RequestStream, Setback], None]] = []

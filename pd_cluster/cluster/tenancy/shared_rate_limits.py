@@ -55,7 +55,7 @@ class SharedRateLimits:
         return memory
 
     def take(self, slot: int, tag: int, num_requests: int = 0, num_tokens: int = 0) -> tuple[bool, KeyBuckets] | None:
-        """Takes all or nothing; returns whether it did, and what is left.
+        """Takes everything or nothing; returns whether it did, and the new buckets.
 
         None: the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
         """
@@ -71,7 +71,7 @@ class SharedRateLimits:
             return is_there, found
 
     def give_back(self, slot: int, tag: int, num_tokens: int) -> KeyBuckets | None:
-        """Returns unused tokens, and then what is left; None as above. Raises Unavailable."""
+        """Gives unused tokens back; returns the new buckets, or None as above. Raises Unavailable."""
         with self._locked(slot):
             now_ns = self._clock()
             found = self._read(slot, tag, now_ns)

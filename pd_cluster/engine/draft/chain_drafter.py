@@ -1,4 +1,4 @@
-"""Chains of drafts: each draft follows from the one before it, for all sequences of a step at once."""
+"""Makes chains of drafts, for all sequences of a step at once: each draft follows from the previous draft."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ChainDrafter(Drafter):
     def __init__(
         self, choice: DraftChoice, grow: Callable[[Request, int], int], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`grow` reserves blocks for so many drafts of a sequence, and returns for how many drafts it could."""
+        """`grow` reserves blocks for a number of drafts of a sequence, and returns for how many it succeeded."""
         self._choice, self._grow, self._clock = choice, grow, clock
         self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
         self.costs: StepCosts = StepCosts()

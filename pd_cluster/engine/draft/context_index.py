@@ -102,8 +102,8 @@ class ContextIndex:
 class IndexedText:
     """A growing text with indexes of all or some of its positions, oldest first.
 
-    `tokens`: `reach` times END, the text up to `end`, and at least `reach` times END. `reach`: the most tokens before a
-    position that are compared, no less than the longest context.
+    `tokens`: `reach` times END, the text up to `end`, and at least `reach` times END. `reach`: how many tokens before a
+    position are compared at most, no fewer than the longest context.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, capacity: int) -> None:
@@ -115,7 +115,7 @@ class IndexedText:
         self.nbytes = 4 * len(self.tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserves memory for so many more tokens."""
+        """Reserves memory for this many more tokens."""
         lacking = self.end + num_tokens + self.reach - len(self.tokens)
         if lacking > 0:
             num_more = max(lacking, len(self.tokens) // 2)
@@ -150,7 +150,7 @@ class IndexedText:
             self.end += 1
 
     def index(self, index: ContextIndex, most: int) -> None:
-        """Adds at most so many of the text's next positions to one of its indexes."""
+        """Adds at most this many of the text's next positions to one of its indexes."""
         stop = min(index.stop + min(most, index.num_free), self.end)
         if stop > index.stop:
             tokens = np.frombuffer(self.tokens, np.int32)

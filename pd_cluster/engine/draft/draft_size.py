@@ -129,7 +129,7 @@ class DraftSize:
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
         """Returns how many drafts of each sequence, at most `most`, are worth the time to make and verify them.
 
-        `costs`: the time to make one draft for so many sequences. If unknown, one draft measures it, provided that free
+        `costs`: the time of one draft, by number of sequences. If unknown, one draft measures it, provided that free
         drafts would pay: a drafter may have many tokens to catch up with before its first draft.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)

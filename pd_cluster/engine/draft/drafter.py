@@ -18,7 +18,7 @@ class Drafter(Protocol):
     """
 
     name: str
-    costs: StepCosts | None = None  # the time of one draft for so many sequences; None: negligible
+    costs: StepCosts | None = None  # the time of one draft for this many sequences; None: negligible
     needs_blocks: bool = False  # its keys and values are in the sequences' blocks, which a step's moves may change
 
     def is_for(self, request: Request) -> bool:

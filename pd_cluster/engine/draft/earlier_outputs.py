@@ -14,7 +14,7 @@ from pd_cluster.engine.draft.context_index import END, IndexedText
 Scope = tuple[str, str]  # the cache salt and the variant of a request
 MIN_TEXT_TOKENS = 256  # the smallest size of a text
 MOST_TOKENS = 131072
-GROWTH = 4  # each text is so much larger than the one before it: few texts must be searched
+GROWTH = 4  # each text is this many times as large as the previous text, so few texts must be searched
 
 
 @dataclass(slots=True)

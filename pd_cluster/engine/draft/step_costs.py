@@ -16,10 +16,10 @@ SIZES: tuple[int, ...] = (
     1024,
 )
 WEIGHT = 0.2  # the weight of the newest step
-MAX_AGE_STEPS = 512  # a size that has not been measured for so many steps is measured again
+MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
 FIRST_MAX_AGE_STEPS = 64  # the same for first measurements, which other work may have delayed; it doubles each time
 NUM_TRIED = 3  # steps of a size whose minimum counts at first: any may be slow, and the first one initializes
-TRIED_FACTOR = 2  # sizes up to so many times the largest known size may be tried
+TRIED_FACTOR = 2  # sizes up to this many times the largest known size may be tried
 NEVER = float("inf")
 
 
@@ -68,7 +68,7 @@ class StepCosts:
         return seconds if self._num_steps - step < self._kept_steps.get(at, 0) else None
 
     def step_s(self, num_rows: int) -> float:
-        """Returns the time of a step of so many rows, in seconds; infinity if unknown."""
+        """Returns the time of a step of this many rows, in seconds; infinity if unknown."""
         return self.estimates()[index_of(num_rows)]
 
     def estimates(self) -> list[float]:
@@ -93,5 +93,5 @@ class StepCosts:
 
 
 def index_of(num_rows: int) -> int:
-    """Returns the index of the smallest size with at least so many rows, or of the largest size."""
+    """Returns the index of the smallest size with at least this many rows, or of the largest size."""
     return min(bisect_left(SIZES, num_rows), len(SIZES) - 1)

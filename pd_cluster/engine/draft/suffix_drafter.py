@@ -58,7 +58,7 @@ class SuffixDrafter(Drafter):
         self._lengths = [1 << i for i in range(self._reach.bit_length())]
         self._max_cached_requests, self._min_token_prob = max_cached_requests, min_token_prob
         self._most_nbytes = most_nbytes
-        self._limits = [  # the most drafts, by length of the match
+        self._limits = [  # the maximum number of drafts, by length of the match
             max(0, min(int(length * max_spec_factor + 1e-6), max_tree_depth - length))
             for length in range(self._reach + 1)
         ]
@@ -114,7 +114,7 @@ class SuffixDrafter(Drafter):
         return sum(history.text.nbytes for history in self._histories.values())
 
     def _free(self, wanted: int) -> bool:
-        """Drops earlier outputs until so many bytes are free, or none if that would not suffice. Returns success."""
+        """Drops earlier outputs until this many bytes are free, or none if that would not suffice. Returns success."""
         most = self._most_nbytes - self._own_nbytes() - wanted
         while 0 <= most < self.earlier.nbytes:
             self.earlier.drop_text()

@@ -63,7 +63,7 @@ class TokenHistory:
 
     @staticmethod
     def nbytes_at_first(num_tokens: int, lengths: Sequence[int], reach: int) -> int:
-        """Returns the most bytes of a history of so many tokens, once all of them are indexed."""
+        """Returns the maximum number of bytes of a history of this many tokens, once all of them are indexed."""
         per_call = _per_call(lengths)
         num_places = num_tokens + min(num_tokens, per_call) + 64  # the newest part has memory for as many again
         return 4 * (num_tokens + per_call + 2 * reach) + 12 * len(lengths) * num_places

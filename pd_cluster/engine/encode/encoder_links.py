@@ -73,7 +73,7 @@ class _Link:
 
 
 class EncoderLinks:
-    """`lost(conn, reason)` is called when a connection that was up brings no more features."""
+    """`lost(conn, reason)` is called when a connection that was up will deliver no more features."""
 
     def __init__(
         self,

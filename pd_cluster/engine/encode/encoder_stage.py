@@ -33,7 +33,7 @@ from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
 MAX_WAIT_FACTOR = 6  # multiple of --encode-timeout for an image whose encoder is busy with others
-MAX_REQUESTED_TOKENS = 32_768  # tokens of images that are requested, or landed and not used yet
+MAX_REQUESTED_TOKENS = 32_768  # maximum for images that are requested, or have landed and are not used yet
 
 
 @dataclass(slots=True)

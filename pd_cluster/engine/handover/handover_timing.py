@@ -20,7 +20,7 @@ class HandoverTiming:
         self._fits: dict[str, OnlineHandoverFit] = {}
 
     def add(self, link: LinkState, num_tokens: int, took_s: float) -> None:
-        """Records a handover of so many tokens over a link that is up."""
+        """Records a handover of this many tokens over a link that is up."""
         if not link.is_open or took_s <= 0:
             return
         if (fit := self._fits.get(link.over)) is None:

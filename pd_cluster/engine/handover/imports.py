@@ -79,7 +79,7 @@ class Import:
 
 class ImportOutcomes(Protocol):
     def offered(self, request: Request, num_cached_tokens: int) -> None:
-        """The peer that computes the prompt had cached so many of its tokens."""
+        """The peer that computes the prompt had cached this many of its tokens."""
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         """The request's KV has arrived; these sequences take part in the next step."""
@@ -211,8 +211,7 @@ class Imports:
 
     @property
     def imminent_s(self) -> float | None:
-        """Returns the seconds until a transfer is expected to join that lacks only its end or P's answer; None: none
-        is.
+        """Returns the seconds until a transfer that lacks only its end or P's answer may join; None: no such transfer.
 
         Transfers that a step has waited for in vain do not count.
         """

@@ -97,7 +97,7 @@ class Legs:
         self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error))
 
     def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
-        """Whether a leg would be refused because as many wait here as a step may have.
+        """Whether a leg would be refused because as many legs wait here as a step may have.
 
         Legs that wait for another instance do not count; the `num_held` legs of stages do.
         """

@@ -32,7 +32,7 @@ NAME_NBYTES = 8  # the part of a digest by which a record is found; the rest is 
 class Record:
     """`reader`: a scheduler's connection, or NOBODY until `expires_s`.
 
-    `former`: the previous reader, if the leg ended while it read: it looks for another instance.
+    `former`: the scheduler that read the stream when the leg ended, and now looks for another instance to continue it.
     """
 
     keep: wire.Keep = field(repr=False)
@@ -236,8 +236,9 @@ class Records:
     def _victim(self, growing: Record) -> Record:
         """Returns the record to drop, of the tenant with the most bytes, or of the growing record's if it has as many.
 
-        Records without a reader are dropped first, in order of expiry; of the growing record's tenant only if they
-        suffice, otherwise the growing record is dropped.
+        A tenant's records without a reader are dropped first, in order of expiry; if it has none, its largest record is
+        dropped. But if the tenant is the growing record's, and dropping all its records without a reader would not free
+        enough memory, the growing record itself is dropped.
         """
         sizes: Counter[bytes] = Counter()
         for each in self._by_name.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-CLOSES_AFTER_S = 0.5  # the most time in which peers learn that a worker drains, and their earlier messages arrive
+CLOSES_AFTER_S = 0.5  # maximum time until peers learn that a worker drains, and their earlier messages arrive
 
 
 class WorkerDrain:

@@ -47,8 +47,8 @@ class HostCores:
         """Lets steps use the cores of resting ranks, and binds steps to the rank's own cores while none are lent to it.
 
         Unless required by a flag, steps are bound only while every other rank is visible: in containers with separate
-        cores a rank may have other cores than its share. Ranks of one instance or unit wait for each other, so a single
-        rank cannot measure whether borrowing pays.
+        cores a rank may run on cores that are not in its share. Ranks of one instance or unit wait for each other, so a
+        single rank cannot measure whether borrowing pays.
         """
         ledger = None
         if self._shared is not None and self._shared.ledger and self._wants(self._shared.lending):

@@ -47,7 +47,7 @@ class BlockAllocator:
         return missing if self.has(missing, hit.tables) else None
 
     def has(self, missing: Sequence[int], known: Sequence[list[int]]) -> bool:
-        """Whether each group has so many free blocks besides the known and the reserved ones."""
+        """Whether each group has this many free blocks besides the known and the reserved ones."""
         return all(
             num_blocks + self.reserve(each) <= each.blocks.num_available - each.blocks.num_unheld(held)
             for each, num_blocks, held in zip(self._groups, missing, known, strict=True)

@@ -95,7 +95,7 @@ class Holdings:
         return num_blocks - 1 if group.is_state else group.num_before(request, num_blocks * self.block_size)
 
     def landing(self, request: Request) -> Hit:
-        """Returns the known blocks of a prompt that lands: each group's independently, and never a state.
+        """Returns the known blocks of a prompt that lands, for each group independently; states are never included.
 
         In a group with a window they begin with the first block that the token after the prompt attends to.
         """

@@ -42,7 +42,7 @@ class GroupHoldings:
     """The tables of all requests in one group: `request.tables[at]`."""
 
     def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
-        """`step_tokens`: the most tokens of a step."""
+        """`step_tokens`: the maximum number of tokens of a step."""
         self.at, self.blocks, self.swap, self.rule = at, group.blocks, group.swap, group.rule
         self.is_state = group.rule.is_state
         self.padding_block = group.blocks.num_blocks  # the pool's padding block
@@ -57,7 +57,7 @@ class GroupHoldings:
         return self.rule.window > 0 and self.blocks.tier is None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the length of a table of so many tokens."""
+        """Returns the length of a table of this many tokens."""
         return 1 if self.is_state else -(-num_tokens // self._block_size)
 
     def num_on_entry(self, request: Request, num_computed: int) -> int:

@@ -35,7 +35,7 @@ class StepAdapters:
 
 
 class LoraRotation:
-    """`most`: the most adapters in one step."""
+    """`most`: the maximum number of adapters in one step."""
 
     def __init__(self, most: int) -> None:
         self._most = most

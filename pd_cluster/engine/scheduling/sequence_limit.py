@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pd_cluster.types import Request, Status
 
-RESERVED_SHARE = 8  # one of so many places is kept for requests that begin
+RESERVED_SHARE = 8  # one in this many places is reserved for requests that begin
 
 
 class SequenceLimit:

@@ -13,8 +13,8 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
 MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
 MAX_LANDING_DELAY_SHARE = 0.25  # of a step: the longest delay for a landing, less with many running sequences
-MAX_LANDING_DELAY_S = 0.02  # the most seconds: only a token and two messages are missing
-MAX_WAIT_S = 2.0  # the most seconds since the last landing; then steps continue without delay until the next
+MAX_LANDING_DELAY_S = 0.02  # the maximum, in seconds: only a token and two messages are missing
+MAX_WAIT_S = 2.0  # maximum time since the last landing; then steps continue without delay until the next
 
 
 class PendingLandings(Protocol):
@@ -72,7 +72,7 @@ class LandingWait:
         self._due_s: float | None = None
 
     def left_s(self, step_s: float, num_running: int) -> float:
-        """Returns how long the next step of so many sequences may wait, given the time of steps; 0: it begins now."""
+        """Returns how long the next step of this many sequences may wait, given the time of steps; 0: it begins now."""
         expected_s = self._imports.imminent_s
         if expected_s is None:
             self._due_s = None

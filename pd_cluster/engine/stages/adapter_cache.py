@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 
 class AdapterCache:
-    """`most`: the most adapters in memory."""
+    """`most`: the maximum number of adapters in memory."""
 
     def __init__(self, most: int, present: Iterable[str]) -> None:
         """`present`: adapters in memory, the least recently requested first."""

@@ -84,7 +84,7 @@ class Stage:
         """Called after every copy of blocks between device and host."""
 
     def cache_reset(self, is_external: bool) -> None:
-        """Forgets cached KV; KV that other instances share, only if `is_external`."""
+        """Forgets cached KV; with `is_external` also KV that other instances share."""
 
     def links(self) -> Mapping[str, LinkState]:
         """Returns the states of the stage's own links, by peer."""

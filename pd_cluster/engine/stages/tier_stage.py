@@ -204,7 +204,7 @@ class EngineTiers(Stage):
                 self._orders.order(kind, orders)
 
     def cache_reset(self, is_external: bool) -> None:
-        """Discards what this instance has written, and what other instances share only if `is_external`."""
+        """Discards the blocks of this instance; with `is_external` also those that other instances share."""
         for lower in self._lower.values():
             if is_external or not lower.is_asked:
                 lower.clear()

@@ -190,7 +190,7 @@ class Preloader:
             request = msgspec.json.encode(wanted)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except (OSError, ValueError) as error:
-            raise NotForked(f"its surroundings cannot be read: {error}") from error
+            raise NotForked(f"this process's own surroundings cannot be read: {error}") from error
         fork = Fork(ours, request, files)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
         try:

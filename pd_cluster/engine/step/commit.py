@@ -16,7 +16,7 @@ from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, Tok
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled` pairs each sequence with its new tokens, in order; a finished sequence holds nothing any more.
+    """`sampled` pairs each sequence with its new tokens, in order; a finished sequence no longer holds anything.
 
     A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` has each request once.
     A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams.

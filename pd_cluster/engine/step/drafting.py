@@ -34,7 +34,7 @@ class Drafting:
         vocab_size: int = 0,
         most_rows: int = MAX_DRAFT_ROWS,
     ) -> None:
-        """`most_rows`: the most rows of a step, if they are limited besides its tokens."""
+        """`most_rows`: the maximum number of rows of a step, if they are limited besides its tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
         self._vocab_size, self._most_rows = vocab_size, most_rows
         self._guesses: Mapping[Request, Guess] = {}  # of the planned step

@@ -252,7 +252,7 @@ def _without_pooled(
 ) -> tuple[torch.Tensor, list[Request]]:
     """Adds the vectors that are made of logits.
 
-    Returns the requests that choose a token, and the other rows of logits: theirs, followed by the drafts'.
+    Returns the requests that choose a token, and the remaining rows of logits: the requests' rows, then the drafts'.
     """
     kept: list[int] = []
     sampling: list[Request] = []

@@ -98,7 +98,7 @@ class EngineLimits:
         return None
 
     def lacks(self, request: Request) -> str | None:
-        """Returns what this instance lacks for the request, and another may have, or None."""
+        """Returns what this instance lacks for the request, if another instance may have it; otherwise None."""
         variant = request.order.variant
         if not variant or variant in self.variants:
             return None
@@ -176,7 +176,7 @@ def _beam_problem(sampling: Sampling) -> str | None:
     if sampling.guide is not None:
         return "a beam search cannot follow a guide"
     if sampling.logprob_token_ids:
-        return "a beam search tells no logprob_token_ids"
+        return "a beam search does not return logprob_token_ids"
     if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # also rejects NaN
         return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:

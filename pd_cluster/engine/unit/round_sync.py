@@ -45,11 +45,11 @@ class RoundSync:
 
     @property
     def may_end(self) -> bool:
-        """Whether nobody needs it any more: all are done, and so none can be in a round that this one is not in."""
+        """Whether no mate needs this member any more: all are done, so none can be in a round without this member."""
         return self.is_asleep and len(self._done) == self._size
 
     def enters(self, has_work: bool) -> bool:
-        """Returns whether it is in a round now. Wakes the others if it has work, and nobody has woken it."""
+        """Returns whether this member is in a round now. If it has work and no mate has woken it, wakes the mates."""
         if self.is_asleep and has_work:
             assert self._rank not in self._done, "this member has reported that nothing is left"
             self._woken = self.round

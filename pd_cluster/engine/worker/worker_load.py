@@ -19,7 +19,7 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.types import LinkState, Status
 
-LOAD_S = 0.02  # the most age of the reported load, in addition to a step's duration
+LOAD_S = 0.02  # the maximum age of the reported load, in addition to a step's duration
 
 
 class LoadReport:

@@ -1,1 +1,1 @@
-"""Draft heads: layers behind a model that guess its next tokens."""
+"""Draft heads: layers after a model's own that guess its next tokens."""

@@ -180,8 +180,9 @@ def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> N
 def draft_pairs(
     head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], are_tapped: bool, vocab_size: int
 ) -> HeadOutput:
-    """Writes the pairs and returns the head's outputs after the last pair of each chunk; states may be returned
-    ones.
+    """Writes the pairs and returns the head's outputs after the last pair of each chunk.
+
+    The chunks' states are tapped values if `are_tapped`, otherwise the hidden states that an earlier call returned.
     """
     states = _states(chunks)
     logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)

@@ -126,7 +126,7 @@ def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
 
 
 class _HeadWeights:
-    """Reads a head's tensors as parts of a fused model. `dtype`: that of matrices; everything else is float32."""
+    """Reads a head's tensors as parts of a fused model. `dtype`: the dtype of matrices; everything else is float32."""
 
     def __init__(self, folder: Eagle3Folder, ops: Ops, dtype: torch.dtype) -> None:
         self.folder, self.config, self.ops, self._dtype = folder, folder.config, ops, dtype

@@ -72,7 +72,7 @@ class HiddenRows:
 class AuxiliaryStates:
     """The states of all tokens, for a draft head; the model fills in `states`, in the order of `layers`.
 
-    `layers`: those whose input is recorded, the residual stream before any norm; (): the output of the final norm.
+    `layers`: the layers whose input is recorded, the residual stream before any norm; (): the output of the final norm.
     """
 
     layers: tuple[int, ...]

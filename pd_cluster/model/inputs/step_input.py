@@ -45,7 +45,7 @@ class StepInput:
     """The arrays of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
 
     `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows with requested
-    logits, the most tokens that the request may ever have, and rows with requested final hidden states. Requested rows
+    logits, the maximum length of the request in tokens, and rows with requested final hidden states. Requested rows
     are the last ones of the sequence.
     """
 

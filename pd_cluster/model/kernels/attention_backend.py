@@ -100,7 +100,7 @@ def choose_attention(
     """Chooses the attention for this rank's pool and transformers config. Raises ConfigError if the backend does not
     support them.
 
-    `dtype`: that of the model, if it differs from the pool's.
+    `dtype`: the model's, if it differs from the pool's.
     """
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":

@@ -121,7 +121,7 @@ class Quirks:
     `pairs_neighbours`: rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: so does the rope
     of an indexer, with the same tables. `turn`: calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
-    `multipliers`: those of the config, which other architectures may have without effect.
+    `multipliers`: the config's factors, which other architectures may have without effect.
     `activation`: replaces the config's. `mlp`: the name of a layer's second half; `has_second_half`: each layer has
     one, instead of being only an attention, a state or an MLP. `router`: its name in a sparse block.
     `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the parts

@@ -141,7 +141,7 @@ def layouts_of(
 ) -> tuple[KVLayout, ...]:
     """Returns the layouts of a model's groups of layers: those with all tokens, with a window, and with states.
 
-    `dtype`: that of pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
+    `dtype`: for pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
     writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window get
     their own group if others attend to all tokens and there is no draft head; layers with a larger window stay with the
     others. Raises ConfigError for a dtype that cannot hold such vectors, ModelError for layers that one pool cannot

@@ -37,7 +37,7 @@ WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their lay
 
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # method of transformers' models; no batch here is padded
 
-NO_POSITIONS = RopeLimit(why_not="nothing proves that this model takes them")
+NO_POSITIONS = RopeLimit(why_not="no proof shows that this model supports them")
 
 
 class CausalLM(Protocol):

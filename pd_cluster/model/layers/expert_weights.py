@@ -19,7 +19,7 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # values between the two products of experts that are held before ranks join them
+MOST_WAITING = 1 << 20  # maximum number of values between an expert's two products, until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class Routing:
     def weigh(self, logits: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k].
 
-        `dtype`: that of the rows; None: that of the logits.
+        `dtype`: the rows'; None: the logits'.
         """
         numbers = logits.float()  # in 16 bits experts would tie
         scores = sigmoid(numbers) if self.sigmoid else numbers.softmax(-1)

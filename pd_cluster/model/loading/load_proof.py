@@ -61,9 +61,9 @@ STATES = ProofSchedule(
 
 
 def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:
-    """Raises ModelError for a model that must not be served; also warms up. `dtype`: that of the model.
+    """Raises ModelError for a model that must not be served; also warms up. `dtype`: the model's.
 
-    `pools`: those of the model's groups of layers. Returns the sliding window that all layers share; None if a layer
+    `pools`: one for each of its groups of layers. Returns the sliding window that all layers share; None if a layer
     attends to all tokens, or if the windows differ.
     """
     pools = [pools] if isinstance(pools, KVPool) else list(pools)

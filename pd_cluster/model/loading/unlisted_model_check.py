@@ -35,7 +35,7 @@ NUM_BEFORE = 4  # tokens before the length whose logits are also compared
 COMPANY = 12  # tokens of a second sequence in the same steps
 MOST_FLOP = {"cpu": 5e12}  # for all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
-NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the most tokens that a request may get
+NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the maximum number of tokens that a request may get
 MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own attention
 
 
@@ -109,7 +109,7 @@ def prove_lengths(
     """Raises ModelError unless sequences just beyond each length give, in chunks, the same logits as transformers
     alone.
 
-    `dtype`: that of the model and of the pools in this proof.
+    `dtype`: the dtype of the model and of the pools in this proof.
     """
     lengths = ConfigLengths.of(model.config, num_weights, max_model_len, pool.device.kind, rope)
     own = replace(pool.layout, dtype=dtype)

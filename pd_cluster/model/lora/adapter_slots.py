@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Folder)
 
 
 class SlotTable(Generic[F]):
-    """The adapters of one kind on one rank. `slots`: those that requests may use, by digest; changed in place."""
+    """The adapters of one kind on one rank. `slots`: the slots that requests may use, by digest; changed in place."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: the name in log messages."""

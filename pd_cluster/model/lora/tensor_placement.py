@@ -37,7 +37,7 @@ class ModelWeights:
 
     `cut`: this rank's share of a weight, by its name in the files. `name_of`: maps a weight's name in the trained model
     to its name in the served model. `stored`: a module's own weight in the files; None: the files have none.
-    `vocab_size`: that of the whole model.
+    `vocab_size`: the whole model's.
     """
 
     cut: Callable[[str, tuple[int, ...]], WeightCut] = uncut

@@ -44,7 +44,7 @@ class ParallelExperts(torch.nn.Module):
 
 
 class ExpertModules:
-    """The experts of a rank in transformers' model. `config`: that of the whole model, from transformers."""
+    """The experts of a rank in transformers' model. `config`: the whole model's, from transformers."""
 
     def __init__(self, share: ExpertShare, num_experts: int, config: Any) -> None:
         """Plans the experts. Raises ModelError if they cannot be spread evenly."""

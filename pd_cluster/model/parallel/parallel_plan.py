@@ -77,7 +77,7 @@ Piece = tuple[int, int]  # [start, stop) along the dimension that is split
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """`pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to so many rows.
+    """`pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to this many rows.
 
     `on_rank_0_only`: zeros on other ranks, for a term that is added to a sum.
     """

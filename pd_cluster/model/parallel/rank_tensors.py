@@ -25,7 +25,7 @@ class OwnFiles:
 
     @classmethod
     def of(cls, share: ExpertShare, num_experts: int) -> OwnFiles:
-        """Makes the map; `num_experts`: those in each block. Raises ModelError if they cannot be spread evenly."""
+        """Makes the map; `num_experts`: the number in each block. Raises ModelError if they cannot be spread evenly."""
         return cls({expert: at for at, expert in enumerate(share.own(num_experts))})
 
     def name(self, name: str) -> str:

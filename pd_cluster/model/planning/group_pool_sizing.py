@@ -183,8 +183,8 @@ def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
         return room
     raise ConfigError(
         f"{called('max_num_seqs')} {wanted}: room for {room} states of {needs.state_nbytes / 2**20:.2f} MiB ({flag}) "
-        f"beside checkpoints and one request of {called('max_model_len')} {needs.max_model_len}; give more memory, "
-        f"lower {called('max_num_seqs')} or {called('max_model_len')}, or less {called('state_cache')}"
+        f"in addition to checkpoints and one request of {called('max_model_len')} {needs.max_model_len}; give more "
+        f"memory, lower {called('max_num_seqs')} or {called('max_model_len')}, or less {called('state_cache')}"
     )
 
 

@@ -28,7 +28,7 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """A whole model's sizes. `layouts`: those of its groups of layers, for all ranks; the first holds all tokens."""
+    """A whole model's sizes. `layouts`: one for each group of layers, for all ranks; the first holds all tokens."""
 
     name: str
     dtype: str

@@ -111,7 +111,7 @@ def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | No
 
 
 def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout], eager: str) -> int:
-    """Returns the most bytes that everything except the pools takes on an accelerator. `eager`: see `why_eager`."""
+    """Returns the maximum bytes that everything except the pools takes on an accelerator. `eager`: see `why_eager`."""
     config, device, model, num_seqs = plan.config, plan.device, parts.model, plan.config.max_num_seqs
     peak = peak_of_a_step(model, layouts, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
     layout = layouts[0]

@@ -65,6 +65,6 @@ def _model_of(plan: LoadPlan) -> CausalLM:
 
 
 def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:
-    """Returns the vision tower of a model that takes pictures. Raises ModelError. `dtype`: that of the activations."""
+    """Returns the vision tower of a model that takes pictures. Raises ModelError. `dtype`: the activations'."""
     kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
     return load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)

@@ -55,7 +55,7 @@ CLOSE_S = 2.0
 class KVMemory(NamedTuple):
     """The pool and the swap space of each group of layers.
 
-    `max_num_seqs`: the most sequences whose states fit at once. `twin`: the pool of the draft model, with as many
+    `max_num_seqs`: how many sequences' states fit at once. `twin`: the pool of the draft model, with as many
     blocks as the main pool; see kv/twin_blocks.py.
     """
 

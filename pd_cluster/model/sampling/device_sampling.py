@@ -165,7 +165,7 @@ def _drawn(
 ) -> Tensor:
     """Returns `token_ids`, the most likely tokens, with drawn ones for the rows in `among` that are not greedy.
 
-    `positions` [num_rows]: those of the tokens in the outputs.
+    `positions` [num_rows]: the positions of the tokens in the outputs.
     """
     drawn = [i for i in among if not requests[i].sampling.greedy]
     plain = [i for i in drawn if _is_plain(requests[i])]

@@ -36,7 +36,7 @@ def logprobs_of(
     """Returns one entry per row of logits [num_rows, vocab_size]; all other arguments have one entry per row.
 
     `best` holds the rows' largest logits. `rank` is 1 more than the number of tokens with a strictly larger logit.
-    Among equal tokens the lowest ids come first. `named`: tokens to tell behind the most likely ones.
+    Among equal tokens the lowest ids come first. `named`: tokens whose logprobs follow those of the most likely ones.
     """
     totals = log_totals(logits, best)  # [num_rows]
     values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
@@ -66,7 +66,7 @@ class PendingLogprobs(NamedTuple):
     nums: list[int]  # number of most likely tokens for each row
     vocab_size: int
     numbers: Tensor  # the result of `logprob_values`, one row each
-    named: Sequence[tuple[int, ...]] = ()  # tokens to tell behind the most likely ones of each
+    named: Sequence[tuple[int, ...]] = ()  # for each row, tokens whose logprobs follow those of the most likely ones
 
 
 def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:

@@ -128,7 +128,7 @@ class Sampler:
     ) -> list[Logprobs]:
         """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32.
 
-        `named`: tokens to tell of each row behind its most likely ones.
+        `named`: for each row, tokens whose logprobs follow those of the most likely ones.
         """
         told: list[Logprobs] = []
         with torch.inference_mode():

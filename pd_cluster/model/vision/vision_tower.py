@@ -47,7 +47,7 @@ class Tower:
         widths: tuple[int, int],
         group: Group,
     ) -> None:
-        """`dtype`: that of cached features and of the activations. `widths`: 1 + num_deep, hidden_size."""
+        """`dtype`: the dtype of cached features and of the activations. `widths`: 1 + num_deep, hidden_size."""
         self.rules: ImageRules = part.rules
         self.encoded = EncoderTotals()
         self.num_encoded = 0  # by this rank

@@ -18,7 +18,7 @@ FIRST_OWN_ID = 1 << 32  # for sessions without a caller's id
 
 @dataclass(slots=True)
 class Turn:
-    """A question and its answer. `token_ids`: those of the whole session at its end."""
+    """A question and its answer. `token_ids`: the tokens of the whole session at its end."""
 
     messages: list[Message]
     token_ids: list[int]
@@ -85,7 +85,7 @@ class Session:
         return [message for turn in self.turns for message in turn.messages] + _messages(prompt)
 
     def add(self, prompt: Prompt, token_ids: list[int], answer: str) -> None:
-        """Records a turn. `token_ids`: those of the whole prompt and the answer."""
+        """Records a turn. `token_ids`: the tokens of the whole prompt and the answer."""
         said = [] if self.is_plain else [*_messages(prompt), {"role": "assistant", "content": answer}]
         self.turns.append(Turn(said, token_ids))
 

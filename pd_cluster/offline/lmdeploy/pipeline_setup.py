@@ -47,7 +47,7 @@ KNOWN = (
 
 
 class Ready(NamedTuple):
-    """`num_at_once`: the most prompts in progress; others wait."""
+    """`num_at_once`: the maximum number of prompts in progress; others wait."""
 
     offline: OfflineService
     way: PromptStyle

@@ -22,7 +22,7 @@ AROUND = {"user", "assistant", "capability"}  # a template needs at least one of
 @checks_names
 @dataclass
 class ChatTemplateConfig:
-    """None: the value of the built-in template `model_name`; empty if there is no such template."""
+    """Parts of a chat template. A field that is None is that of the built-in template `model_name`, or empty."""
 
     model_name: str | None = None
     system: str | None = None

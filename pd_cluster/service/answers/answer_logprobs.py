@@ -143,7 +143,7 @@ class LogprobsFormat:
 
 
 def npy_base64(rows: Sequence[Sequence[float]]) -> str:
-    """Returns a NumPy file (format 1.0) of float32 [num_rows, most of a row]; -inf behind the last of a row."""
+    """Returns a NumPy file (format 1.0) of float32 [num_rows, length of the longest row]; -inf pads shorter rows."""
     width = max(map(len, rows))
     values = array("f", [value for row in rows for value in (*row, *[-math.inf] * (width - len(row)))])
     if sys.byteorder == "big":

@@ -25,7 +25,7 @@ class SpeculativeMetrics(Struct, omit_defaults=True):
     num_spec_steps: Annotated[int, Meta(description="Steps with drafts.")]
     num_accepted_draft_tokens: int
     num_draft_tokens: int
-    num_spec_tokens: Annotated[int, Meta(description="Most draft tokens per step.")]
+    num_spec_tokens: Annotated[int, Meta(description="Maximum number of draft tokens per step.")]
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
 

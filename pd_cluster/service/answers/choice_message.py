@@ -27,7 +27,7 @@ class ToolCall(Struct):
 class AnswerMessage(Struct, omit_defaults=True):
     role: str
     content: str | None
-    reasoning: Annotated[str | UnsetType | None, Meta(description="What the model wrote before its answer.")] = UNSET
+    reasoning: Annotated[str | UnsetType | None, Meta(description="The model's text before its answer.")] = UNSET
     reasoning_content: Annotated[str | UnsetType | None, Meta(description="The reasoning, under its older name.")] = (
         UNSET
     )

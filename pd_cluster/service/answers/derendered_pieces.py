@@ -1,4 +1,4 @@
-"""Choices of token ids to pieces of an answer, as if the tokens had just been generated. Knows nothing of HTTP."""
+"""Converts choices of token ids to an answer's pieces, as if they had just been generated. Knows nothing of HTTP."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ OfPrompt = Annotated[PromptLogprobs | None, Meta(description="Logprobs by token 
 OfMetrics = Annotated[
     AnswerMetrics | UnsetType | None,
     Meta(
-        description="With include_metrics, --enable-per-request-metrics or --per-request-spec-decode-metrics, which a "
-        "stream tells with its usage; null for more than one answer."
+        description="With include_metrics, --enable-per-request-metrics or --per-request-spec-decode-metrics; a stream "
+        "sends it with its usage. Null for more than one answer."
     ),
 ]
 OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]

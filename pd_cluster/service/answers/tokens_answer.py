@@ -34,7 +34,7 @@ class GeneratedTokens(Struct, omit_defaults=True, kw_only=True):
         str | None,
         Meta(
             description="With prompt_logprob_token_ids: base64 of a NumPy file, float32 [rows, most ids of a row]; "
-            "-inf behind a row's last."
+            "-inf after a row's last value."
         ),
     ] = None
     output_mode: Literal["text"] | None = None

@@ -25,8 +25,8 @@ class Caller:
 
     `client_timeout_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
     `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
-    request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
-    there is none. `session`: of a request that names none. `base_priority` is added to a request's own.
+    request; None if there are no keys. `batch`: the name of a group of answers, none of which is needed early; "": no
+    group. `session`: the session of a request that names no session. `base_priority` is added to a request's own.
     """
 
     client: str = ""
@@ -45,7 +45,7 @@ class Caller:
         return RequestOwner(self.client, self.client_timeout_s, self.group)
 
     def priority(self, own: int | None) -> int:
-        """Returns the priority of a request that has, or has not, its own; lower numbers come first."""
+        """Returns the priority of a request with or without its own priority; lower numbers come first."""
         return self.base_priority + (own or 0)
 
     def may_use(self, model: str) -> bool:

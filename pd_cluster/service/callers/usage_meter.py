@@ -75,7 +75,7 @@ class Meter:
             raise self._refused("requests", self._buckets.requests, self._buckets.wait_ns(1, 0), "")
 
     def reserve(self, generations: Sequence[Generation]) -> None:
-        """Reserves the most tokens of all generations. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
+        """Reserves all generations' maximum tokens. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
         self._generations += generations
         if self._account is None:
             return
@@ -155,7 +155,7 @@ class Meter:
 
 
 def most_tokens(generation: Generation) -> int:
-    """Returns the most tokens of a generation: its prompt once, and the longest answer of each computed sequence."""
+    """Returns the maximum tokens of a generation: its prompt once, and the longest answer of each computed sequence."""
     order = generation.order
     return len(order.prompt_token_ids) + order.num_decoding * order.most_output_tokens
 

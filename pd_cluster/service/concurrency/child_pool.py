@@ -345,7 +345,7 @@ def _give(places: Places, may: Callable[[str], bool] = lambda client: True) -> N
 
 
 class _NoSlowPlace(Exception):
-    """A job is slow, but its client can have no place for slow jobs now."""
+    """A job is slow, and no place for slow jobs is available for its client now."""
 
 
 class _Job:

@@ -17,7 +17,7 @@ class FairByteBudget:
         return self._of[client]
 
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """Whether the client may take so many further bytes."""
+        """Whether the client may take this many further bytes."""
         left = self._total_nbytes - self.taken_nbytes
         return self._of[client] + nbytes <= left
 

@@ -33,7 +33,7 @@ class FairSlots(Generic[T]):
         return self._held.total()
 
     def join(self, client: str, piece: T) -> None:
-        """Adds a waiting piece. Raises NoCapacity if the client's waiting pieces have reached its share."""
+        """Adds a piece that waits. Raises NoCapacity if the client's waiting pieces have reached its share."""
         own, most = len(self._waiting.get(client, ())), self._most_waiting
         num_clients = len(self._waiting) + (client not in self._waiting)
         if most is not None and self.num_waiting >= most and own * num_clients >= most:
@@ -52,8 +52,9 @@ class FairSlots(Generic[T]):
             del self._waiting[client]
 
     def next(self, may: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
-        """Gives a free place to a piece, and returns its client and it; None if no piece may begin. The caller must
-        call `ended` later.
+        """Gives a free place to a piece; returns the client and the piece, or None if no piece may begin.
+
+        The caller must call `ended` later.
 
         `may`: whether a client's pieces may begin, apart from the rule.
         """

@@ -1,4 +1,4 @@
-"""Several asynchronous generators or results as one. Independent of what they yield."""
+"""Merges several asynchronous generators or results into one. Independent of their items."""
 
 from __future__ import annotations
 

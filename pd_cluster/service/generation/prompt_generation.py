@@ -134,7 +134,7 @@ class Generation:
         return self.usage_after(None)
 
     def usage_after(self, num_tokens: int | None) -> Usage:
-        """Returns the usage with so many output tokens; None: all so far."""
+        """Returns the usage with this many output tokens; None: all so far."""
         num_prompt = len(self.prompt_token_ids)
         num_output = sum(each.num_tokens for each in self.sequences) if num_tokens is None else num_tokens
         cached = None if self.prompt is None else PromptTokensDetails(self.num_cached_tokens)
@@ -166,7 +166,7 @@ class Generation:
 
     @property
     def named_prompt_logprobs(self) -> list[list[float]]:
-        """Those that the request names, for each prompt token but the first; empty if it names none."""
+        """The token ids whose logprobs the request asks for, for each prompt token but the first; possibly empty."""
         if self.prompt is None or not self.sampling.prompt_logprob_token_ids:
             return []
         number = self.sampling.prompt_logprobs or 0

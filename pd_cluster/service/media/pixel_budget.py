@@ -67,7 +67,7 @@ class PixelBudget:
 
 class _Shares(FairByteBudget):
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """Whether the client may take so many further bytes; a caller in this process, "", may take all."""
+        """Whether the client may take this many further bytes; a caller in this process, "", may take all."""
         return super().has_capacity(client, nbytes + (0 if client else -self.of("")))
 
 

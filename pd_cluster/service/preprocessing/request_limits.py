@@ -184,9 +184,9 @@ def truncated(request: GenerationRequest, token_ids: list[int], limit: int, defa
 def max_tokens_of(
     request: GenerationRequest, num_prompt: int, limit: int, default_max_tokens: int | None, param: str
 ) -> int:
-    """Returns the most output tokens of this request: as many as it asks for, or as many as fit the context.
+    """Returns the maximum output tokens of this request: as many as it asks for, or as many as fit the context.
 
-    Raises RequestError if not even one fits, or if the requested number alone exceeds the context.
+    Raises RequestError if no output token fits, or if the requested number alone exceeds the context.
     """
     if not num_prompt:
         raise RequestError(f"{param}: no tokens", param=param)

@@ -12,7 +12,7 @@ from pd_cluster.text.control_tokens import ControlTokens, PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
-TRUNCATED_NUM_CHARS = 1 << 20  # the most characters of a text to truncate, unless the context allows more
+TRUNCATED_NUM_CHARS = 1 << 20  # the maximum number of characters of a text to truncate, unless the context allows more
 # A text with more characters than this per token of the context is first tokenized only up to that many.
 PROBED_CHARS_PER_TOKEN = 16
 PROBE_MARGIN = 2  # a beginning with this many times the context's tokens proves that a text is too long

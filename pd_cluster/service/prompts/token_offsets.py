@@ -1,14 +1,14 @@
-"""Where a prompt's tokens stand in its text, as far as its plain tokenization has them."""
+"""Finds the positions of a prompt's tokens in its text, as far as its plain tokenization has those tokens."""
 
 from __future__ import annotations
 
 from pd_cluster.text.tokenizer import Tokenizer
 
-Offsets = list[list[int]]  # of each token, its first character and the one behind its last
+Offsets = list[list[int]]  # of each token, its first character and the one after its last
 
 
 def offsets_of(tokenizer: Tokenizer, text: str, special: bool, token_ids: list[int]) -> Offsets | None:
-    """Returns each token's place.
+    """Returns each token's position.
 
     `special`: the tokenizer adds its own tokens. `token_ids` may be the first or the last ones of the text alone. None:
     the text has other tokens, because a control token's name in it is plain text.

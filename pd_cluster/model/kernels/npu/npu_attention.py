@@ -42,7 +42,7 @@ Way = Literal["TND", "BSND"]
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str], way: Way | None = None) -> str:
     """Returns why these operators do not support this pool and model; "" if they do.
 
-    `traits`: those of the model: "softcap", "sinks", "window". `way`: by default `way_of`; with TND the result tells
+    `traits`: the model's traits: "softcap", "sinks", "window". `way`: by default `way_of`; with TND the result tells
     whether only the head size prevents it.
     """
     if layout.dtype not in DTYPES:

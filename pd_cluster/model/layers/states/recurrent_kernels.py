@@ -20,7 +20,7 @@ from pd_cluster.native.state_kernels import StateKernel
 
 
 class StateShape(NamedTuple):
-    """The sizes that kernels limit. `width`: that of a key, or of B and C; 0: the layer has only a convolution."""
+    """The sizes that kernels limit. `width`: the width of a key, or of B and C; 0: the layer has only a convolution."""
 
     kernel_size: int
     num_parts: int  # parts of the convolution
@@ -37,7 +37,7 @@ class RecurrentKernel(Protocol):
     def __call__(self, inputs: StateInputs, planes: Sequence[torch.Tensor], rows: StateRows) -> torch.Tensor:
         """Returns [num_rows, num_features]; afterwards `planes` hold the states after the last rows.
 
-        `planes`: that of the recurrent state, if there is one, then those of the convolution's parts, each [num_blocks,
+        `planes`: the recurrent state's, if there is one, then those of the convolution's parts, each [num_blocks,
         …] float32, with strided blocks.
         """
 

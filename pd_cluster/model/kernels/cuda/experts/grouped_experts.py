@@ -44,7 +44,7 @@ def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, has_words: bool
 
 
 def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Returns the most tiles that this many pairs can need: every expert in use may leave a tile partly empty."""
+    """Returns how many tiles this many pairs can need at most: every expert in use may leave a tile partly empty."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
@@ -206,7 +206,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
-    Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: the most rows per program;
+    Experts are in order of falling weight; among equals the lowest is first. `most_rows`: maximum rows per program;
     a row's weights have the same bits for equal numbers of rows per program. The kernel supports plain routing only.
     `dtype`: see `Routing.weigh`.
     """

@@ -199,8 +199,9 @@ def _sums_above(values, num_values, key, top, inverse_temperature, BLOCK: tl.con
 def _worst_key(
     values, num_values, goal, is_mass, top, inverse_temperature, BLOCK: tl.constexpr, SECTIONS: tl.constexpr
 ):
-    """Returns the largest key such that the tokens with at least this key number `goal` or, if `is_mass`, have that
-    mass.
+    """Returns the largest key such that at least `goal` tokens have this key or a larger one.
+
+    If `is_mass`, `goal` is the mass of those tokens instead of their number.
     """
     least = tl.full((BLOCK,), NO_KEY, dtype=tl.int32)
     for start in range(0, num_values, BLOCK):

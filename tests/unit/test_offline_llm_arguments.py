@@ -172,7 +172,7 @@ def test_what_cannot_matter_here_is_said_once(
         ({"speculative_config": {"method": "medusa"}}, "speculative_config: method 'medusa': not supported; "),
         (
             {"spec_method": "ngram", "speculative_config": {"method": "ngram"}},
-            "speculative_config: spec_method also sets how to draft",
+            "speculative_config: spec_method also sets how",
         ),
         ({"zzz": 9}, "zzz: unknown argument; docs/flags.md has those of serve"),
     ],

@@ -188,7 +188,7 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
-        if self._is_woken:  # the thread will still read the commands: it resets this flag first
+        if self._is_woken:  # the thread resets this flag before it reads the commands, so it will still see these
             return
         with self._wake_lock:
             if self._wake_fd >= 0:  # otherwise the descriptor is closed

@@ -83,7 +83,7 @@ class Window(NamedTuple):
         return _sum(self.arrivals, self.waiting)
 
     def doubted(self, needy: Role, noise: float) -> RoleNeed:
-        """Returns the need if noise of `noise` standard errors exaggerated this role's need and hid the other's."""
+        """Returns the need, assuming that noise of `noise` standard errors raised this role's and hid the other's."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
         return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)

@@ -83,7 +83,7 @@ def message_handler_of(
 
 
 def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
-    """Ends the engine's loop, or the process if the loop waits for that rank and never finishes its round.
+    """Ends the engine's loop. If the loop waits for that rank, and so never finishes its round, ends the process.
 
     Nothing else would end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
     """
@@ -94,7 +94,7 @@ def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[st
 
 
 def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
-    """Ends the engine's loop, or on all ranks the process if the loop waits for that member of its unit."""
+    """Ends the engine's loop. If the loop waits for that member of its unit, ends the processes of all ranks."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
     log.error("%s", why)  # logged first, because the end may take a step

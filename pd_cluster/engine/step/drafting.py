@@ -1,6 +1,7 @@
 """Adds drafts to planned steps, and learns from their verification. Knows nothing of models or of drafters' methods.
 
-Drafts get the tokens of a step that its chunks leave, and free blocks: the chunks are the same with or without drafts.
+Drafts use the part of a step's token budget that its chunks leave, and blocks that are free. So the chunks are the same
+with or without drafts.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Drafting:
     def wants_host(self, requests: Sequence[Request]) -> bool:
         """Whether the host should plan the next step, although the device could go ahead.
 
-        It does while its steps have drafts. Otherwise it looks for drafts from time to time, which delays a step.
+        The host plans drafts while its steps have some. Otherwise it only looks for some from time to time.
         """
         if not self._drafters:
             return False

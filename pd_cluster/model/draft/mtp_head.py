@@ -87,7 +87,8 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     one, index = _load_layer(plan), len(target.layers)
     if replace(one.caches[0], window=0) != replace(target.caches[-1], window=0):
         raise ModelError(
-            f"{checkpoint.path}: layer {index} keeps {one.caches[0]}, but earlier layers {target.caches[-1]}"
+            f"{checkpoint.path}: layer {index} caches {one.caches[0]}, but earlier layers cache "
+            f"{target.caches[-1]}; {WAY_OUT}"
         )
     one.config.vocab_size = target.config.vocab_size
     ends = replace(

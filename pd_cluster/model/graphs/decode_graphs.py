@@ -31,7 +31,7 @@ from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, blocks_of, m
 
 log = logging.getLogger(__name__)
 
-# Tokens of context that a graph's work is divided for, at least; the next value is four times as large.
+# The smallest context length, in tokens, for which a graph's work is split; the next length is four times as large.
 LEAST_BUCKET = 512
 BUCKET_FACTOR = 4
 SIZE_STEP = 8  # between sizes; smaller sizes are powers of two
@@ -233,8 +233,8 @@ class DecodeGraphs:
     def _try(self, size: int, context_len: int, lens: Ints, agree: Callable[[bool], bool]) -> None:
         """Captures a graph on all ranks or on none; after the first refusal no further graph is captured.
 
-        Only a refusal shows how many graphs a device can hold. Then one more graph is freed: its streams and memory are
-        for what starts later, such as links.
+        Only a failed capture shows how many graphs a device can hold. One captured graph is then freed,
+        so that streams and memory are left for later users, such as links.
         """
         why = "another rank holds no more"
         try:

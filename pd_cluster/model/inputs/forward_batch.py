@@ -28,7 +28,7 @@ from pd_cluster.model.inputs.step_input import (
 from pd_cluster.model.inputs.virtual_token_rows import VirtualRows
 from pd_cluster.types import Request
 
-OnLayer = Callable[[int], None]  # receives the number of layers whose keys and values are in the pool, or launched
+OnLayer = Callable[[int], None]  # the number of layers whose writes to the pool are done or launched
 
 ALIGNMENT = 16  # bytes
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}

@@ -208,7 +208,7 @@ class ModelRunner:
         """Computes the chunks into the pool; returns logits and hidden states of the rows that need them.
 
         After each layer, `on_layer` receives the number of layers whose keys and values for the chunks are in the pool;
-        on an accelerator, whose writes are launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched this
+        on an accelerator: writes are only launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched this
         step with tokens that are still on its device.
         """
         input_ids = None

@@ -27,7 +27,7 @@ class After(NamedTuple):
     """Input ids of a step before the host knows them: rows of the previous step's tokens."""
 
     tokens: Any  # the runner's own `Tokens`
-    rows: Sequence[int | None]  # by chunk of one token; None: the host knows the chunk's tokens
+    rows: Sequence[int | None]  # one entry for each chunk of a single token; None: the host knows that chunk's tokens
 
     def input_ids(self, step: StepInput) -> torch.Tensor:
         """Returns the step's input ids, [num_tokens] int64, on the device that chose the tokens."""

@@ -81,7 +81,7 @@ class TextGenerator:
         return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
 
     async def _whole(self, generation: Generation) -> AsyncGenerator[Piece, None]:
-        """Yields few, large pieces, for callers that read to the end; only the engine may end the answer."""
+        """Yields few, large pieces. The caller must read to the end: it cannot end the answer early."""
         arrived: dict[int, list[TokenOutput]] = {sequence.index: [] for sequence in generation.sequences}
         async with contextlib.aclosing(self._tokens(generation, gathers=True)) as tokens:  # type: ignore[type-var]
             async for token in tokens:

@@ -226,7 +226,7 @@ def structured_outputs_of(guide: Guide) -> dict[str, Any]:
     """Returns the field `structured_outputs` that asks for this guide. Raises RequestError if no value can."""
     if guide.kind not in MAKERS:
         raise RequestError(
-            "tools: sampling_params cannot express a guide for calls or for text after reasoning; leave out tool_choice "
+            "tools: sampling_params cannot express a guide for calls or text after reasoning; leave out tool_choice "
             "and the constraint, or send the request to /v1/chat/completions",
             param="tools",
         )

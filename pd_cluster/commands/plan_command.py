@@ -35,7 +35,7 @@ def plan(
     num_requests: Annotated[
         int, typer.Option(min=0, help="Use the first requests of the trace; 0: all.")
     ] = USUAL_REQUESTS,
-    json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan to this file too.")] = "",
+    json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan to a file.")] = "",
 ) -> None:
     """Find the smallest layout for a trace and its goals: split or not, and with which settings.
 

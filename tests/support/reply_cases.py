@@ -1,4 +1,4 @@
-"""What a model writes in one format and what a client must get, and the check that no split of the text changes it.
+"""Replies in one format with the parts that a client must get, and a check that no split of the text changes them.
 
 The tables of each family of formats are in files of their own. Knows nothing of any markup.
 """

@@ -1,4 +1,4 @@
-"""What is special to the formats with JSON, Python or Gemma's braces means what their cards say, in any pieces."""
+"""Replies in JSON, Python or Gemma's braces are read as their model cards say, however the text is split."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ SETTINGS = (
     "deterministic",
     "attention_backend",
     "hf_overrides",
+    "logits_processors",
 )
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
@@ -129,7 +130,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the output layer.
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies bfloat16 weights (native/products); "": it
-    does not.
+    does not. `logits_processors`: the operator's classes, which change tokens rather than KV.
     """
 
     device: str = "cpu"
@@ -143,6 +144,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     key_order: str = "model"
     bf16_way: str = ""
     quantize_head: str = ""
+    logits_processors: str = ""
 
     @functools.cached_property
     def digest(self) -> str:

@@ -83,6 +83,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     arguments = _by_setting(given)
     if not prefill and not decode:
         prefill = decode = _num_instances(arguments)
+    if given_classes := arguments.get("logits_processors"):
+        arguments["logits_processors"] = [_class_name(each, bool(prefill)) for each in given_classes]
     honoured, flags = {}, []
     for name, value in arguments.items():
         each = settings().get(name)
@@ -166,6 +168,19 @@ def in_python_names() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise error.named(str) from None
+
+
+def _class_name(given: Any, is_split: bool) -> Any:
+    """Returns a logits processor's class as MODULE:CLASS, and anything else unchanged. Raises ConfigError.
+
+    `is_split`: worker processes import it.
+    """
+    if not isinstance(given, type):
+        return given
+    name = f"{given.__module__}:{given.__qualname__}"
+    if "<locals>" in name or (is_split and given.__module__ == "__main__"):
+        raise ConfigError(f"logits_processors {name}: the engine cannot import it; define the class in a module's body")
+    return name
 
 
 def _json(name: str, value: Mapping[str, Any]) -> str:

@@ -130,6 +130,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     logprobs: int | None = None  # the number of most likely tokens to return with each token
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None  # tokens whose logprobs are returned with each token instead
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -140,7 +141,7 @@ class SamplingParams:
     guided_decoding: GuidedDecodingParams | dict[str, Any] | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    extra_args: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None  # for the classes of LLM(logits_processors=[...])
     prediction: str | dict[str, Any] | None = None  # the expected text of the answer, or OpenAI's object
     speculative: bool | None = None  # False: no drafts
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -158,6 +159,10 @@ class SamplingParams:
         for name, why in NOT_HERE.items():
             if name in found:
                 raise RequestError(f"{name}: {reprlib.repr(found[name])} is not supported: {why}", param=name)
+        if found.get("logprob_token_ids"):
+            found.setdefault("logprobs", 0)
+        if "extra_args" in found:
+            found["vllm_xargs"] = found.pop("extra_args")
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             found["structured_outputs"] = dataclasses.asdict(self.structured_outputs)
         if isinstance(self.prediction, str):
@@ -190,7 +195,7 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 def plain(name: str, value: Any) -> Any:
     """Returns the value as decoded JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
-    if name in ("logits_processors", "extra_args"):  # refused, whatever they hold
+    if name == "logits_processors":  # refused, whatever they hold
         return value
     try:
         return _plain(value)

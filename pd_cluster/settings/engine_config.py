@@ -13,6 +13,7 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.settings.model_names import fault_of_name
+from pd_cluster.settings.processor_names import PROCESSORS
 from pd_cluster.settings.setting import (
     NUMBERS,
     OBJECT,
@@ -366,6 +367,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             form=SPECULATION,
         ),
     ] = Speculation()
+    logits_processors: Annotated[
+        tuple[str, ...],
+        ENGINE(
+            "Class of vLLM's interface that changes logits before a token is chosen. It must be importable where "
+            "engines run; drafts are off beside it.",
+            metavar="MODULE:CLASS",
+            form=PROCESSORS,
+            is_several=True,
+        ),
+    ] = ()
     unit_rank: int = 0  # among `data_parallel_size` instances
     num_local_ranks: int = 1  # ranks that share this host's memory
     paired_tp_sizes: tuple[int, ...] = ()  # ranks of each instance with which KV cache is exchanged over device pairs
@@ -386,6 +397,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{called('speculative_config')}: model {self.speculation.model}: mtp drafts with layers of "
                 f"{called('model')} {self.model} itself; leave it out"
+            )
+        if self.logits_processors and self.speculation.methods:
+            raise ConfigError(
+                f"{called('speculative_config')}: method {', '.join(self.speculation.methods)}: there are no drafts "
+                f"beside {called('logits_processors')}; give only one of them"
             )
         if self.kv_host_cache_gib and not self.enable_prefix_caching:
             one, other = called("kv_host_cache"), called("enable_prefix_caching")

@@ -84,7 +84,7 @@ FAMILIES = (
     ),
     Family(
         NO_FOREIGN_CODE,
-        refused="--worker-cls=auto --worker-extension-cls --scheduler-cls --logits-processors+ --middleware+ "
+        refused="--worker-cls=auto --worker-extension-cls --scheduler-cls --middleware+ "
         "--io-processor-plugin --model-class-overrides --additional-config",
     ),
     # ---- model and weights

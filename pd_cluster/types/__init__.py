@@ -25,6 +25,7 @@ from pd_cluster.types.request_outputs import PromptOutput as PromptOutput
 from pd_cluster.types.request_outputs import Resumed as Resumed
 from pd_cluster.types.request_outputs import TokenId as TokenId
 from pd_cluster.types.request_outputs import TokenOutput as TokenOutput
+from pd_cluster.types.request_sampling import MAX_EXTRA_ARGS_NUM_CHARS as MAX_EXTRA_ARGS_NUM_CHARS
 from pd_cluster.types.request_sampling import MAX_GUIDE_NUM_CHARS as MAX_GUIDE_NUM_CHARS
 from pd_cluster.types.request_sampling import MAX_SEQUENCES as MAX_SEQUENCES
 from pd_cluster.types.request_sampling import NO_SAMPLING as NO_SAMPLING

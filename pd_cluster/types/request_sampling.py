@@ -10,6 +10,7 @@ import msgspec
 GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "reply", "budget"]
 MAX_SEQUENCES = 128  # per request
 MAX_GUIDE_NUM_CHARS = 256 << 10
+MAX_EXTRA_ARGS_NUM_CHARS = 16 << 10
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -84,6 +85,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     guide: Guide | None = None
+    extra_args: str = ""  # a JSON object for logits processors; "": none
 
     @property
     def num_sequences(self) -> int:

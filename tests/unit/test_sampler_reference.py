@@ -200,4 +200,4 @@ def test_logits_of_inference_mode_are_mended_outside_of_it() -> None:
         logits[0, 2] = 0.0
     request = Request("r", RequestSpec([], Sampling(logprobs=1, min_tokens=1, stop_token_ids=(2,))))
     sampled = Sampler(8, EOS).sample(logits, [SamplingRow(request, 0, 0)])
-    assert sampled[0] == (2, Logprobs(0.0, 1, [(2, 0.0)]))
+    assert sampled[0][:2] == (2, Logprobs(0.0, 1, [(2, 0.0)]))

@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_drafting import drafting_of
 from pd_cluster.engine.handover.handover import HandoverTerms
@@ -24,11 +26,14 @@ from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.logits_processors import ModelFacts, ProcessorConfig
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.parallel.rank_group import Group
 from pd_cluster.model.runner.load_runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.model.sampling.grammar_masks import Guides
+from pd_cluster.model.sampling.load_processors import load_processors
+from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import WorkerConfig
@@ -71,9 +76,26 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
         keep_rule_of(config, block_size),
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
-    drafting = drafting_of(config.speculation, scheduler, guides, runner)
+    processors = processors_of(config, runner)
+    drafting = None if processors else drafting_of(config.speculation, scheduler, guides, runner)
     lead = LeadRunner(runner, followers) if followers else runner
-    return EngineCore(lead, scheduler, guides=guides, drafting=drafting)
+    return EngineCore(lead, scheduler, guides=guides, drafting=drafting, processors=processors)
+
+
+def processors_of(config: EngineConfig, runner: ModelRunner) -> RequestProcessors:
+    """Loads the operator's logits processors. Raises ConfigError."""
+    if not config.logits_processors:
+        return NO_PROCESSORS
+    facts = ModelFacts(
+        model=config.model,
+        tokenizer=str(runner.tokenizer_file),
+        dtype=runner.numerics.dtype,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+    )
+    device = torch.device(runner.device.torch_name)
+    loaded = load_processors(config.logits_processors, ProcessorConfig(model_config=facts), device)
+    return RequestProcessors(loaded, runner.eos_token_ids)
 
 
 def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:

@@ -77,9 +77,11 @@ class Legs:
             problem = elsewhere
         if is_full := problem is None and self.would_refuse(submit, num_held):
             problem, is_fault = f"as many requests wait here as it computes at a time ({self._most_waiting})", True
+        refusal = self._core.sampler.processors.problem(request) if problem is None else None
+        problem = problem or refusal
         self.notes.submitted(request, problem)
         if problem is not None:
-            ended = LegEnd(request.request_id, request.attempt, problem, is_fault, is_full=is_full)
+            ended = LegEnd(request.request_id, request.attempt, problem, is_fault, refusal is not None, is_full)
             self.output_batcher.add_end(conn, ended)
             return
         self.table.add(sequences, submit.weight, request.arrival_s + submit.deadline_s if submit.deadline_s else None)
@@ -117,6 +119,11 @@ class Legs:
         """Ends a leg whose request cannot be served, unless another of its sequences has ended it already."""
         if key in self.table:
             self._end(key, error, is_refusal=True)
+
+    def fail(self, key: str, error: str) -> None:
+        """Ends a leg for which this server's code has failed, unless another of its sequences has ended it already."""
+        if key in self.table:
+            self._end(key, error)
 
     def give_up(self, key: str, why: str) -> None:
         """Ends a leg that can continue elsewhere, unless another of its sequences has ended it already."""

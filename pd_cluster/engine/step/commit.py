@@ -10,7 +10,6 @@ from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beam_search import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.step.step_outputs import NextToken, PooledVector, RowOutput
-from pd_cluster.model.sampling.sampler import SamplingRow
 from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, TokenOutput
 
 
@@ -21,8 +20,8 @@ class StepResult:
     A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` has each request once.
     A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams.
     `candidates` are for the instance that takes over a beam search, `ended` are beams that were dropped. `failed` pairs
-    each sequence that can have no output with the reason. `pooled` requests end with their vector. Failed and pooled
-    ones hold nothing any more.
+    each sequence that can have no output with the reason, `crashed` each for which the operator's code has failed.
+    `pooled` requests end with their vector. Failed, crashed and pooled ones hold nothing any more.
     """
 
     plan: StepPlan
@@ -32,6 +31,7 @@ class StepResult:
     candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
+    crashed: list[tuple[Request, str]] = field(default_factory=list)
     pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
 
     def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:
@@ -67,7 +67,7 @@ class Commit:
                     chosen.append(each)
             if request.pooling is not None:
                 continue
-            if stuck := [each.row for each in chosen if each.is_stuck]:
+            if stuck := [each for each in chosen if each.is_stuck]:
                 self._fail(result, stuck[0])
                 continue
             if not request.output_token_ids and request.leg != "decode":
@@ -83,7 +83,7 @@ class Commit:
         """Continues a sequence by a token, or ends it."""
         request = output.row.request
         if output.is_stuck:
-            self._fail(result, output.row)
+            self._fail(result, output)
             return
         token = self._token(output)
         request.output_token_ids.append(token.token_id)
@@ -102,17 +102,20 @@ class Commit:
         result.sampled += [(sequences.get(token.index, request), token) for token in tokens]
 
     def _token(self, output: NextToken) -> TokenOutput:
-        row, (token_id, logprobs) = output
+        row, (token_id, logprobs, _) = output
         request = row.request
         reason = request.finish_reason_after(token_id, row.position + 1, self._ends, row.may_end)
         return TokenOutput(request.request_id, request.attempt, row.index, row.position, token_id, reason, logprobs)
 
-    def _fail(self, result: StepResult, row: SamplingRow) -> None:
-        """Ends a request whose guide, alone or together with its other masks, leaves no token to choose."""
-        problem = row.mask.problem if row.mask is not None else ""
-        why = problem or "its guide and its other constraints leave no token to choose"
+    def _fail(self, result: StepResult, output: NextToken) -> None:
+        """Ends a request whose processor failed, or whose guide and other masks leave no token to choose."""
+        row = output.row
         self._scheduler.finish(row.request)
-        result.failed.append((row.request, why))
+        if output.sampled.problem:
+            result.crashed.append((row.request, output.sampled.problem))
+            return
+        problem = row.mask.problem if row.mask is not None else ""
+        result.failed.append((row.request, problem or "its guide and its other constraints leave no token to choose"))
 
     def _end_pooling(self, result: StepResult, request: Request, vector: PooledVector) -> None:
         self._scheduler.finish(request)

@@ -25,6 +25,7 @@ from pd_cluster.model.inputs.forward_batch import EncoderTotals, OnLayer, Runner
 from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
 from pd_cluster.model.sampling.device_tokens import After, Tokens
 from pd_cluster.model.sampling.grammar_masks import Guides, no_guides
+from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Candidate, Request, StateCopy, Status
 
@@ -85,20 +86,21 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         guides: Guides | None = None,
         drafting: Drafting | None = None,
+        processors: RequestProcessors = NO_PROCESSORS,
     ) -> None:
         """`drafting` None: each sequence gets one token per step."""
         self.runner = runner
         self.guides = guides or no_guides()
         self.scheduler = scheduler
         self.drafting = drafting or Drafting(scheduler, ())
-        self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
+        self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids, processors)
         self._commit = Commit(scheduler, runner.eos_token_ids)
         self._acceptance = Acceptance(self.sampler, scheduler, self._commit)
         self.times = StepTimes()
         self.num_steps = 0
         self._ahead_s: float | None = None  # the end of the last step, if the device went ahead in it
         self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
-        self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host)
+        self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host, processors.concern if processors else None)
         self.pooler = Pooler()
         self._clock = clock
         scheduler.move_now = self._move
@@ -168,9 +170,10 @@ class EngineCore:
         sampling = ready
         if any(request.pooling is not None for request in ready):
             logits, sampling = _without_pooled(logits, ready, pooled)
-        candidates = self._candidates(logits, sampling)
+        candidates, failed = self._candidates(logits, sampling)
         masks, drafts = guided.wait(), draft_rows(plan, len(sampling))
         outputs, known = self._sample(logits, sampling, masks, drafts)
+        outputs.update(failed)
         outputs.update((request, [vector]) for request, vector in pooled.items())
         sampled_s = self._clock()
         times.sample_s += sampled_s - computed_s
@@ -210,14 +213,20 @@ class EngineCore:
 
     # ---- beam search
 
-    def _candidates(self, logits: torch.Tensor, ready: list[Request]) -> dict[str, list[Candidate]]:
-        """Returns the possible continuations by beam."""
+    def _candidates(
+        self, logits: torch.Tensor, ready: list[Request]
+    ) -> tuple[dict[str, list[Candidate]], dict[Request, list[RowOutput]]]:
+        """Returns the possible continuations by beam, and the outputs of beams that have none."""
+        found: dict[str, list[Candidate]] = {}
+        failed: dict[Request, list[RowOutput]] = {}
         at = [i for i, request in enumerate(ready) if request.sampling.beam_width]
-        if not at:
-            return {}
-        beams = [ready[i] for i in at]
-        rows = [SamplingRow(beam, beam.index, len(beam.output_token_ids)) for beam in beams]
-        return dict(zip([beam.key for beam in beams], self.sampler.candidates(logits, rows, at), strict=True))
+        rows = [SamplingRow(ready[i], ready[i].index, len(ready[i].output_token_ids)) for i in at]
+        for row, each in zip(rows, self.sampler.candidates(logits, rows, at) if at else (), strict=True):
+            if isinstance(each, Sampled):
+                failed[row.request] = [NextToken(row, each)]
+            else:
+                found[row.request.key] = each
+        return found, failed
 
     # ---- outputs of a prompt
 

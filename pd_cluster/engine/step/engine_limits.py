@@ -10,6 +10,7 @@ from typing import get_type_hints
 from pd_cluster.media.image_rules import ImageRules
 from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.types import (
+    MAX_EXTRA_ARGS_NUM_CHARS,
     MAX_GUIDE_NUM_CHARS,
     MAX_POOLED_TOKEN_IDS,
     MAX_SEQUENCES,
@@ -69,6 +70,10 @@ class EngineLimits:
             return problem
         if problem := self.rope.problem(request.order) or self._images_problem(request):
             return problem
+        if len(sampling.extra_args) > MAX_EXTRA_ARGS_NUM_CHARS:
+            return (
+                f"extra_args of {len(sampling.extra_args)} characters; at most {MAX_EXTRA_ARGS_NUM_CHARS} are allowed"
+            )
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         if request.pooling is not None:

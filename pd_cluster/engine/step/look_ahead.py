@@ -59,9 +59,14 @@ class LookAhead:
         runner: Launcher,
         scheduler: StepScheduler,
         wants_host: Callable[[Sequence[Request]], bool] = lambda requests: False,
+        is_processed: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`wants_host` returns whether the host should plan the step after one of these requests."""
+        """`wants_host` returns whether the host should plan the step after one of these requests.
+
+        `is_processed` returns whether the host changes a request's logits; None: it never does.
+        """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
+        self._is_processed = is_processed
         self._plan: StepPlan | None = None  # of the step under way
         self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
@@ -125,7 +130,9 @@ class LookAhead:
         self._plan, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
 
     def _may_go(self, request: Request) -> bool:
-        return not needs_host(request) and self._runner.can_launch([request])
+        if needs_host(request) or (self._is_processed is not None and self._is_processed(request)):
+            return False
+        return self._runner.can_launch([request])
 
 
 def _rows_of(plan: StepPlan) -> dict[Request, int]:

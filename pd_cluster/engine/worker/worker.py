@@ -187,6 +187,8 @@ class Worker:
             legs.ended(request)
         for request, error in result.failed:
             legs.refuse(request.leg_key, error)
+        for request, error in result.crashed:
+            legs.fail(request.leg_key, error)
         for request in result.plan.lacking:
             legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again needs their pixels")
 

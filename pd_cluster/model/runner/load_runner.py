@@ -202,4 +202,5 @@ def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
         rope=checkpoint.rope,
         key_order=model.key_order,
         bf16_way=model.bf16_way,
+        logits_processors=", ".join(config.logits_processors),
     )

@@ -5,12 +5,14 @@ random numbers alone, in a batch, after a retry and on every device. Knows nothi
 
     logits ─ argmax ─┬─ greedy rows without masks and penalties ──────────────────────────┬─ token ids ─ logprobs
                      └─ other rows ─ copy, masks and penalties ─ argmax or draw ──────────┘  of the raw logits
+                                           └─ processors before the penalties, or before the draw
 
 The rows carry the masks of guides; see grammar_masks.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, with_client_logprobs
 from pd_cluster.model.sampling.grammar_masks import TokenMask
 from pd_cluster.model.sampling.logit_adjustments import LogitEdit, adjustment_of, adjusts, apply, restrict
+from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
 from pd_cluster.model.sampling.row_logprobs import logprobs_of
 from pd_cluster.model.sampling.row_passes import Floats, Ints, copy_of_rows, peaks, rows_of
 from pd_cluster.model.sampling.token_draw import DrawParameters, draw
@@ -70,12 +73,14 @@ class SamplingRow(NamedTuple):
     mask: TokenMask | None = None  # from its guide
 
     @property
+    def is_forced(self) -> bool:
+        """Whether its guide leaves only one continuation, so that nothing else applies."""
+        return self.mask is not None and self.mask.is_forced
+
+    @property
     def is_adjusted(self) -> bool:
-        """Whether the request's own masks and penalties apply; they do not if its guide leaves only one
-        continuation.
-        """
-        is_forced = self.mask is not None and self.mask.is_forced
-        return not is_forced and adjusts(self.request.sampling, self.position)
+        """Whether the request's own masks and penalties apply."""
+        return not self.is_forced and adjusts(self.request.sampling, self.position)
 
     @property
     def may_end(self) -> bool:
@@ -86,14 +91,22 @@ class SamplingRow(NamedTuple):
 class Sampled(NamedTuple):
     token_id: int  # or NO_TOKEN
     logprobs: Logprobs | None
+    problem: str = ""  # of a processor that leaves no token
+
+
+# Rows without a token -> why, if a processor has failed.
+Stuck = dict[int, str]
 
 
 class Sampler:
-    """Chooses tokens. It keeps state only in logit_adjustments.py, which can be dropped at any time."""
+    """Chooses tokens. It keeps state only in logit_adjustments.py and in `processors`; all can be dropped any time."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], processors: RequestProcessors = NO_PROCESSORS
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.processors = processors
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int] | None = None) -> list[Sampled]:
         """Returns one token for each of `rows`, from logits [num_rows, vocab_size] float32, which may be overwritten.
@@ -102,7 +115,7 @@ class Sampler:
 
         Never raises for any logits or parameters. If the masks ban every token, the result is the most likely of the
         allowed_token_ids, or of all tokens if there are none; for a guided row it is an end if the output matches its
-        guide, and otherwise NO_TOKEN.
+        guide, and otherwise NO_TOKEN. It is NO_TOKEN for a row whose processor fails, too.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
@@ -138,22 +151,24 @@ class Sampler:
                 told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids), named[part])
         return told
 
-    def candidates(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int]) -> list[list[Candidate]]:
+    def candidates(
+        self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int]
+    ) -> list[list[Candidate] | Sampled]:
         """Returns continuations of beams: each of `rows` uses row `at` of logits [num_rows, vocab_size] float32.
 
-        The best come first.
+        The best come first. A beam whose processor fails has NO_TOKEN instead.
         """
-        found: list[list[Candidate]] = []
+        found: list[list[Candidate] | Sampled] = []
         with torch.inference_mode():
             for part in self._parts(len(rows)):
                 found += self._candidates(logits[list(at[part])], rows[part])
         return found
 
-    def _candidates(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[list[Candidate]]:
+    def _candidates(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[list[Candidate] | Sampled]:
         params = [row.request.sampling for row in rows]
         _, best = peaks(logits)
         work = logits.clone()
-        self._adjust(work, rows)
+        failed = self._adjust(work, rows)
         _, best_left = peaks(work, lambda i: self._likeliest_allowed(logits[i], rows[i]))
         ends = [ends_of(p, self.eos_token_ids, self.vocab_size) for p in params]
         found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
@@ -164,7 +179,7 @@ class Sampler:
             )
             for i, row in zip(told, asked, strict=True):
                 found[i] = row
-        return found
+        return [Sampled(NO_TOKEN, None, failed[i]) if i in failed else row for i, row in enumerate(found)]
 
     def _parts(self, num_rows: int) -> list[slice]:
         """Splits rows into slices small enough for one pass."""
@@ -175,44 +190,83 @@ class Sampler:
         token_ids, best, stuck = self._choose(logits, rows)
         told = self._logprobs(logits, best, token_ids, [row.request.sampling for row in rows])
         found = [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
-        for i in stuck:
-            found[i] = Sampled(NO_TOKEN, None)
+        for i, problem in stuck.items():
+            found[i] = Sampled(NO_TOKEN, None, problem)
         return found
 
-    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Ints, Floats, set[int]]:
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Ints, Floats, Stuck]:
         """Returns the tokens, each row's largest logit, and the rows where no token is allowed."""
         params = [row.request.sampling for row in rows]
         token_ids, best = peaks(logits)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
-        adjusted = [i for i, row in enumerate(rows) if row.mask is not None or row.is_adjusted]
-        stuck: set[int] = set()
+        adjusted = [i for i, row in enumerate(rows) if row.mask is not None or row.is_adjusted or self._processes(row)]
+        stuck: Stuck = {}
         if drawn or adjusted:
             # Drawn rows come first, as a view of the copy, so a batch of only drawn rows needs no copy.
             at = np.array(drawn + [i for i in adjusted if params[i].greedy])
             others = [rows[i] for i in at.tolist()]
             if adjusted:
                 work = copy_of_rows(logits, at)
-                self._adjust(work, others)
+                stuck = {int(at[i]): problem for i, problem in self._adjust(work, others).items()}
                 chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i], stuck, int(at[i])))
             else:
                 work, chosen, best_left = rows_of(logits, at), token_ids[at], best[at]
             if num_drawn := len(drawn):
                 knobs = self._knobs(others[:num_drawn])
+                if self.processors:
+                    failed = self._shape_draws(work, others[:num_drawn], best_left, knobs)
+                    stuck |= {int(at[i]): problem for i, problem in failed.items()}
                 chosen[:num_drawn] = draw(work[:num_drawn], best_left[:num_drawn], knobs)
             token_ids[at] = chosen
         return token_ids, best, stuck
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-        """Applies masks, biases and penalties in place."""
+    def _processes(self, row: SamplingRow) -> bool:
+        return bool(self.processors) and not row.is_forced and self.processors.concern(row.request)
+
+    def _process(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Stuck:
+        """Applies the processors that may change the most likely token, in place. Guides hold behind them, too."""
+        failed: Stuck = {}
+        for i, row in enumerate(rows):
+            if self._processes(row):
+                if problem := self.processors.apply(logits[i], row.request, row.index, is_draw=False):
+                    failed[i] = problem
+                if row.mask is not None:
+                    restrict(logits, [(i, row.mask.words)])
+        return failed
+
+    def _shape_draws(self, logits: Tensor, rows: Sequence[SamplingRow], best: Floats, knobs: DrawParameters) -> Stuck:
+        """Applies the other processors in place, behind temperature and min_p, whose parameters become neutral.
+
+        Changes the rows' `best` logits, too.
+        """
+        failed: Stuck = {}
+        for i, row in enumerate(rows):
+            if not self._processes(row) or not self.processors.shape_draws(row.request):
+                continue
+            floor = knobs.rows(np.array([i])).floor(best[i : i + 1]).item()
+            logits[i].masked_fill_(logits[i] < floor, -math.inf).div_(row.request.sampling.temperature)
+            if problem := self.processors.apply(logits[i], row.request, row.index, is_draw=True):
+                failed[i] = problem
+            knobs.inverse_temperature[i], knobs.log_min_p[i] = 1.0, -math.inf
+            best[i : i + 1] = peaks(logits[i : i + 1])[1]
+        return failed
+
+    def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Stuck:
+        """Applies masks, biases, processors and penalties in place; returns the rows whose processors have failed."""
         restrict(logits, [(i, row.mask.words) for i, row in enumerate(rows) if row.mask is not None])
+        failed: Stuck = {}
         edits = []
         for i, row in enumerate(rows):
             if row.is_adjusted:
                 adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
                 edits.append(LogitEdit(i, adjustment, adjustment.banned(row.request, row.position, row.may_end)))
-        apply(logits, edits)
+        if self.processors:
+            apply(logits, edits, lambda: failed.update(self._process(logits, rows)))
+        else:
+            apply(logits, edits)
+        return failed
 
-    def _fallback(self, line: Tensor, row: SamplingRow, stuck: set[int], at: int) -> int:
+    def _fallback(self, line: Tensor, row: SamplingRow, stuck: Stuck, at: int) -> int:
         """Returns the choice for a row whose tokens are all banned; `line` [vocab_size] holds the model's own logits.
 
         An output that matches its guide ends. Any other guided row has no choice: `at` is added to `stuck`, and the
@@ -223,7 +277,7 @@ class Sampler:
         if row.mask.accepts:
             ends = [token_id for token_id in sorted(self.eos_token_ids) if 0 <= token_id < self.vocab_size]
             return int(ends[int(line[ends].argmax())])
-        stuck.add(at)
+        stuck.setdefault(at, "")
         return 0
 
     def _likeliest_allowed(self, line: Tensor, row: SamplingRow) -> int:

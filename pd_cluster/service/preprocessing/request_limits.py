@@ -6,6 +6,7 @@ Every refusal is a RequestError that names the field, its value and the remedy. 
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: all
     max_beam_width: int = MAX_SEQUENCES
     generates: bool = True  # False: the model is a classifier
+    has_processors: bool = False  # the operator's logits processors
 
     def check(
         self, request: GenerationRequest, sampling: Sampling, num_prompt_tokens: int, num_prompts: int = 1
@@ -44,6 +46,12 @@ class Limits(NamedTuple):
         """Returns the sampling within the limits, for one of `num_prompts` prompts. Raises RequestError."""
         if not self.generates:
             raise RequestError("model: a classifier, which generates nothing; ask /classify", param="model")
+        if sampling.extra_args and not self.has_processors:
+            shown = reprlib.repr(request.vllm_xargs)
+            raise RequestError(
+                f"vllm_xargs: {shown}: this server has no --logits-processors to read them; leave it out",
+                param="vllm_xargs",
+            )
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         self._check_ids("logprob_token_ids", sampling.logprob_token_ids)

@@ -248,7 +248,8 @@ def preprocessor_of(
     settings, eos_token_ids = config.settings, checkpoint.eos_token_ids
     vocab_size = int(checkpoint.config.get("vocab_size", encoder.tokenizer.vocab_size))
     most, width, generates = settings.max_logprobs, settings.engine.max_num_seqs, not checkpoint.is_classifier
-    limits = Limits(vocab_size, eos_token_ids, most, width, generates)
+    processes = bool(settings.engine.logits_processors)
+    limits = Limits(vocab_size, eos_token_ids, most, width, generates, processes)
     file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
     guides = GuideCheck(file, vocab_size, eos_token_ids, settings.timeouts.guided_timeout_s)
     return RequestPreprocessor(encoder, guides, limits, names, config)

@@ -7,6 +7,7 @@ lengths) are in request_limits.py.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,7 +20,7 @@ from pd_cluster.engine.step.engine_limits import MAX_LENGTH_PENALTY, MAX_LOGPROB
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.predicted_outputs import Prediction
 from pd_cluster.service.schema.structured_outputs.guide_fields import Asked, GuideFields, guide_of
-from pd_cluster.types import INT32_MAX, MAX_SEQUENCES, Guide, Sampling
+from pd_cluster.types import INT32_MAX, MAX_EXTRA_ARGS_NUM_CHARS, MAX_SEQUENCES, Guide, Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_NUM_CHARS = 1024
@@ -42,8 +43,6 @@ MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy, as in vLLM
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (),
     "logits_processors": ([],),
-    "extra_args": ({},),
-    "vllm_xargs": ({},),
     "detokenize": (True,),
     "functions": ([],),
     "function_call": ("none",),
@@ -67,6 +66,7 @@ ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_offsets": ((False,), "is for the routes that render a prompt, such as /v1/completions/render"),
     "prompt_logprob_token_ids": (([],), "is for sampling_params of /inference/v1/generate"),
     "prompt_logprob_start": ((0,), "is for sampling_params of /inference/v1/generate"),
+    "extra_args": (({},), "is for sampling_params of /inference/v1/generate; give vllm_xargs"),
 }
 # SGLang's names for parameters with another name here -> the values that ask for nothing, and the way out.
 SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -226,6 +226,7 @@ class GenerationRequest(BaseModel):
     include_metrics: bool | None = None
     prediction: Prediction | None = None
     speculative: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None  # for logits processors
     kv_transfer_params: dict[str, Any] | None = None  # only for routes that take handles
 
     @property
@@ -350,7 +351,21 @@ class GenerationRequest(BaseModel):
             early_stopping=self.early_stopping or False,
             bad_words=bad_words,
             guide=guide,
+            extra_args=self.extra_args,
         )
+
+    @property
+    def extra_args(self) -> str:
+        """The arguments for logits processors, as JSON; "" without any. Raises RequestError."""
+        if not self.vllm_xargs:
+            return ""
+        text = json.dumps(self.vllm_xargs, separators=(",", ":"))
+        if len(text) > MAX_EXTRA_ARGS_NUM_CHARS:
+            raise RequestError(
+                f"vllm_xargs: {len(text)} characters of JSON, at most {MAX_EXTRA_ARGS_NUM_CHARS} are taken; send less",
+                param="vllm_xargs",
+            )
+        return text
 
     @cached_property
     def biases(self) -> dict[int, float]:

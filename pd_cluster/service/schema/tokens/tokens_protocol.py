@@ -55,7 +55,8 @@ OF_PROMPT = frozenset({"prompt", "messages", "echo", "add_special_tokens", "tool
 WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's options for its engine's output
 RENDERED = frozenset(GenerationRequest.model_fields) - OF_REQUEST - OF_GUIDE - {"max_tokens", "truncate_prompt_tokens"}
 NAMES = {name: f"sampling_params.{name}" for name in {*TokensCompletionRequest.model_fields} - OF_REQUEST} | {
-    "prompt": "token_ids"
+    "prompt": "token_ids",
+    "vllm_xargs": "sampling_params.extra_args",
 }
 
 
@@ -112,6 +113,8 @@ class TokensRequest(BaseModel):
                     param="sampling_params",
                 )
         sampling = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_MEANING}
+        if sampling.get("extra_args"):
+            sampling["vllm_xargs"] = sampling.pop("extra_args")
         if sampling.get("logprob_token_ids"):
             sampling.setdefault("logprobs", 0)
         own = self.model_dump(include=set(OF_REQUEST) - {"return_token_ids"}, exclude_unset=True, exclude_none=True)
@@ -187,6 +190,8 @@ def rendered(
     """
     params = request.model_dump(include=set(RENDERED), exclude_none=True)
     params["max_tokens"] = sampling.max_tokens
+    if extra := params.pop("vllm_xargs", None):
+        params["extra_args"] = extra
     if request.num_logprobs is not None:
         params["logprobs"] = request.num_logprobs
     if sampling.guide is not None:

@@ -1,0 +1,199 @@
+"""Applies the operator's logits processors to rows of logits, one row a call.
+
+A sequence's processors are derived from its request and its tokens, so they can be dropped at any time: after a replay,
+a handover or a preemption they are made again from the output so far. An exception of a processor becomes the reason
+for which its sequence's request ends. Knows nothing of how a token is then chosen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from pd_cluster.errors import first_line
+from pd_cluster.logits_processors import BatchUpdate, ProcessorParams
+from pd_cluster.model.sampling.load_processors import LoadedProcessor
+from pd_cluster.types import Request, Sampling
+
+log = logging.getLogger(__name__)
+
+Step: TypeAlias = Callable[[Tensor], Any]  # takes a row of logits [vocab_size]
+
+
+class ProcessorError(Exception):
+    """A processor has failed for one sequence; the message names it."""
+
+
+class SequenceProcessors:
+    """The processors of one sequence. `steps` has one for each that concerns it; a step of one that failed raises."""
+
+    def __init__(self, loaded: Sequence[LoadedProcessor], request: Request, params: ProcessorParams) -> None:
+        self._output = request.output_token_ids
+        self._num_known, self._last = len(self._output), self._output[-1] if self._output else -1
+        self._updates: list[tuple[LoadedProcessor, Callable[[None], Any]]] = []
+        prompt = request.prompt_token_ids
+        prompt = prompt[request.num_virtual_tokens :] if request.num_virtual_tokens else prompt
+        begun = [(each, self._begun(each, params, prompt)) for each in loaded]
+        self.steps = [(each, step) for each, step in begun if step is not None]
+
+    def _begun(self, loaded: LoadedProcessor, params: ProcessorParams, prompt: list[int]) -> Step | None:
+        """Returns what processes the sequence's rows; None: nothing does."""
+        output = self._output
+        try:
+            if loaded.adapter is not None:
+                process = calling(loaded, loaded.adapter.new_req_logits_processor, params)
+                return None if process is None else _step_of(process, prompt, output)
+            instance = calling(loaded, loaded.make)
+            calling(loaded, instance.update_state, BatchUpdate(added=[(0, params, prompt, output)]))
+        except ProcessorError as error:
+            return _failing(error)
+        self._updates.append((loaded, instance.update_state))
+        return lambda row: _only_row(instance.apply(row[None]))
+
+    def follow(self, request: Request) -> bool:
+        """Tells the processors of a new token; False: they must be made again."""
+        output, known = request.output_token_ids, self._num_known
+        num_new = len(output) - known
+        if output is not self._output or not 0 <= num_new <= 1 or (known and output[known - 1] != self._last):
+            return False
+        if num_new:
+            self._num_known, self._last = len(output), output[-1]
+            for loaded, update in self._updates:
+                try:
+                    calling(loaded, update, None)
+                except ProcessorError as error:
+                    self.steps = [(loaded, _failing(error))]
+        return True
+
+
+class RequestProcessors:
+    """The processors of an engine, in the operator's order, and those of its sequences."""
+
+    def __init__(self, loaded: Sequence[LoadedProcessor] = (), eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._loaded, self._eos_token_ids = loaded, eos_token_ids
+        self._sequences: WeakKeyDictionary[Request, SequenceProcessors] = WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._loaded)
+
+    def problem(self, request: Request) -> str | None:
+        """Returns why a processor does not accept the request's parameters, or None."""
+        if not self._loaded or request.pooling is not None:
+            return None
+        params = params_of(request.sampling, self._eos_token_ids)
+        for each in self._loaded:
+            validate = getattr(each.kind, "validate_params", None)
+            try:
+                if validate is not None:
+                    calling(each, validate, params)
+            except ProcessorError as error:
+                return str(error)
+        return None
+
+    def concern(self, request: Request) -> bool:
+        """Whether a processor changes the request's logits, or has failed to begin."""
+        return bool(self._loaded) and bool(self._of(request, request.index).steps)
+
+    def shape_draws(self, request: Request) -> bool:
+        """Whether one of those that leave the most likely token as it is concerns the request."""
+        return any(each.is_argmax_invariant for each, _ in self._of(request, request.index).steps)
+
+    def apply(self, row: Tensor, request: Request, index: int, is_draw: bool) -> str:
+        """Changes a row of logits [vocab_size] in place; returns why that failed, or "".
+
+        `index`: the sequence's, which may not have been forked from its request yet. `is_draw`: apply only those that
+        leave the most likely token as it is; otherwise only the others.
+        """
+        try:
+            for each, step in self._of(request, index).steps:
+                if each.is_argmax_invariant == is_draw:
+                    found = calling(each, step, row)
+                    _check(each, found, row)
+                    if found is not row:
+                        row.copy_(found)
+        except ProcessorError as error:
+            return str(error)
+        return ""
+
+    def _of(self, request: Request, index: int) -> SequenceProcessors:
+        """Returns the processors of a sequence, up to date with its tokens."""
+        is_own = index == request.index
+        known = self._sequences.get(request) if is_own else None
+        if known is None or not known.follow(request):
+            known = SequenceProcessors(self._loaded, request, params_of(request.sampling, self._eos_token_ids))
+            if is_own:
+                self._sequences[request] = known
+        return known
+
+
+NO_PROCESSORS = RequestProcessors()
+
+
+def calling(loaded: LoadedProcessor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the operator's code. Raises ProcessorError."""
+    try:
+        return function(*arguments)
+    except ProcessorError:
+        raise
+    except (Exception, SystemExit) as error:  # the operator's code may fail in any way
+        log.warning("logits processor %s has failed for a request", loaded.name, exc_info=error)
+        raise ProcessorError(f"logits processor {loaded.name}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _step_of(process: Callable[..., Any], prompt: list[int], output: list[int]) -> Step:
+    if len(inspect.signature(process).parameters) == 3:
+        return lambda row: process(prompt, output, row)
+    return lambda row: process(output, row)
+
+
+def _failing(error: ProcessorError) -> Step:
+    def fail(row: Tensor) -> Tensor:
+        raise error
+
+    return fail
+
+
+def _only_row(found: Any) -> Any:
+    return found[0] if isinstance(found, Tensor) and found.ndim == 2 and len(found) == 1 else found
+
+
+def _check(loaded: LoadedProcessor, found: Any, row: Tensor) -> None:
+    """Raises ProcessorError unless this is a row of logits."""
+    if isinstance(found, Tensor) and found.shape == row.shape and found.is_floating_point():
+        return
+    what = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    raise ProcessorError(
+        f"logits processor {loaded.name}: returned {what} for a row of {len(row)} {row.dtype}; a processor that needs "
+        f"the whole batch is not supported"
+    )
+
+
+def params_of(sampling: Sampling, eos_token_ids: Collection[int]) -> ProcessorParams:
+    return ProcessorParams(
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_k=max(sampling.top_k, 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        stop_token_ids=list(sampling.stop_token_ids),
+        all_stop_token_ids={*eos_token_ids, *sampling.stop_token_ids},
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        bad_words_token_ids=[list(word) for word in sampling.bad_words] or None,
+        extra_args=json.loads(sampling.extra_args) if sampling.extra_args else None,
+    )

@@ -54,7 +54,7 @@ class SequenceProcessors:
         except ProcessorError as error:
             return _failing(error)
         self._updates.append((loaded, instance.update_state))
-        return lambda row: _only_row(instance.apply(row[None]))
+        return lambda row: _checked(loaded, instance.apply(row[None]), row[None])[0]
 
     def follow(self, request: Request) -> bool:
         """Tells the processors of a new token; False: they must be made again."""
@@ -113,8 +113,7 @@ class RequestProcessors:
         try:
             for each, step in self._of(request, index).steps:
                 if each.is_argmax_invariant == is_draw:
-                    found = calling(each, step, row)
-                    _check(each, found, row)
+                    found = _checked(each, calling(each, step, row), row)
                     if found is not row:
                         row.copy_(found)
         except ProcessorError as error:
@@ -159,18 +158,14 @@ def _failing(error: ProcessorError) -> Step:
     return fail
 
 
-def _only_row(found: Any) -> Any:
-    return found[0] if isinstance(found, Tensor) and found.ndim == 2 and len(found) == 1 else found
-
-
-def _check(loaded: LoadedProcessor, found: Any, row: Tensor) -> None:
-    """Raises ProcessorError unless this is a row of logits."""
-    if isinstance(found, Tensor) and found.shape == row.shape and found.is_floating_point():
-        return
-    what = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+def _checked(loaded: LoadedProcessor, found: Any, given: Tensor) -> Tensor:
+    """Returns the logits that a processor returned for those given. Raises ProcessorError unless their shapes agree."""
+    if isinstance(found, Tensor) and found.shape == given.shape and found.is_floating_point():
+        return found
+    what = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
     raise ProcessorError(
-        f"logits processor {loaded.name}: returned {what} for a row of {len(row)} {row.dtype}; a processor that needs "
-        f"the whole batch is not supported"
+        f"logits processor {loaded.name}: returned {what} for one row, {list(given.shape)} of {given.dtype}; a "
+        f"processor that needs the whole batch is not supported"
     )
 
 

@@ -65,7 +65,7 @@ def test_tokens_are_those_of_a_plain_loop(model: Path) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", [BY_TOKENS, ROLLING])
 def test_preempted_sequences_continue(model: Path, name: str, mode: str) -> None:
-    orders = [*orders_of(6, temperature=1.0, n=2, repetition_penalty=1.2), *orders_of(2, temperature=0.0)]
+    orders = [*orders_of(4, temperature=1.0, n=2, repetition_penalty=1.2), *orders_of(1, temperature=0.0)]
     wide = make_core(model, **SMALL, num_blocks=600, logits_processors=(name,))
     tight = make_core(
         model, **SMALL, num_blocks=60, preemption_mode=mode, swap_space_gib=0.001, logits_processors=(name,)
@@ -87,7 +87,7 @@ def test_a_sequence_resumes_from_its_tokens(model: Path, name: str) -> None:
     core = make_core(model, **SMALL, num_blocks=400, logits_processors=(name,))
     for order in (*orders_of(2, temperature=0.9), *orders_of(1, temperature=0.0)):
         ((whole,),) = ([*each.values()] for each in tokens_of(core, [order]))
-        for at in (1, 7, 29):
+        for at in (1, 20):
             first = Request("again", order)
             again = resume(first, Resumed(0, whole[:at]))
             run(core, [again])

@@ -150,10 +150,11 @@ def test_a_turns_own_settings_are_refused(field: str, given: Any) -> None:
 def test_vllms_fields_of_messages_are_those_of_a_chat() -> None:
     turns = [{"role": "user", "content": "a"}]
     given = {"cache_salt": "s", "chat_template_kwargs": {"enable_thinking": False, "lang": "de"}, "speculative": False}
+    given["vllm_xargs"] = {"a": 1}
     wanted = {"messages": turns, **given, "thinking": {"type": "disabled"}}
     request = checked(wanted, MessagesPrompt, has_own_names=True)
     chat = chat_of_messages(request, frozenset({"enable_thinking"}), True)
     assert {name: getattr(chat, name) for name in given} == given
-    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
+    for name in ("kv_transfer_params", "ec_transfer_params"):
         with pytest.raises(RequestError, match=name):
             checked({"messages": turns, name: {"a": 1}}, MessagesPrompt, has_own_names=True)

@@ -190,14 +190,12 @@ def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) ->
         logits[row, : len(line)].add_(line)
 
 
-def apply(logits: Tensor, edits: Sequence[LogitEdit], before_penalties: Callable[[], None] = lambda: None) -> None:
+def apply(logits: Tensor, edits: Sequence[LogitEdit], before_penalties: Callable[[], None] | None = None) -> None:
     """Changes logits [num_rows, vocab_size] in place, all rows at once; at most one edit per row."""
     numbers = edit_arrays(edits, logits.shape[1])
     there = {name: torch.from_numpy(array).to(logits.device) for name, array in numbers.items()}
     limit(logits, there)
-    _ban(logits, there, None)
-    before_penalties()
-    _penalize(logits, there, None)
+    change(logits, there, before_penalties=before_penalties)
 
 
 def edit_arrays(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
@@ -246,21 +244,20 @@ def limit(logits: Tensor, there: Mapping[str, Tensor]) -> None:
         flat[at] = values
 
 
-def change(logits: Tensor, there: Mapping[str, Tensor], last_ids: Tensor | None = None) -> None:
+def change(
+    logits: Tensor,
+    there: Mapping[str, Tensor],
+    last_ids: Tensor | None = None,
+    before_penalties: Callable[[], None] | None = None,
+) -> None:
     """Applies all other edits in place.
 
     `last_ids` [num_rows] int64: each row's last token, if the edits were made ahead without it.
     """
+    flat = logits.view(-1)
     last = None  # positions of the last tokens
     if last_ids is not None:
         last = last_ids + torch.arange(0, logits.numel(), logits.shape[1], device=logits.device)
-    _ban(logits, there, last)
-    _penalize(logits, there, last)
-
-
-def _ban(logits: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
-    """Bans and biases tokens. `last` [num_rows]: positions of the last tokens, if only the device knows them."""
-    flat = logits.view(-1)
     if "banned" in there:
         flat[there["banned"]] = -math.inf
     if last is not None and "worded" in there:
@@ -268,13 +265,14 @@ def _ban(logits: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> No
         flat.index_add_(0, there["worded"], torch.where(holds, -math.inf, 0.0))  # an id may occur twice
     if "biased" in there:
         flat[there["biased"]] += there["bias"]
+    if before_penalties is not None:
+        before_penalties()
+    if "penalized" in there:
+        _penalize(flat, there, None if last is None else last[there["penalizing"]])
 
 
-def _penalize(logits: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
-    """Applies the penalties. `last` [num_rows]: positions of tokens that occur once more than `counts` says."""
-    if "penalized" not in there:
-        return
-    flat, last = logits.view(-1), None if last is None else last[there["penalizing"]]
+def _penalize(flat: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
+    """Applies the penalties. `last` [num_penalizing]: positions of tokens that occur once more than `counts` says."""
     at, counts, owners = there["penalized"], there["counts"], there["owners"]
     strengths = [there[name] for name in ("repetition", "frequency", "presence")]
     values = _penalized(flat[at], counts, *(strength[owners] for strength in strengths))

@@ -260,10 +260,7 @@ class Sampler:
             if row.is_adjusted:
                 adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
                 edits.append(LogitEdit(i, adjustment, adjustment.banned(row.request, row.position, row.may_end)))
-        if self.processors:
-            apply(logits, edits, lambda: failed.update(self._process(logits, rows)))
-        else:
-            apply(logits, edits)
+        apply(logits, edits, (lambda: failed.update(self._process(logits, rows))) if self.processors else None)
         return failed
 
     def _fallback(self, line: Tensor, row: SamplingRow, stuck: Stuck, at: int) -> int:

@@ -130,7 +130,7 @@ class MessagesPrompt(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     watermarking: Off | None = None
     # These fields have no effect on the answer.
     mm_payload: Any = None  # vLLM's, for the form of images in rendered requests

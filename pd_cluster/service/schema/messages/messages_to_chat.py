@@ -72,7 +72,7 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if config.effort is not None and "reasoning_effort" in variables:
             chat["chat_template_kwargs"]["reasoning_effort"] = config.effort
-    same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "speculative")
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "speculative", "vllm_xargs")
     chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
     return checked(chat, ChatCompletionRequest)
 

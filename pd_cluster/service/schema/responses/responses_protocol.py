@@ -173,7 +173,7 @@ class ResponsesRequest(BaseModel):
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     media_io_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    vllm_xargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     watermarking: Off | None = None
 
     @property

@@ -27,6 +27,7 @@ SAME = (
     *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority", "request_id", "session_id"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "mm_processor_kwargs", "speculative"),
+    "vllm_xargs",
 )
 FIELD_NAMES = {  # a chat's field names -> this API's
     "max_tokens": "max_output_tokens",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -120,6 +122,18 @@ def test_what_a_processor_reads_has_vllms_names() -> None:
     (params,) = seen
     assert (params.min_tokens, params.all_stop_token_ids, params.logit_bias) == (2, {5, 7}, {3: 1.0})
     assert (params.top_k, params.extra_args, params.allowed_token_ids) == (0, {"a": 1}, None)
+
+
+def test_the_pages_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text("utf-8")
+    block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "KeepOne" in each)
+    (tmp_path / "my_processors.py").write_text(block, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = load_processors(["my_processors:KeepOne"], CONFIG, CPU)
+    sampler = Sampler(VOCAB_SIZE, EOS, RequestProcessors(loaded, EOS))
+    rows = [row_of(extra={"target_token": 12}), row_of()]
+    lines = logits_of(9, 2)
+    assert [each.token_id for each in sampler.sample(lines.clone(), rows)] == [12, int(lines[1].argmax())]
 
 
 # ---- their place

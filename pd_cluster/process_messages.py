@@ -125,6 +125,7 @@ class Busy(msgspec.Struct, frozen=True, array_like=True):
     num_streams: int = 0  # routed requests
     num_waiting: int = 0  # requests that wait to be routed
     num_waiting_tokens: int = 0  # of waiting prompts and their expected answers
+    num_batch_lines: int = 0  # lines of batches that are being answered
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.process_messages import ApiReport, Keys, PauseUpdate, Stop, ToApi
+from pd_cluster.process_messages import ApiReport, Busy, Keys, PauseUpdate, Stop, ToApi
 from pd_cluster.service.concurrency.interpreter_tuning import tune
 from pd_cluster.service.serving_context import ServingContext
 from pd_cluster.settings.process_configs import ApiProcessConfig
@@ -69,11 +69,14 @@ async def serve(channel: socket.socket) -> None:
         ]
         stops: list[Callable[[], None]] = []
 
+        def busy() -> Busy:
+            return busy_of(context.router, drain, app.state.num_batch_lines())
+
         def own() -> ApiReport:
             return ApiReport(
                 {},
                 drain.is_idle,
-                busy_of(context.router, drain),
+                busy(),
                 context.router.stats.snapshot(),
                 context.router.adapters.use(),
                 mirror.adapters_version,
@@ -86,7 +89,9 @@ async def serve(channel: socket.socket) -> None:
 
         await pause(config.pause)
         listening = _listen(mirror, reader, stops, file_keys, pause)
-        reporting = partial(mirror.run, own=own, busy=lambda: busy_of(context.router, drain))
+        reporting = partial(
+            mirror.run, own=own, busy=lambda: busy_of(context.router, drain, app.state.num_batch_lines())
+        )
         until = _until(reporting, listening, writer, context.handler.fatal)
         async with in_background(app):
             await serve_until_signal(servers, until, drain.begin, drain, stops.append)

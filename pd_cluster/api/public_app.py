@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from starlette.routing import Route
 
 from pd_cluster import __version__
-from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
+from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Further, Owner, Totals, metrics_routes
 from pd_cluster.api.dashboard.public_dashboard import PublicDashboard, PublicView, public_pages
 from pd_cluster.api.files.files_api import FILE_PATHS, FilesApi
 from pd_cluster.api.middleware.access_log import AccessLog
@@ -38,6 +38,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.placement.routing_policy import is_served, refused_links, why_unavailable
 from pd_cluster.cluster.routing.request_admission import ASLEEP, RequestAdmission
 from pd_cluster.cluster.tenancy.tenant_counts import with_names
+from pd_cluster.process_messages import AllStats
 from pd_cluster.service.answers.response_store import ResponseStore
 from pd_cluster.service.text_service import TextService
 
@@ -86,15 +87,18 @@ def public_app(
     store = ResponseStore(http.responses) if openai and http.responses.folder else None
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
-    app.state.background = []
+    app.state.background, app.state.num_batch_lines = [], lambda: 0
+    further = _adapter_metrics(service)
     if keeps_files:
         files = FilesApi(service, lambda: drain.is_draining, file_keys)
         app.state.background.append(files.run)
+        app.state.num_batch_lines = files.num_running
+        further.append(files.metric)
         for routes in files.routes:
             add_routes(app, routes)
     add_routes(app, _common_routes(service.router.admission, instances, drain))
-    name, adapters = service.names.own[0], _adapters(service)
-    add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
+    name = service.names.own[0]
+    add_routes(app, metrics_routes(service.router, instances, name, drain, totals, further, owner))
     return app
 
 
@@ -117,8 +121,16 @@ def _note_end(task: asyncio.Future[None]) -> None:
         log.error("work in the background has ended with an unexpected error", exc_info=error)
 
 
-def _adapters(service: TextService) -> AdapterNaming | None:
-    return AdapterNaming(service.names.adapters, service.max_loras) if service.max_loras else None
+def _adapter_metrics(service: TextService) -> list[Further]:
+    """Returns the metric of adapters in use, if there are any."""
+    if not service.max_loras:
+        return []
+    adapters = AdapterNaming(service.names.adapters, service.max_loras)
+
+    async def told(found: AllStats) -> bytes:
+        return adapters.metric(service.router.adapters.use(), found.adapters)
+
+    return [told]
 
 
 def _common_routes(admission: RequestAdmission, instances: list[Instance], drain: Drain) -> APIRouter:

@@ -21,7 +21,7 @@ from pd_cluster.errors import Overloaded, Refused, RequestNotFound, StorageFull
 from pd_cluster.service.files import batch_states, batch_store
 from pd_cluster.service.files.batch_journal import BatchJournal
 from pd_cluster.service.files.batch_lines import BatchEntry, line_of
-from pd_cluster.service.files.batch_states import WINDOW_S, BatchObject, KeptBatch, after, ended
+from pd_cluster.service.files.batch_states import WINDOW_S, BatchObject, KeptBatch, RequestCounts, after, ended
 from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
 from pd_cluster.service.files.file_store import CONTENT, FileStore
 from pd_cluster.settings.file_settings import KeptFiles
@@ -108,6 +108,17 @@ def test_a_batch_from_its_first_state_to_its_last(store: BatchStore) -> None:
     assert batch.error_file_id is not None
     first, *_ = map(json.loads, content_of(store.files, "one", batch.error_file_id).splitlines())
     assert (first["response"]["status_code"], first["error"]["message"]) == (400, "no")
+
+
+def test_the_counts_of_open_batches_are_those_of_all_owners(store: BatchStore) -> None:
+    first, second = create(store, lines(9)), create(store, lines(4), "two")
+    assert store.open_counts() == RequestCounts()  # their files have not been read
+    for batch, number in ((first, 9), (second, 4)):
+        store.note_begun(batch.id, number)
+    store.note_progress(second.id, RequestCounts(4, 1, 2), {})
+    assert store.open_counts() == RequestCounts(13, 1, 2)
+    execute(store, first, Answers())
+    assert store.open_counts() == RequestCounts(4, 1, 2)
 
 
 def test_without_errors_there_is_no_error_file(store: BatchStore) -> None:

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metrics_routes import AdapterNaming, metrics_of, metrics_routes
+from pd_cluster.api.admin.metrics_routes import AdapterNaming, batch_lines_metric, metrics_of, metrics_routes
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
@@ -22,6 +22,7 @@ from pd_cluster.cluster.tenancy.tenant_counts import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
 from pd_cluster.kv.kv_layout import keys_and_values
 from pd_cluster.process_messages import AllStats, Busy, Stats
+from pd_cluster.service.files.batch_states import RequestCounts
 from pd_cluster.wire import DraftCounts, LayoutInfo, Load
 from tests.support.router_world import info_of, ready
 
@@ -35,7 +36,7 @@ SECTIONS: dict[str, list[Any]] = {
     "Instances": OF_EACH,
     "Requests": [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS],
     "Tenants": [*tables.TENANT_COUNTERS],
-    "Cluster": [*tables.CLUSTER_GAUGES, tables.ADAPTERS],
+    "Cluster": [*tables.CLUSTER_GAUGES, tables.ADAPTERS, tables.BATCH_LINES],
 }
 
 
@@ -79,6 +80,7 @@ def told(
     counts = AllStats(stats or Stats(), Busy(3, 4, 2), 2)
     text = metrics_of(instances or [instance, ready("decode-0")], "tiny", counts, Busy(0, 5, 7)).decode()
     text += AdapterNaming({}, 4).metric().decode()
+    text += batch_lines_metric("tiny", RequestCounts(9, 3, 1), 2).decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -104,6 +106,14 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     found = {**told(stats.snapshot(), [drafting]), **told(stats.snapshot())}
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named
+
+
+def test_lines_of_batches_by_state() -> None:
+    """Lines that end in one process count as running until their batch's counts are noted."""
+    assert told()["pd_cluster:batch_lines"] == {("waiting",): 3.0, ("running",): 2.0, ("answered",): 4.0}
+    late = batch_lines_metric("tiny", RequestCounts(5, 4, 0), 3).decode()
+    assert 'state="running"} 1.0' in late
+    assert 'state="waiting"} 0.0' in late
 
 
 def test_all_that_is_counted_is_told() -> None:

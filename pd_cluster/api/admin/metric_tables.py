@@ -88,6 +88,10 @@ ADAPTERS = OfCluster(
     "Only with --enable-lora. running_lora_adapters and waiting_lora_adapters: names of adapters with "
     "requests that have their first token, or lack it; max_lora: --max-loras. The value is Unix time.",
 )
+BATCH_LINES = OfCluster(
+    "pd_cluster:batch_lines",
+    "Only with --files-dir. Lines of unfinished batches of /v1/batches by state: waiting, running or answered.",
+)
 INSTANCE_GAUGES = (
     OfInstance("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),
     OfInstance("vllm:num_requests_waiting", "Requests that wait for capacity.", lambda load: load.num_waiting),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,10 +38,12 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.tenancy.tenant_counts import by_tenant
 from pd_cluster.errors import Unavailable
 from pd_cluster.process_messages import AdapterUse, AllStats, Buckets, Busy, Stats
+from pd_cluster.service.files.batch_states import RequestCounts
 from pd_cluster.types import ROLES, Role
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Totals = Callable[[], AllStats | None]
+Further = Callable[[AllStats], Awaitable[bytes]]
 Owner = tuple[str, bool]  # a scheduler's name, and whether it owns membership
 ONLY_ONE: Owner = ("scheduler", True)
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -57,10 +59,10 @@ def metrics_routes(
     model_name: str,
     drain: Drain,
     totals: Totals | None = None,
-    adapters: AdapterNaming | None = None,
+    further: Sequence[Further] = (),
     owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> APIRouter:
-    """`totals`: the counts of all API processes; None: there is only this process."""
+    """`totals`: the counts of all API processes; None: there is only this process. `further`: optional metrics."""
     routes = APIRouter(route_class=PlainRoute)
 
     def told() -> AllStats:
@@ -79,8 +81,8 @@ def metrics_routes(
     async def metrics(request: Request) -> Response:
         found = told()
         body = metrics_of(instances, model_name, found, busy_of(router, drain), owner())
-        if adapters is not None:
-            body += adapters.metric(router.adapters.use(), found.adapters)
+        for more in further:
+            body += await more(found)
         return Response(body, media_type=METRICS_MEDIA_TYPE)
 
     @routes.api_route("/load", methods=LOOKING, openapi_extra=Operation("Requests in flight.", ServerLoad))
@@ -106,13 +108,29 @@ class AdapterNaming:
             of.name, of.text, labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         )
         family.add_metric([str(self.most), running, waiting], time.time())
-        registry = CollectorRegistry()
-        registry.register(_Only(family))
-        return generate_latest(registry)
+        return _text_of(family)
 
     def _names(self, digests: Iterable[str]) -> str:
         used = set(digests)
         return ",".join(sorted(name for name, digest in self.digests.items() if digest in used))
+
+
+def batch_lines_metric(model_name: str, counts: RequestCounts, num_running: int) -> bytes:
+    """Returns the metric of the lines of unfinished batches. `num_running`: those being answered."""
+    of = tables.BATCH_LINES
+    family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "state"])
+    num_answered = counts.completed + counts.failed
+    num_running = min(num_running, counts.total - num_answered)  # counts are noted once a second
+    waiting = counts.total - num_answered - num_running
+    for state, number in (("waiting", waiting), ("running", num_running), ("answered", num_answered)):
+        family.add_metric([model_name, state], number)
+    return _text_of(family)
+
+
+def _text_of(family: Metric) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Only(family))
+    return generate_latest(registry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,8 +141,9 @@ class _Only(Collector):
         yield self.family
 
 
-def busy_of(router: Router, drain: Drain) -> Busy:
-    return Busy(drain.num_running, router.num_streams, router.num_waiting, router.admission.num_waiting_tokens)
+def busy_of(router: Router, drain: Drain, num_batch_lines: int = 0) -> Busy:
+    waiting = router.num_waiting, router.admission.num_waiting_tokens
+    return Busy(drain.num_running, router.num_streams, *waiting, num_batch_lines)
 
 
 def metrics_of(

@@ -145,6 +145,13 @@ class BatchStore:
             for each in found
         ]
 
+    def open_counts(self) -> RequestCounts:
+        """Returns the numbers of requests in all unfinished batches together."""
+        with self.files.storing():
+            bodies = self._database.connection.execute("SELECT body FROM batches WHERE running").fetchall()
+        counts = [_decoded(body).batch.request_counts for (body,) in bodies]
+        return RequestCounts(*(sum(getattr(each, name) for each in counts) for name in RequestCounts.__struct_fields__))
+
     def take(self, batch_id: str) -> int | None:
         """Takes and returns a batch's lock; None: another process has it, or the batch has ended."""
         with self.files.storing():

@@ -52,7 +52,7 @@ class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptCosts(NamedTuple):
-    """What computing prompts costs an instance, from its recent steps. No `step_tokens`: it has computed none."""
+    """An instance's costs of computing prompts, from its recent steps. No `step_tokens`: it has computed none."""
 
     step_tokens: int  # prompt tokens of a step
     overhead_s: float  # the time of such a step without the part that its prompt tokens cost
@@ -153,7 +153,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def prompt_costs(self) -> PromptCosts:
-        """Returns what computing prompts costs here. Its fields, each read once, make predictions quick."""
+        """Returns the costs of computing prompts here, as one value, because predictions read it of each instance."""
         work, cost = self.prompt_work, self.step_cost
         overhead_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
         num_earlier = work.num_prompt_pairs / work.num_prompt_tokens if work.num_prompt_tokens else 0.0

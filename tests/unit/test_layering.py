@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pd_cluster"
 # Each layer may import the layers above it in this list; no two names of one layer import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("output_files", "private_files"),
+    ("extra_table", "output_files", "private_files"),
     ("host", "native"),
     ("types",),
     ("costs", "media", "numerics", "parsers", "result_tables"),
@@ -35,8 +35,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("api", "bench", "gateway"),
     ("offline", "simulate"),
     ("plan",),
-    ("messages", "pytorch", "turbomind", "fastdeploy", "vl"),
     ("commands",),
+    ("extras",),
     ("__main__",),
 ]
 # A place is a module or package of pd_cluster.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
-from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
-from pd_cluster.offline.lmdeploy.pipeline_setup import DEFAULT_INSTANCE_NUM
-from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
+from pd_cluster.extras.lmdeploy.async_engine import AsyncEngine
+from pd_cluster.extras.lmdeploy.engine_configs import BackendConfig
+from pd_cluster.extras.lmdeploy.pipeline_setup import DEFAULT_INSTANCE_NUM
+from pd_cluster.extras.lmdeploy.prompt_templates import ChatTemplateConfig
 
 Backend = Literal["turbomind", "pytorch"]
 # The arguments after model_path and model_name, in the orders of two versions.

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.fastdeploy.engine.request import RequestOutput
-from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
+from pd_cluster.extras.fastdeploy.engine.request import RequestOutput
+from pd_cluster.extras.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.offline import offline_llm
 from pd_cluster.output_files import open_output
 

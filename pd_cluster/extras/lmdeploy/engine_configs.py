@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ConfigError, Naming, flag_of
+from pd_cluster.extras.lmdeploy.argument_checks import checks_names, count, idle, refuse
 from pd_cluster.kv.kv_layout import keys_and_values, vectors_nbytes
-from pd_cluster.offline.lmdeploy.argument_checks import checks_names, count, idle, refuse
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.lora_settings import MOST_RANK, AdapterSettings, lora_module
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from pd_cluster.errors import RequestError
-from pd_cluster.offline.lmdeploy.pipeline_prompts import Message, Prompt
+from pd_cluster.extras.lmdeploy.pipeline_prompts import Message, Prompt
 
 FIRST_OWN_ID = 1 << 32  # for sessions without a caller's id
 

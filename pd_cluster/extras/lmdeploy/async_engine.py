@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 from pd_cluster.errors import RequestError
+from pd_cluster.extras.lmdeploy.call_options import Call, ReplacedKeywords, distinct, options_of
+from pd_cluster.extras.lmdeploy.chat_session import ChatSession
+from pd_cluster.extras.lmdeploy.engine_configs import BackendConfig
+from pd_cluster.extras.lmdeploy.generation_config import GenerationConfig, GenOut, Response, request_of
+from pd_cluster.extras.lmdeploy.pipeline_answers import Job, answers, begin, joined, whole_answers
+from pd_cluster.extras.lmdeploy.pipeline_prompts import Prompt, as_prompt, prompt_of, prompts_of
+from pd_cluster.extras.lmdeploy.pipeline_sessions import Session, Sessions
+from pd_cluster.extras.lmdeploy.pipeline_setup import Setup
+from pd_cluster.extras.lmdeploy.prompt_templates import ChatTemplateConfig, PromptStyle, way_of
+from pd_cluster.extras.lmdeploy.session_generator import Done, SessionGenerator
 from pd_cluster.offline.iterator_bridge import Stopped, bridged
-from pd_cluster.offline.lmdeploy.call_options import Call, ReplacedKeywords, distinct, options_of
-from pd_cluster.offline.lmdeploy.chat_session import ChatSession
-from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
-from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig, GenOut, Response, request_of
-from pd_cluster.offline.lmdeploy.pipeline_answers import Job, answers, begin, joined, whole_answers
-from pd_cluster.offline.lmdeploy.pipeline_prompts import Prompt, as_prompt, prompt_of, prompts_of
-from pd_cluster.offline.lmdeploy.pipeline_sessions import Session, Sessions
-from pd_cluster.offline.lmdeploy.pipeline_setup import Setup
-from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig, PromptStyle, way_of
-from pd_cluster.offline.lmdeploy.session_generator import Done, SessionGenerator
 from pd_cluster.offline.progress_bar import Progress
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 

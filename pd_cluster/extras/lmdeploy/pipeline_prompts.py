@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.extras.lmdeploy.generation_config import check_text
+from pd_cluster.extras.lmdeploy.prompt_templates import PromptStyle
 from pd_cluster.media.video_inputs import AskedVideo
 from pd_cluster.offline.llm_media import check_picture
 from pd_cluster.offline.llm_prompts import PICTURE_PART, named_pictures
-from pd_cluster.offline.lmdeploy.generation_config import check_text
-from pd_cluster.offline.lmdeploy.prompt_templates import PromptStyle
 from pd_cluster.service.media.media_preparation import GIVEN
 from pd_cluster.service.prompts.chat_prompt import rendered
 from pd_cluster.service.prompts.conversation import conversation_of

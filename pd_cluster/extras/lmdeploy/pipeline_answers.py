@@ -11,9 +11,9 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestError, Unavailable
-from pd_cluster.offline.lmdeploy.generation_config import Response, placed, renamed
-from pd_cluster.offline.lmdeploy.pipeline_prompts import Prompt, encoded
-from pd_cluster.offline.lmdeploy.prompt_templates import PromptStyle
+from pd_cluster.extras.lmdeploy.generation_config import Response, placed, renamed
+from pd_cluster.extras.lmdeploy.pipeline_prompts import Prompt, encoded
+from pd_cluster.extras.lmdeploy.prompt_templates import PromptStyle
 from pd_cluster.service.callers.caller import Caller
 from pd_cluster.service.generation.merged_streams import merged
 from pd_cluster.service.generation.prompt_generation import Generation

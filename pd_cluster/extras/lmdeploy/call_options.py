@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pd_cluster.errors import RequestError
-from pd_cluster.offline.lmdeploy.argument_checks import checks_names, warn
-from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig
-from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
+from pd_cluster.extras.lmdeploy.argument_checks import checks_names, warn
+from pd_cluster.extras.lmdeploy.generation_config import GenerationConfig
+from pd_cluster.extras.lmdeploy.prompt_templates import ChatTemplateConfig
 
 # Former keywords -> the field of GenerationConfig, and the default value of a call.
 OLD: dict[str, tuple[str, Any]] = {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pd_cluster.errors import RequestError
-from pd_cluster.offline.lmdeploy.argument_checks import checks_names, warn
+from pd_cluster.extras.lmdeploy.argument_checks import checks_names, warn
 from pd_cluster.service.schema.completion_protocol import MAX_LOGIT_BIAS, CompletionRequest
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.text.tokenizer import Tokenizer

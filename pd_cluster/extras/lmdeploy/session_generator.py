@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from pd_cluster.offline.lmdeploy.generation_config import GenOut
+from pd_cluster.extras.lmdeploy.generation_config import GenOut
 
 
 class Done:

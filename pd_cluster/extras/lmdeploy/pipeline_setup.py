@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.lmdeploy.argument_checks import count, idle, refuse_unknown, warn
-from pd_cluster.offline.lmdeploy.engine_configs import (
+from pd_cluster.extras.lmdeploy.argument_checks import count, idle, refuse_unknown, warn
+from pd_cluster.extras.lmdeploy.engine_configs import (
     BackendConfig,
     EarlyTurbomindConfig,
     PytorchEngineConfig,
@@ -20,8 +20,8 @@ from pd_cluster.offline.lmdeploy.engine_configs import (
     engine_of,
     naming_of,
 )
-from pd_cluster.offline.lmdeploy.pipeline_vision_config import vision_remarks
-from pd_cluster.offline.lmdeploy.prompt_templates import BUILT_IN, ChatTemplateConfig, PromptStyle, way_of
+from pd_cluster.extras.lmdeploy.pipeline_vision_config import vision_remarks
+from pd_cluster.extras.lmdeploy.prompt_templates import BUILT_IN, ChatTemplateConfig, PromptStyle, way_of
 from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
 from pd_cluster.service.preprocessing.request_limits import DEFAULT_MAX_LOGPROBS
 from pd_cluster.settings.engine_config import EngineConfig

@@ -6,7 +6,7 @@ import reprlib
 from dataclasses import dataclass
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.lmdeploy.argument_checks import count
+from pd_cluster.extras.lmdeploy.argument_checks import count
 
 
 @dataclass

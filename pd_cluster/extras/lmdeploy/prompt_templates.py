@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import NamedTuple
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.lmdeploy.argument_checks import checks_names
+from pd_cluster.extras.lmdeploy.argument_checks import checks_names
 from pd_cluster.text.chat_template import ChatTemplate
 
 PLAIN = ("completion", "python")  # capabilities whose texts are passed unchanged

@@ -4,7 +4,7 @@ The engine is that of `pd_cluster.LLM`. Where FastDeploy's documentation differs
 `max_tokens` counts the prompt, `outputs` is one answer, and durations begin where FastDeploy's documentation says.
 """
 
-from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
-from pd_cluster.fastdeploy.entrypoints.llm import LLM
+from pd_cluster.extras.fastdeploy.engine.sampling_params import SamplingParams
+from pd_cluster.extras.fastdeploy.entrypoints.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Protocol, Self
 
 from pd_cluster.errors import Closed, RequestError
-from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig, GenOut, Response
-from pd_cluster.offline.lmdeploy.session_generator import Done
+from pd_cluster.extras.lmdeploy.generation_config import GenerationConfig, GenOut, Response
+from pd_cluster.extras.lmdeploy.session_generator import Done
 
 
 class Engine(Protocol):

@@ -1,0 +1,37 @@
+"""Names in import strings what each extra plugs into the core, and imports an extra on its first use.
+
+No other module of the core imports extras. An extra is a folder of pd_cluster/extras/; without the folder, every
+use of the extra is one line that names it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from pd_cluster.errors import MissingExtra
+
+PACKAGE = "pd_cluster.extras"
+
+
+def load(name: str, used_by: str = "") -> Any:
+    """Returns `EXTRA.module` or `EXTRA.module:attribute`, imported. Raises MissingExtra.
+
+    `used_by`: the command, flag or name that needs it, for the error.
+    """
+    path, _, attribute = name.partition(":")
+    extra = path.partition(".")[0]
+    if not _is_installed(extra):
+        needs = f"{used_by or path} needs the extra {extra!r}"
+        raise MissingExtra(f"{needs}, which this installation lacks: restore pd_cluster/extras/{extra}")
+    module = import_module(f"{PACKAGE}.{path}")
+    return getattr(module, attribute) if attribute else module
+
+
+def _is_installed(extra: str) -> bool:
+    try:
+        spec = find_spec(f"{PACKAGE}.{extra}")
+    except ModuleNotFoundError:  # no extra is installed
+        return False
+    return spec is not None and spec.origin is not None  # a folder of compiled files alone has no origin

@@ -6,6 +6,7 @@ use of the extra is one line that names it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 from pd_cluster.errors import MissingExtra
 
 PACKAGE = "pd_cluster.extras"
+
+COMMANDS = {  # of `pd-cluster`
+    "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+}
 
 
 def load(name: str, used_by: str = "") -> Any:
@@ -27,6 +32,12 @@ def load(name: str, used_by: str = "") -> Any:
         raise MissingExtra(f"{needs}, which this installation lacks: restore pd_cluster/extras/{extra}")
     module = import_module(f"{PACKAGE}.{path}")
     return getattr(module, attribute) if attribute else module
+
+
+def command(name: str) -> Callable[..., Any]:
+    """Returns the function whose signature is the command line of `pd-cluster NAME`. Raises MissingExtra."""
+    found: Callable[..., Any] = load(COMMANDS[name], f"pd-cluster {name}")
+    return found
 
 
 def _is_installed(extra: str) -> bool:

@@ -20,7 +20,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 GIVEN = {
     "commands.bench_command": {"serve"},
     "commands.cli": {"up"},
-    "commands.endpoint_picker_command": {"endpoint_picker"},
+    "extras.gateway.endpoint_picker_command": {"endpoint_picker"},
     "commands.bench_load_command": {"load"},
     "commands.plan_command": {"plan"},
     "commands.simulate_command": {"simulate"},

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
-from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
-from pd_cluster.gateway.messages_pb2 import ProcessingResponse
-from pd_cluster.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
+from pd_cluster.extras.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
+from pd_cluster.extras.gateway.messages_pb2 import ProcessingResponse
+from pd_cluster.extras.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
 
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET_NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"

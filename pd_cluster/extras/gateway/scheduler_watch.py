@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from pd_cluster.gateway.scheduler_choice import MOST_ENDPOINTS, SchedulerChoice
+from pd_cluster.extras.gateway.scheduler_choice import MOST_ENDPOINTS, SchedulerChoice
 from ranktable_tools.host_addresses import bracketed, is_ip
 
 log = logging.getLogger(__name__)

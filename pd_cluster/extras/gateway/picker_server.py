@@ -13,17 +13,17 @@ import grpc
 import grpc.aio
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.gateway.envoy_names import HEALTH, NOT_SERVING, PROCESSOR, SERVICE_UNKNOWN, SERVING
-from pd_cluster.gateway.messages_pb2 import (
+from pd_cluster.extras.gateway.envoy_names import HEALTH, NOT_SERVING, PROCESSOR, SERVICE_UNKNOWN, SERVING
+from pd_cluster.extras.gateway.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
     ProcessingRequest,
     ProcessingResponse,
 )
-from pd_cluster.gateway.picker_certificate import Certificate, Pair
-from pd_cluster.gateway.picker_exchange import Exchange
-from pd_cluster.gateway.scheduler_choice import SchedulerChoice
-from pd_cluster.gateway.scheduler_watch import SchedulerWatch
+from pd_cluster.extras.gateway.picker_certificate import Certificate, Pair
+from pd_cluster.extras.gateway.picker_exchange import Exchange
+from pd_cluster.extras.gateway.scheduler_choice import SchedulerChoice
+from pd_cluster.extras.gateway.scheduler_watch import SchedulerWatch
 from ranktable_tools.host_addresses import bracketed
 
 log = logging.getLogger(__name__)

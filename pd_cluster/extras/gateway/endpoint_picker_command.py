@@ -46,7 +46,7 @@ def endpoint_picker(
 
     Better give the metrics key as PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY, which process lists do not show.
     """
-    from pd_cluster.gateway.picker_certificate import Certificate
+    from pd_cluster.extras.gateway.picker_certificate import Certificate
     from pd_cluster.settings.http_settings import check_keys
     from pd_cluster.settings.log_setup import Logs
 
@@ -60,9 +60,9 @@ def endpoint_picker(
     certificate = Certificate(ssl_certfile, ssl_keyfile) if ssl_keyfile else None
     if find_spec("grpc") is None or find_spec("google") is None or find_spec("google.protobuf") is None:
         raise ConfigError("endpoint-picker: grpcio is not installed; pip install 'pd-cluster[gateway]'")
-    from pd_cluster.gateway.picker_server import ListenAddress, serve
-    from pd_cluster.gateway.scheduler_choice import SchedulerChoice
-    from pd_cluster.gateway.scheduler_watch import SchedulerWatch
+    from pd_cluster.extras.gateway.picker_server import ListenAddress, serve
+    from pd_cluster.extras.gateway.scheduler_choice import SchedulerChoice
+    from pd_cluster.extras.gateway.scheduler_watch import SchedulerWatch
 
     Logs("INFO", "", "json" if log_format == "json" else "text").begin()
     choice = SchedulerChoice(max_requests, fallbacks)

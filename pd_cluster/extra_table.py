@@ -17,6 +17,7 @@ PACKAGE = "pd_cluster.extras"
 
 COMMANDS = {  # of `pd-cluster`
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+    "quantize": "quantize.quantize_command:quantize",
 }
 
 

@@ -24,7 +24,6 @@ from pd_cluster.commands.instances_command import ADMIN, NO_SECRET_FILE, TOKEN_F
 from pd_cluster.commands.instances_command import app as instances_app
 from pd_cluster.commands.keys_command import app as keys_app
 from pd_cluster.commands.plan_command import plan
-from pd_cluster.commands.quantize_command import quantize
 from pd_cluster.commands.run_batch_command import run_batch
 from pd_cluster.commands.settings_flags import (
     EMPTY_MODEL,
@@ -278,7 +277,7 @@ def version(json: Annotated[bool, JSON] = False) -> None:
 
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
 app.command(rich_help_panel=OFFLINE)(plan)
-app.command(rich_help_panel=OFFLINE)(quantize)
+_add_extra("quantize", OFFLINE)
 app.command(rich_help_panel=OFFLINE, cls=BriefHelp)(simulate)
 
 

@@ -24,6 +24,7 @@ USES: dict[str, list[str]] = {
         "import pd_cluster.vl",
         *(f"from pd_cluster import {name}" for name in ("messages", "pytorch", "turbomind")),
     ],
+    "quantize": ["pd-cluster quantize nowhere nothing"],
 }
 TRY_ALL = """
 import contextlib, io, json, sys

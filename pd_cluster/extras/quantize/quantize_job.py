@@ -22,11 +22,11 @@ from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.quantization_config import COMPRESSED, Quantization
 from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.extras.quantize.layerwise import FolderTensors, Hidden, Layerwise, through
+from pd_cluster.extras.quantize.quantize_layer import quantize_layer
+from pd_cluster.extras.quantize.quantize_methods import round_to_nearest
+from pd_cluster.extras.quantize.quantize_schemes import Scheme, Tensors
 from pd_cluster.model.loading.quantized_files import LINEAR
-from pd_cluster.model.quantize.layerwise import FolderTensors, Hidden, Layerwise, through
-from pd_cluster.model.quantize.quantize_layer import quantize_layer
-from pd_cluster.model.quantize.quantize_methods import round_to_nearest
-from pd_cluster.model.quantize.quantize_schemes import Scheme, Tensors
 from pd_cluster.model.weights.layer_tensors import FP8
 from pd_cluster.model.weights.quantized_formats import decoded
 from pd_cluster.model.weights.weight_forms import form_of

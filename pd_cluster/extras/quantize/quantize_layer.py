@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pd_cluster.model.quantize.layerwise import Hidden, through
-from pd_cluster.model.quantize.quantize_methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
-from pd_cluster.model.quantize.quantize_schemes import Scheme, Tensors
+from pd_cluster.extras.quantize.layerwise import Hidden, through
+from pd_cluster.extras.quantize.quantize_methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
+from pd_cluster.extras.quantize.quantize_schemes import Scheme, Tensors
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from pd_cluster.model.quantize.quantize_schemes import Scheme
+from pd_cluster.extras.quantize.quantize_schemes import Scheme
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from pd_cluster.offline.quantization_quality import Samples
-    from pd_cluster.text.tokenizer import Tokenizer
 
 DEFAULT_METHODS = {"w4a16": "gptq", "w4a8": "gptq", "w8a8": "smoothquant"}
 NUM_EVALUATED = 16  # samples for the evaluation, but at most an eighth; methods do not see them
@@ -42,10 +41,10 @@ def quantize(
     for name, value in PARKED.items():  # before torch is loaded
         os.environ.setdefault(name, value)
     from pd_cluster.checkpoints.json_files import read_json
-    from pd_cluster.model.quantize.quantize_job import QuantizeJob
-    from pd_cluster.model.quantize.quantize_schemes import SCHEMES
+    from pd_cluster.extras.quantize.quantize_job import QuantizeJob
+    from pd_cluster.extras.quantize.quantize_schemes import SCHEMES
     from pd_cluster.offline.offline_llm import LLM
-    from pd_cluster.offline.quantization_quality import own_samples, quality_of
+    from pd_cluster.offline.quantization_quality import own_samples, quality_of, samples_of_file
     from pd_cluster.settings.engine_config import ONLY_ON_CPU
     from pd_cluster.text.tokenizer import Tokenizer
 
@@ -81,8 +80,8 @@ def quantize(
 def _method_of(scheme: str, method: str) -> str:
     """Returns the method, by default the scheme's. Raises ConfigError for an unknown scheme or method."""
     from pd_cluster.errors import ConfigError
-    from pd_cluster.model.quantize.quantize_layer import METHODS
-    from pd_cluster.model.quantize.quantize_schemes import SCHEMES
+    from pd_cluster.extras.quantize.quantize_layer import METHODS
+    from pd_cluster.extras.quantize.quantize_schemes import SCHEMES
 
     if scheme not in SCHEMES:
         raise ConfigError(f"--scheme {scheme!r}: expected one of {', '.join(SCHEMES)}")
@@ -105,16 +104,3 @@ def _check_length(model: str, num_tokens: int, samples_only: bool) -> None:
 def _evaluation_samples(samples: Samples) -> Samples:
     """Returns the samples that are reserved for the evaluation."""
     return samples[-max(1, min(NUM_EVALUATED, len(samples) // 8)) :]
-
-
-def samples_of_file(file: Path, tokenizer: Tokenizer, folder: Path, num_samples: int, num_tokens: int) -> Samples:
-    """Reads `--calibration`. Raises ConfigError."""
-    from pd_cluster.errors import ConfigError
-    from pd_cluster.offline.quantization_quality import samples_of, texts_of
-
-    def render(messages: list[dict[str, object]]) -> str:
-        if tokenizer.template is None:
-            raise ConfigError(f"--calibration {file}: has conversations, but {folder} has no chat template; give texts")
-        return tokenizer.template.render(messages, add_generation_prompt=False)
-
-    return samples_of(texts_of(file, render), tokenizer.encode, num_samples, num_tokens)

@@ -16,9 +16,11 @@ from pd_cluster.errors import MissingExtra
 PACKAGE = "pd_cluster.extras"
 
 COMMANDS = {  # of `pd-cluster`
+    "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
     "quantize": "quantize.quantize_command:quantize",
 }
+API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
 
 
 def load(name: str, used_by: str = "") -> Any:
@@ -27,8 +29,8 @@ def load(name: str, used_by: str = "") -> Any:
     `used_by`: the command, flag or name that needs it, for the error.
     """
     path, _, attribute = name.partition(":")
-    extra = path.partition(".")[0]
-    if not _is_installed(extra):
+    if not is_installed(name):
+        extra = path.partition(".")[0]
         needs = f"{used_by or path} needs the extra {extra!r}"
         raise MissingExtra(f"{needs}, which this installation lacks: restore pd_cluster/extras/{extra}")
     module = import_module(f"{PACKAGE}.{path}")
@@ -41,9 +43,10 @@ def command(name: str) -> Callable[..., Any]:
     return found
 
 
-def _is_installed(extra: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Says whether the extra of `EXTRA.module` is there."""
     try:
-        spec = find_spec(f"{PACKAGE}.{extra}")
+        spec = find_spec(f"{PACKAGE}.{name.partition('.')[0]}")
     except ModuleNotFoundError:  # no extra is installed
         return False
     return spec is not None and spec.origin is not None  # a folder of compiled files alone has no origin

@@ -81,6 +81,7 @@ def _add_extra(name: str, panel: str) -> None:
 
 
 _add_extra("endpoint-picker", SERVE)
+_add_extra("dashboard", LOOK)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
 *FIRST_POLICIES, LAST_POLICY = POLICIES

@@ -17,6 +17,7 @@ from pd_cluster.extra_table import load
 PACKAGE = Path(pd_cluster.__file__).parent
 # Extra -> statements and commands that need it.
 USES: dict[str, list[str]] = {
+    "dashboard": ["pd-cluster dashboard --admin nowhere"],
     "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],
     "gateway": ["pd-cluster endpoint-picker --schedulers nowhere"],
     "lmdeploy": [

@@ -41,9 +41,9 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 # A place is a module or package of pd_cluster.
 ONLY_IN = {
-    "fastapi": ("api",),
+    "fastapi": ("api", "extras.dashboard"),
     "fastapi_offline": ("api",),
-    "starlette": ("api",),
+    "starlette": ("api", "extras.dashboard"),
     "uvicorn": ("api",),
     "transformers": ("model", "extras.quantize"),
     "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local_engine", "extras.quantize"),

@@ -6,51 +6,18 @@ Sends the page's body unchanged, with the page's API key; the public port checks
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from pd_cluster.api.dashboard.dashboard_routes import HEADERS
+from pd_cluster.api.api_extension import CONNECT_TIMEOUT_S, PublicPort
 from pd_cluster.api.middleware.http_bodies import read_body
 from pd_cluster.errors import Unavailable
-from ranktable_tools.host_addresses import bracketed
+from pd_cluster.extras.dashboard.dashboard_routes import HEADERS
 
-CONNECT_TIMEOUT_S = 5.0
 SERVED_BY = "x-pd-served-by"
 KEY_HEADER = "x-pd-api-key"
-ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # a bound address -> one to connect to
-
-
-@dataclass(frozen=True, slots=True)
-class PublicPort:
-    """The public port's address from this host. `uds`: the path of its Unix socket, if it has one instead."""
-
-    host: str
-    port: int
-    uds: str = ""
-    is_tls: bool = False
-
-    @property
-    def url(self) -> str:
-        scheme = "https" if self.is_tls else "http"
-        return (
-            f"{scheme}://localhost"
-            if self.uds
-            else f"{scheme}://{bracketed(ANY_ADDRESS.get(self.host, self.host))}:{self.port}"
-        )
-
-    def client(self) -> httpx.AsyncClient:
-        """Makes a client without a read timeout, because the public port has a deadline for requests.
-
-        Does not check the certificate: it names the host that clients use, but this connection stays on this host.
-        """
-        return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=self.uds or None, verify=False),
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            trust_env=False,
-        )
 
 
 def playground_routes(public: PublicPort) -> APIRouter:

@@ -15,11 +15,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from pd_cluster.api.dashboard.dashboard_sessions import CODE_LIFE_S, LOOKS_PER_S, SESSION_LIFE_S, Session, Sessions
-from pd_cluster.api.dashboard.page_files import PAGE, page_files
 from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
 from pd_cluster.api.middleware.http_bodies import LOOKING, guarded_by, read_as, read_body
 from pd_cluster.errors import Forbidden, Overloaded, Refused, Unauthorized, called
+from pd_cluster.extras.dashboard.dashboard_sessions import CODE_LIFE_S, LOOKS_PER_S, SESSION_LIFE_S, Session, Sessions
+from pd_cluster.extras.dashboard.page_files import PAGE, page_files
 
 HOME = "/dashboard/"
 DATA = "/dashboard/api"

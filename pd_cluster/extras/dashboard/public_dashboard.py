@@ -15,7 +15,15 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pd_cluster.api.dashboard.dashboard_routes import (
+from pd_cluster.api.admin.overview_routes import public_overview_routes
+from pd_cluster.api.middleware.admin_access import HostNames
+from pd_cluster.api.middleware.api_key_auth import digest_of_key, place_of
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.api.middleware.http_bodies import declared_length, guarded_by, read_as, read_body
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.errors import RequestError, Unauthorized
+from pd_cluster.extras.dashboard.dashboard_routes import (
     DATA,
     PageView,
     SessionGuard,
@@ -24,15 +32,7 @@ from pd_cluster.api.dashboard.dashboard_routes import (
     exchanged,
     session_routes,
 )
-from pd_cluster.api.dashboard.dashboard_sessions import Sessions
-from pd_cluster.api.dashboard.overview_routes import public_overview_routes
-from pd_cluster.api.middleware.admin_access import HostNames
-from pd_cluster.api.middleware.api_key_auth import digest_of_key, place_of
-from pd_cluster.api.middleware.error_responses import install_error_handlers
-from pd_cluster.api.middleware.file_keys import FileKeys
-from pd_cluster.api.middleware.http_bodies import declared_length, guarded_by, read_as, read_body
-from pd_cluster.cluster.overview.cluster_overview import Overview
-from pd_cluster.errors import RequestError, Unauthorized
+from pd_cluster.extras.dashboard.dashboard_sessions import Sessions
 
 ROOT = "/dashboard"
 MAX_LOGIN_NBYTES = 4096

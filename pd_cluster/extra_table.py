@@ -30,7 +30,7 @@ def load(name: str, used_by: str = "") -> Any:
     """
     path, _, attribute = name.partition(":")
     if not is_installed(name):
-        extra = path.partition(".")[0]
+        extra = _extra_of(name)
         needs = f"{used_by or path} needs the extra {extra!r}"
         raise MissingExtra(f"{needs}, which this installation lacks: restore pd_cluster/extras/{extra}")
     module = import_module(f"{PACKAGE}.{path}")
@@ -44,9 +44,13 @@ def command(name: str) -> Callable[..., Any]:
 
 
 def is_installed(name: str) -> bool:
-    """Says whether the extra of `EXTRA.module` is there."""
+    """Says whether the extra of a name, as `load` takes it, is there."""
     try:
-        spec = find_spec(f"{PACKAGE}.{name.partition('.')[0]}")
+        spec = find_spec(f"{PACKAGE}.{_extra_of(name)}")
     except ModuleNotFoundError:  # no extra is installed
         return False
     return spec is not None and spec.origin is not None  # a folder of compiled files alone has no origin
+
+
+def _extra_of(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]

@@ -84,13 +84,12 @@ _add_extra("endpoint-picker", SERVE)
 _add_extra("dashboard", LOOK)
 for look in LOOKING:
     app.command(look.__name__.replace("_", "-"), rich_help_panel=LOOK)(look)
-*FIRST_POLICIES, LAST_POLICY = POLICIES
 SECRET_FLAGS = (
     *(each.flag for each in settings().values() if each.setting.is_secret),
     *(name for name, each in FOREIGN.items() if each.is_secret),
 )
 OPEN_CHOICES = {
-    "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",
+    "routing_policy": f"{', '.join(POLICIES)} or module:function",
     "kv_transport": transports.help_text(),
 }
 

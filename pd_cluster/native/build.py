@@ -1,7 +1,7 @@
 """Compiles the kernels once for this machine, and caches the result in the user's cache folder.
 
-The file's name identifies all its inputs. Of concurrent processes only one builds it; the others never see an
-unfinished file.
+The file's name identifies all its inputs. Only one of several concurrent processes builds it, and the others never see
+an unfinished file.
 Knows nothing of tensors.
 """
 

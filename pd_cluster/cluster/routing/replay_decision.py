@@ -8,8 +8,8 @@ from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
-MAX_DEATHS = 2  # of instances that served a request; after more, the request may be the cause
-MAX_DEATHS_TOGETHER = 3  # when instances die together, a host or an operator is the likelier cause
+MAX_DEATHS = 2  # if more instances have died while they served a request, the request may be the cause
+MAX_DEATHS_TOGETHER = 3  # the same if they died together: a host or an operator is then the likelier cause
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:

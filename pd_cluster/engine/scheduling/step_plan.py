@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pd_cluster.types import Request, StateCopy
 
-MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them needs a row of logits
+MAX_PROMPT_LOGPROB_TOKENS = 256  # tokens with prompt_logprobs in one step: each needs a row of logits
 MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
 
 

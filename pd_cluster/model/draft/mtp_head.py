@@ -61,7 +61,7 @@ NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
 NOT_OF_THE_LAYER = (*NORMS, PROJECTION, "embed_tokens", "shared_head")
 FIRST = "model.layers.0."  # the layer's name in the model with one layer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FEW_ROWS = 16  # of the model's embedding: the layer is proven with this small vocabulary
+FEW_ROWS = 16  # rows of the model's embedding: the layer is proven with this small vocabulary
 
 
 def check_mtp(plan: LoadPlan) -> None:
@@ -69,7 +69,7 @@ def check_mtp(plan: LoadPlan) -> None:
     checkpoint, mtp_type = plan.checkpoint, plan.config.speculation.mtp_type
     if plan.device.is_accelerator or not plan.is_alone:
         where = plan.device.kind if plan.device.is_accelerator else f"{plan.group.size} ranks"
-        raise ConfigError(f"{PLACE}: method mtp: it runs on CPUs only, on one rank, and here are {where}; {WAY_OUT}")
+        raise ConfigError(f"{PLACE}: method mtp runs only on CPUs with one rank, but this is {where}; {WAY_OUT}")
     if mtp_type and checkpoint.model_type not in MTP_TYPES[mtp_type]:
         types = " and ".join(MTP_TYPES[mtp_type])
         raise ConfigError(
@@ -175,7 +175,7 @@ def _as_model(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        whole=config,  # the file says something else
+        whole=config,  # instead of the file's config, which describes the whole model
         layout=layout,
         quantization=_quantization(WeightFolder(checkpoint.path, layout), checkpoint.quantization),
         takes_adapters=False,

@@ -2,7 +2,7 @@
 
     weigh_bins      counts and masses of the tokens in each part of a row, by bins of a few octaves below its best token
     gather_likely   tokens of the bins that can hold the last kept one, in vocabulary order
-    choose_among    among these: the lowest kept logit by bisection, then the draw
+    choose_among    the lowest kept logit among these tokens, by bisection, and then the drawn token
 
 Masses are those of `model/kernels/fixed_point`, so their sums are exact and do not depend on how a row is divided.
 """

@@ -27,8 +27,8 @@ from pd_cluster.errors import ConfigError
 WorkloadName = Literal["fixed", "log-normal", "shared-prefix", "conversation", "tool-agent"]
 ArrivalProcess = Literal["poisson", "constant"]
 WORKLOAD_NAMES: tuple[str, ...] = get_args(WorkloadName)
-BLOCK_TOKENS = 16  # of the prompts' `hash_ids`; lengths of shared prefixes are whole blocks
-MOST_TOKENS = 1 << 20  # of a message or an answer
+BLOCK_TOKENS = 16  # the block size of the prompts' `hash_ids`; lengths of shared prefixes are whole blocks
+MOST_TOKENS = 1 << 20  # the tokens of a message or an answer
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 

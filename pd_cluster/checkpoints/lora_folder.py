@@ -30,7 +30,7 @@ MAX_CONFIG_NBYTES = 1 << 20
 MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
-NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per element, by safetensors' dtype
+NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element, by safetensors' dtype
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
 OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # set by the user
-WINDOW_S = 0.5  # of steps over which waiting is measured
-MOST_WAITING = 0.3  # of that time
+WINDOW_S = 0.5  # the time of steps over which waiting is measured
+MOST_WAITING = 0.3  # the largest share of that time
 AWAY_S = 10.0
 MEASURED_AT_ONCE = 4  # threads; with more, not every step is measured
 NS = 1e9

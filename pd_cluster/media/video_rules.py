@@ -12,7 +12,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import Image
 
 MAX_ASPECT_RATIO = 200
-MAX_PIXELS = 12 << 20  # of all resized frames of a video
+MAX_PIXELS = 12 << 20  # the pixels of all resized frames of a video
 
 
 class Video(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ BIND_RETRY_S, BIND_TIMEOUT_S = (
     0.02,
     5.0,
 )  # retry period while a port is still in use, and the time after which that is an error
-LOG_AGAIN_S = 60.0  # between log lines about the same problem
+LOG_AGAIN_S = 60.0  # the time between log lines about the same problem
 
 
 class EventPublisher:

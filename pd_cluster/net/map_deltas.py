@@ -17,7 +17,7 @@ from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.types import LinkState
 
 SNAPSHOT = 1  # the number of a snapshot; 0: no map is sent
-MOST_ENTRIES = 1 << 16  # per map: a bound on memory
+MOST_ENTRIES = 1 << 16  # the most entries of a map: bounds its memory
 
 V = TypeVar("V")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 Node = list[Any]
 
-MAX_CALLS = 16  # if the request requires calls without a limit, so that the answer ends
+MAX_CALLS = 16  # the limit if the request requires calls without one, so that the answer ends
 FREE: Node = ["pattern", r"(.|\n)*"]
 BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
 

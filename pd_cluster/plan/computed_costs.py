@@ -15,8 +15,8 @@ from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.model.planning.model_needs import ModelNeeds
 from pd_cluster.plan.device_models import DeviceModel
 
-MEMORY_SHARE = 0.9  # of a device: the default of --gpu-memory-utilization
-UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, which pools leave free
+MEMORY_SHARE = 0.9  # the used share of a device's memory: the default of --gpu-memory-utilization
+UNSEEN_NBYTES = 1 << 30  # memory of the driver and its libraries, which pools leave free
 SUMS_PER_LAYER = 2
 LOGIT_NBYTES = 4
 STREAMS_WIDE = 4  # copies of the residual stream beside a layer's widest product

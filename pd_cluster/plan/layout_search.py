@@ -20,7 +20,7 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.load_estimate import MeanLoad, estimated_strain
 from pd_cluster.plan.successive_halving import halve, kept, order, prefixes
 
-NUM_SPLITS = 16  # to simulate, with the best estimated settings
+NUM_SPLITS = 16  # splits to simulate, with the best estimated settings
 SETTINGS_OF_SPLIT = 2
 NUM_REFINED = 4  # splits to simulate with all settings
 NUM_SETTINGS = 18

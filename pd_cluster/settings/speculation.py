@@ -18,7 +18,7 @@ MTP_TYPES = {  # vLLM's method name for some models -> their model types
     "glm4_moe_mtp": ("glm4_moe",),
     "glm4_moe_lite_mtp": ("glm4_moe_lite",),
 }
-MOST_DRAFTS = 64  # per sequence and step
+MOST_DRAFTS = 64  # the most drafts of a sequence in a step
 DEFAULT_DRAFTS = 16
 SampleMethod = Literal["probabilistic", "greedy"]
 SAMPLE_METHODS: tuple[SampleMethod, ...] = get_args(SampleMethod)

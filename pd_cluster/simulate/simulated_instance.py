@@ -27,11 +27,11 @@ from pd_cluster.simulate.simulation_records import Notes
 from pd_cluster.simulate.step_progress import RunProgress, StepRun
 from pd_cluster.types import TokenOutput
 
-BEAT_GAP_S = 0.02  # as in net/mailbox.py
+BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
 NUM_TIMED = 2  # about, of a run's steps
 LEAST_RUN = 3  # equal steps for a run
-MOST_RUN_S = 0.5  # of equal steps without a turn: the interval of heartbeats
+MOST_RUN_S = 0.5  # the longest run of equal steps without a turn: the interval of heartbeats
 
 
 class StepClock:

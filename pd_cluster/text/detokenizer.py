@@ -13,8 +13,8 @@ from pd_cluster.text.left_context import NO_CONTEXT, LeftContext
 
 REPLACEMENT = "\ufffd"  # decoders show it for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
-FEW_TOKENS = 1024  # up to this many are decoded without a thread
-MAX_PENDING_TOKENS = 64  # without a complete character; then the bytes are shown as U+FFFD
+FEW_TOKENS = 1024  # up to this many tokens are decoded without a thread
+MAX_PENDING_TOKENS = 64  # after this many tokens without a complete character, the bytes are shown as U+FFFD
 
 
 class Detokenizer:

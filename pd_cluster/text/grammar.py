@@ -32,7 +32,7 @@ WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
-MAX_NESTING = 8  # of expressions in one rule; the library allows a few more
+MAX_NESTING = 8  # the depth of expressions in one rule; the library allows a few more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
 _NOISE = re.compile(  # parts of messages: positions in a generated source, the whole pattern, the whole vocabulary

@@ -167,7 +167,7 @@ class TrafficHistory:
         return cached / (cached + computed) if cached + computed else 0.0
 
     def _others_share(self) -> float:
-        """Returns all schedulers' outstanding tokens as a multiple of this scheduler's, whose requests are the sample."""
+        """Returns all schedulers' outstanding tokens as a multiple of this scheduler's, which are the sample."""
         first, last = self._readings[0], self._readings[-1]
         own = last.num_own_tokens - first.num_own_tokens
         return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0

@@ -27,7 +27,7 @@ from pd_cluster.wire import Plane
 
 NAME = "pd_cluster_declaring"
 INDEXED = "indexed_attention"  # in transformers, the type of layers with an indexer that chooses keys
-STATE_DTYPE = "float32"  # of states, whatever the model's dtype
+STATE_DTYPE = "float32"  # the dtype of states, whatever the model's dtype
 NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 

@@ -17,7 +17,7 @@ import torch
 from pd_cluster.errors import InstanceLost, first_line
 
 TAG = 1  # messages between two ranks arrive in order
-LOAD_TIMEOUT_S = 600.0  # until all members have proven the model
+LOAD_TIMEOUT_S = 600.0  # the time until all members have proven the model
 
 
 class UnitGroup:

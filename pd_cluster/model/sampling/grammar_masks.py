@@ -72,7 +72,7 @@ class Masks:
             return {key: [late] for key in self._keys}
 
 
-MASKS_TIMEOUT_S = 10.0  # for one step; the library's own limits end it long before
+MASKS_TIMEOUT_S = 10.0  # the time for the masks of a step; the library's own limits end them long before
 NO_MASKS = Masks()
 NO_WORDS: Words = np.zeros(0, dtype=np.uint32)
 

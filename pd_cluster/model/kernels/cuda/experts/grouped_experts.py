@@ -21,7 +21,7 @@ from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
 MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
 SORT_BLOCK = 64
 ROUTED_ELEMENTS = 4096  # rows times experts per program
-MAX_ROUTED_ROWS = 16  # per program
+MAX_ROUTED_ROWS = 16  # the most rows per program
 SUM_BLOCK = 1024  # columns per program
 
 

@@ -21,7 +21,7 @@ ROUNDER = tl.constexpr(fixed_point.ROUNDER)
 UNIT = tl.constexpr(float(1 << fixed_point.MASS_BITS))
 TAYLOR = tuple(tl.constexpr(coefficient) for coefficient in fixed_point.TAYLOR)
 T1, T2, T3, T4, T5, T6, T7, T8, T9, T10 = TAYLOR
-OCTAVES = tl.constexpr(3.0)  # in a bin
+OCTAVES = tl.constexpr(3.0)  # the width of a bin
 NO_KEY = tl.constexpr(2147483647)
 
 

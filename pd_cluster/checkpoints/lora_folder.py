@@ -1,7 +1,7 @@
 """Reads a LoRA adapter's folder in PEFT's format, without torch: the modules that it changes, and its identity.
 
 The folder is untrusted: nothing outside it is read, sizes are checked before allocation, and a tensor that is not part
-of the adapter is an error that names it. model/lora checks whether the parts fit a model.
+of the adapter is an error that names it. The package model/lora checks whether the parts fit a model.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ class EventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Returns the number of batches that were not queued or not sent, plus the times that a subscriber's queue was
-        found full: from then on the subscriber misses batches, until it reads again.
+        """Counts batches that were not queued or not sent, plus the times that a subscriber's queue was found full.
+
+        A subscriber with a full queue misses batches until it reads again.
         """
         return self._num_lost + self._num_failed + self._num_slow
 

@@ -1,8 +1,8 @@
 """Sends a map over a connection: first a snapshot, then only the changes. Pure.
 
 A worker's links and the list of live workers are sent this way: docs/protocol/membership.md, "Snapshots and deltas".
-Both ends keep their state for one connection, which preserves the order of messages and closes when one is lost; so a
-number that does not follow the last one is a fault of the sender.
+Both ends keep their state for one connection, which preserves the order of messages and closes if a message is lost. So
+a number that does not follow the last one is a fault of the sender.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class RequestMetrics:
 class RequestOutput:
     """The result of one prompt. `prompt`: its original or rendered text; None for token ids.
 
-    `error_code` is 200, or the API's status for the error (400 for a prompt that is too long or an unusable guide, 5xx
-    for later failures); then `error_msg` gives the reason, and `outputs` has one answer without text whose
+    `error_code` is 200, or the API's status for the error: 400 for a prompt that is too long or an unusable guide, 5xx
+    for later failures. After an error `error_msg` gives the reason, and `outputs` has one answer without text whose
     finish_reason is "error".
     """
 

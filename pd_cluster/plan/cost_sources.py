@@ -23,7 +23,7 @@ OF_SESSIONS = "session"
 CHUNKS, SEATS = (512, 2048, 8192), (32, 128, 256)
 STEPS = (4, 1)  # a measured chunk and number of seats, and so many parts of them
 
-MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # the most tokens of a simulated block; the fewest blocks of a usual request
+MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # the largest simulated block; a usual request has at least LEAST_BLOCKS
 
 
 class CostSource(Protocol):

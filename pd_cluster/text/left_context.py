@@ -1,5 +1,7 @@
-"""Finds the tokens of a prompt that the text after it depends on: decoders drop the first space of a text, put a space
-between words, and need all bytes of a character. Knows nothing of requests.
+"""Finds the tokens of a prompt that affect the text after it.
+
+Decoders drop the first space of a text, put a space between words, and need all bytes of a character. Knows nothing of
+requests.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The layer after a checkpoint's last one that predicts the token after the next (MTP), as a draft head.
 
-DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers: a decoder layer, together with
-`enorm`, `hnorm` and `eh_proj`, which compute its input from a token's embedding and the states of the preceding token,
-and `shared_head.norm`. Its embedding and output layer are copies of the model's and are not read. It is loaded as a
-model with one layer of the same type, by the same code and with the same proof as any model.
+DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers. It is a decoder layer with
+`shared_head.norm`; `enorm`, `hnorm` and `eh_proj` compute its input from a token's embedding and the states of the
+preceding token. Its embedding and output layer are copies of the model's and are not read. It is loaded as a model with
+one layer of the same type, by the same code and with the same proof as any model.
 
 States are those after a final norm, the model's or the head's own, and pair j has rotary position j: transformers'
 MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) counts a pair's positions from 0, zeroes
-the embedding at position 0, and takes a chain's states before the norm: its guesses differ for the first draft of a
-sequence's first pair, and from the second draft of a chain on.
+the embedding at position 0, and takes a chain's states before the norm. So its guesses differ for the first draft of
+a sequence's first pair, and from the second draft of a chain on.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class LoadRun:
     """An ended load. Times are seconds since its start."""
 
     title: str
-    duration_s: float  # from the first request until the last answer
+    duration_s: float  # the time from the first request until the last answer
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)
     slo: Slo = field(default_factory=Slo)

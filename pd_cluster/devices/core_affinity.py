@@ -77,9 +77,9 @@ class CoreAffinity:
 
     cores: frozenset[int]
     all_cores: frozenset[int]
-    node_cores: frozenset[int]  # of these cores' memory nodes
+    node_cores: frozenset[int]  # all cores of these cores' memory nodes
     waited: Waited
-    spread: Spread | None = None  # for a rank of several cores
+    spread: Spread | None = None  # needed for a rank of several cores
     clock: Callable[[], float] = time.monotonic
     may_bind: Callable[[], bool] = always  # called at the beginning of a step
     _may_bind: bool = field(default=True, init=False)
@@ -174,7 +174,7 @@ class _Watch:
     """Measures how long the threads of steps wait for a core, in only some steps if there are many threads."""
 
     waited: Waited
-    threads: list[int] = field(default_factory=list)  # of the last team; empty: only the calling thread
+    threads: list[int] = field(default_factory=list)  # the last team's threads; empty: only the calling thread
     _began_s: float = 0.0
     _before: dict[int, float] = field(default_factory=dict)
     _num_left: int = 0  # steps until the next measured one

@@ -76,9 +76,9 @@ class RequestMetrics:
     arrival_time: float
     inference_start_time: float | None = None
     finished_time: float | None = None
-    first_token_time: float | None = None  # since arrival
+    first_token_time: float | None = None  # the time from arrival to the first token
     time_in_queue: float | None = None
-    model_forward_time: float | None = None  # from the start of inference to the last token
+    model_forward_time: float | None = None  # the time from the start of inference to the last token
     model_execute_time: float | None = None  # the total: preprocessing, queue, forward
 
     @property

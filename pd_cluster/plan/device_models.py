@@ -30,16 +30,16 @@ class DeviceModel:
     peak_flops: float
     memory_nbytes: int
     memory_nbytes_per_s: float
-    peer_nbytes_per_s: float  # to one other device of its host
-    peers_nbytes_per_s: float  # to all others together
-    network_nbytes_per_s: float  # to another host
+    peer_nbytes_per_s: float  # the rate to one other device of its host
+    peers_nbytes_per_s: float  # the rate to all others together
+    network_nbytes_per_s: float  # the rate to another host
     devices_per_host: int = 8
     flops_share: float = 0.65
     memory_share: float = 0.85
     link_share: float = 0.7
-    overhead_s: float = 0.001  # of a step: launches, sampling, what the host does meanwhile
-    sum_s: float = 20e-6  # of a sum over ranks, of any size
-    handover_s: float = 0.002  # messages before and after the bytes
+    overhead_s: float = 0.001  # a step's overhead: launches, sampling, and the host's work in between
+    sum_s: float = 20e-6  # the latency of a sum over ranks, of any size
+    handover_s: float = 0.002  # the time of the messages before and after the bytes
 
     @property
     def traits(self) -> Kind:

@@ -26,7 +26,7 @@ NUM_REFINED = 4  # splits to simulate with all settings
 NUM_SETTINGS = 18
 NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # layouts in the answer, in all and of one split
 MOST_FOR_LIMITS = 400  # requests to find limits with, because an overload takes long to simulate
-PAST_LIMIT = 1.15  # times the highest load, where the bottleneck shows
+PAST_LIMIT = 1.15  # the bottleneck shows at this factor of the highest load
 
 
 @dataclass(frozen=True, slots=True)

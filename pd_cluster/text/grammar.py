@@ -68,7 +68,7 @@ class Compiler:
         except ValueError as error:
             raise GuideError(f"this model's tokenizer cannot be guided: {one_line(str(error))}") from None
         self._tokenizer = tokenizer
-        self.num_words = (tokenizer.vocab_size + 31) // 32  # per mask; bits beyond the model's vocab_size are unused
+        self.num_words = (tokenizer.vocab_size + 31) // 32  # words of a mask; bits beyond vocab_size are unused
         self.end_words = words_of(ends, self.num_words)
         known_words = words_of(known, self.num_words)
         self._ends = None if known == ends else (self.end_words, known_words & ~self.end_words)
@@ -418,8 +418,9 @@ class _ReplySource:
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in pieces)
 
     def _text_and(self, tokens: str) -> str:
-        """Returns free text and then a marker of tokens. Text before the first token is the end of the free text, which
-        would take it otherwise.
+        """Returns free text followed by a marker of tokens.
+
+        The marker's text before its first token ends the free text, which would otherwise include it.
         """
         if tokens.startswith("<["):
             return f"TEXT {tokens}"

@@ -33,8 +33,8 @@ from pd_cluster.model.layers.states.recurrent_kernels import RecurrentKernel, St
 from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
 
-MAX_FEATURES = 32768  # in a norm: a row stays in one program's registers
-ROW_ELEMENTS_PER_WARP = 512  # in a norm: 16 per thread
+MAX_FEATURES = 32768  # the most features of a norm: a row stays in one program's registers
+ROW_ELEMENTS_PER_WARP = 512  # elements of a norm: 16 per thread
 FEW_GATED = 1 << 20  # elements; this many fill the device with small programs
 HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from tests.api.conftest import KEYS, MAX_FILE_MIB
+from tests.api.conftest import KEYS, MAX_FILE_MIB, METRICS_KEY
 from tests.support.cluster import LiveCluster
 from tests.support.documented import answer_validator
 
@@ -118,7 +118,7 @@ def test_as_the_documentation_does_it(one: openai.OpenAI, tmp_path: Path) -> Non
         assert (row["error"], row["response"]["status_code"]) == (None, 200)
         assert row["response"]["body"]["choices"][0]["message"]["content"] == expected.choices[0].message.content
     assert batch.id in [each.id for each in one.batches.list(limit=10)]
-    key = {"Authorization": f"Bearer {one.api_key}"}
+    key = {"Authorization": f"Bearer {METRICS_KEY}"}
     metrics = httpx.get(str(one.base_url.join("/metrics")), headers=key, trust_env=False).text
     told = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith("pd_cluster:batch_lines{")]
     assert told == ["0.0"] * 3

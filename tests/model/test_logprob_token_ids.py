@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pd_cluster import LLM, SamplingParams
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import reference_model
 from tests.support.engines import make_core, random_prompt, run
@@ -61,3 +63,29 @@ def test_they_are_those_of_the_model(checkpoint: Checkpoints) -> None:
 def logprobs_after(folder: Path, token_ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return reference_model(folder)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_llm_returns_them(checkpoint: Checkpoints, is_chat: bool) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprob_token_ids=[*NAMED, NAMED[0]])
+    folder = checkpoint("llama")
+    with LLM(str(folder), num_blocks=64, max_model_len=128) as llm:
+        given: dict[str, Any] = {"sampling_params": params, "use_tqdm": False}
+        if is_chat:
+            template = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
+            (output,) = llm.chat([{"role": "user", "content": "abc"}], chat_template=template, **given)
+        else:
+            (output,) = llm.generate(prompt_token_ids=[[5, 6, 7]], **given)
+        answer = output.outputs[0]
+        expected = logprobs_after(folder, [*output.prompt_token_ids, *answer.token_ids])
+        for at, (token_id, told) in enumerate(
+            zip(answer.token_ids, answer.logprobs, strict=True), len(output.prompt_token_ids) - 1
+        ):
+            assert set(told) == {*NAMED, token_id}
+            assert {each: told[each].logprob for each in told} == pytest.approx(
+                {each: float(expected[at, each]) for each in told}, abs=EXACT
+            )
+        wrong = SamplingParams(max_tokens=4, logprob_token_ids=[1 << 20])
+        (refused,) = llm.generate(prompt_token_ids=[[5]], sampling_params=wrong, use_tqdm=False)
+        assert refused.error_code == 400
+        assert refused.error_msg.startswith("logprob_token_ids: ")

@@ -48,7 +48,7 @@ class SequenceProcessors:
         try:
             if loaded.adapter is not None:
                 process = calling(loaded, loaded.adapter.new_req_logits_processor, params)
-                return None if process is None else _step_of(process, prompt, output)
+                return None if process is None else calling(loaded, _step_of, process, prompt, output)
             instance = calling(loaded, loaded.make)
             calling(loaded, instance.update_state, BatchUpdate(added=[(0, params, prompt, output)]))
         except ProcessorError as error:

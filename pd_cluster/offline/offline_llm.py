@@ -1,7 +1,7 @@
 """`LLM`: generate, chat and embed from Python, with the names and forms of TACO-LLM, FastDeploy and vLLM.
 
 It uses the text service of the HTTP API, so parameters have the same meaning, and the same code checks them.
-FastDeploy's own modules and forms are in pd_cluster/fastdeploy/.
+FastDeploy's own modules and forms are in pd_cluster/extras/fastdeploy/.
 """
 
 from __future__ import annotations

@@ -243,14 +243,17 @@ class Cluster:
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
     async def dashboard_link(self) -> str:
-        """Returns a link that works once, for a minute, and how to get another one."""
+        """Returns a link that works once, for a minute, and how to get another one; "" if there is no dashboard."""
         import httpx
 
         again = f"`pd-cluster dashboard --admin {self.launch.admin_url}`"
         headers = {"Authorization": f"Bearer {self.admin_token_file.read_text().strip()}"}
         async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False, headers=headers) as client:
             try:
-                made = (await client.post(f"{self.launch.admin_url}/dashboard/codes")).json()
+                answer = await client.post(f"{self.launch.admin_url}/dashboard/codes")
+                if answer.status_code == httpx.codes.NOT_FOUND:
+                    return ""
+                made = answer.json()
                 return f"{self.launch.admin_url}{made['path']} (once, within a minute; again: {again})"
             except (httpx.HTTPError, ValueError, KeyError):
                 return again
@@ -476,11 +479,11 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
             f"the Unix socket {launch.uds}",
             f"curl --unix-socket {launch.uds} {launch.scheme}://localhost",
         )
+    shown = f"dashboard: {link}\n" * bool(link)
     say(
         f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
         f"{launch.instances}, "
         f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
-        f"dashboard: {link}\n"
-        f"try: {asking}/v1/{route} -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"{shown}try: {asking}/v1/{route} -H 'Content-Type: application/json'{key} -d '{body}'"
     )

@@ -18,10 +18,12 @@ import pytest
 
 from pd_cluster import LLM, PoolingParams, SamplingParams, pipeline, turbomind
 from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.engine.worker.worker_load import LOAD_S
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
+from pd_cluster.offline import split_cluster
 from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
 from pd_cluster.offline.split_cluster import SplitCluster
 from pd_cluster.service.callers.caller import Caller
@@ -34,6 +36,8 @@ from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
 from tests.support.positions import KINDS, assert_same
 from tests.support.vectors import reference_vector
+
+pytestmark = pytest.mark.usefixtures("one_preloader")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
@@ -236,6 +240,7 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", take_time)
+    monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # one of its own
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     assert isinstance(made._parts.backend, SplitCluster)
     folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())

@@ -28,7 +28,7 @@ CASES = [
     ("cuda_lora_cases.py",),
     ("cuda_states_cases.py",),
     ("cuda_deterministic_cases.py",),
-    ("cuda_model_cases.py", "cuda_hybrid_cases.py"),
+    ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py"),
 ]
 
 

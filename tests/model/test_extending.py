@@ -170,7 +170,7 @@ def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
     (folder / "script.py").write_text(code, "utf-8")
     command = [sys.executable, "-P", *(["-m", module] if module else ["script.py"]), *arguments]
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TERM": "dumb", "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -94,16 +94,18 @@ def test_one_that_may_be_tried_and_its_defaults(tmp_path: Path) -> None:
 
 
 def test_without_transformers_the_worker_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget() -> None:
+        for cached in (architectures._table, architectures._statements):
+            cached.cache_clear()
+
     monkeypatch.setattr(architectures, "_folder", lambda: None)
-    architectures._table.cache_clear()
-    architectures._statements.cache_clear()
+    forget()
     try:
         folder = make_folder(tmp_path / "model", model_type="nobody_knows")
         assert opened(folder, try_unlisted=("nobody_knows",)).is_unproven
         assert "keeps a state" in fault(folder, {"model_type": "lfm9", "state_size": 4}, try_unlisted=("lfm9",))
     finally:
-        architectures._table.cache_clear()
-        architectures._statements.cache_clear()
+        forget()
 
 
 def test_lengths_of_a_config() -> None:

@@ -15,7 +15,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 Samples = list[list[int]]
 TEXT_FIELDS = ("text", "prompt", "content")
-LEAST_TOKENS = 2  # of a sample, one of which is predicted
+LEAST_TOKENS = 2  # the fewest tokens of a sample, so that one is predicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
     prompt_work: StepWork = StepWork()  # the mean of recent steps that computed prompts
     decode_work: StepWork = StepWork()  # the mean of recent steps that decoded
-    handover_costs: dict[str, HandoverCost] = {}  # of recent handovers from here, by LinkState.over
+    handover_costs: dict[str, HandoverCost] = {}  # costs of recent handovers from here, by LinkState.over
     tokens_per_step: float = 1.0  # recent mean of tokens per step of a running sequence; above 1 with drafts
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0

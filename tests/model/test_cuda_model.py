@@ -20,11 +20,11 @@ from tests.support.interpreted import run_cases
 
 pytest.importorskip("triton")
 
-CASES = ("cuda_model_cases.py", "cuda_hybrid_cases.py")
+CASES = ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py")
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 ON_GPU = (
     *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
-    *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3"),
+    *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3", "deepseek_v3"),
 )
 SPED_UP = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -91,11 +91,10 @@ def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents keep 8 bits or more; use int8 or fp8"):
         layout_of((cache,), 16, "int4")
     layout = layout_of((cache,), 16, "bfloat16")
-    for backend in ("flashinfer", "triton"):
-        with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: latent attention .* use auto, or sdpa"):
-            choose_attention(backend, None, layout, Device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"--deterministic: latent attention .* remove it"):
-        choose_attention("auto", None, layout, Device("cuda", 0), is_deterministic=True)
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: latent attention .* use auto"):
+        choose_attention("flashinfer", None, layout, Device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: latent attention .* use auto, or sdpa"):
+        choose_attention("triton", None, layout, Device("npu", 0))
     heads = KVLayout(1, 1, keys_and_values(40), 16, "bfloat16")
     with pytest.raises(LinkError, match="planes is k, v on the prefill instance and latent, rope on the decode"):
         check_pair(heads, layout)

@@ -1,8 +1,8 @@
 """A whole cluster on one host: rank tables, ports, one `pd-cluster serve` process for each instance.
 
 Starts the processes exactly as scripts/start_servers.sh does. The death of a worker is reported and, by default, the
-worker is restarted; a process that cannot start ends the whole cluster with its own error. The members of a unit end
-with the one that died, and each is restarted.
+worker is restarted; a process that cannot start ends the whole cluster with its own error. If a member of a unit dies,
+the other members end too, and each is restarted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
 from ranktable_tools.host_addresses import bracketed
 from ranktable_tools.table_files import PRIVATE
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the maximum
-MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not restarted
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay of the second start in a row, and the longest delay
+MOST_KILLED_FOR_MEMORY = 3  # a process that was killed this often in a row is not restarted
 LONG_LIFE_S = 30.0  # a death after this time counts as the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait

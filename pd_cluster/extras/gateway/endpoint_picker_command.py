@@ -11,7 +11,7 @@ import typer
 from pd_cluster.errors import ConfigError
 from ranktable_tools.host_addresses import is_host
 
-DEFAULT_PORT = 9002  # that of the gateway extension's own picker
+DEFAULT_PORT = 9002  # the port of the gateway extension's own picker
 MOST_FALLBACKS = 8
 
 

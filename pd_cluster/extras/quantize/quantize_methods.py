@@ -14,20 +14,20 @@ from pd_cluster.extras.quantize.quantize_schemes import Scheme
 log = logging.getLogger(__name__)
 
 DAMPING = 0.01  # relative to the mean of the Hessian's diagonal
-COLUMNS = 128  # corrected together by GPTQ
-RATIOS = 20  # tried by AWQ
+COLUMNS = 128  # columns that GPTQ corrects together
+RATIOS = 20  # the number of ratios that AWQ tries
 LEAST = 1e-4
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes [N, K] and steps [N, G] of a weight [N, K], both float32."""
+    """Returns codes [N, K] and scales [N, G] of a weight [N, K], both float32."""
     groups = weight.to(torch.float32).reshape(len(weight), -1, scheme.group_of(weight.shape[1]))
     steps = scheme.steps(groups)
     return scheme.rounded(groups, steps.unsqueeze(-1)).flatten(1), steps
 
 
 def numbers(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Returns the dequantized weight of codes and steps."""
+    """Returns the dequantized weight of codes and scales."""
     return (codes.reshape(*steps.shape, -1) * steps.unsqueeze(-1)).flatten(1)
 
 

@@ -18,9 +18,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`bits` of a weight, an integer unless `is_float`. `group`: input features that share a scale; 0: all of them.
+    """How weights are rounded to codes. `steps` are the scales: the difference between the weights of adjacent codes.
 
-    `has_activations`: activations also become 8 bits, with one scale per row.
+    `bits` of a code, an integer unless `is_float`. `group`: input features that share a scale; 0: all of them.
+    `has_activations`: activations are also rounded to 8 bits, with one scale per row.
     """
 
     name: str
@@ -52,7 +53,10 @@ class Scheme:
 
     @property
     def most(self) -> float:
-        """The largest magnitude in steps; for integers of up to four bits, half a step beyond the largest code."""
+        """The largest magnitude of a weight, divided by its scale.
+
+        If all codes are used, it is half a code beyond the largest one.
+        """
         if self.is_float:
             return LARGEST_FP8
         half = float(1 << self.bits - 1)
@@ -64,14 +68,14 @@ class Scheme:
         return torch.where(steps > 0, steps, 1.0)
 
     def rounded(self, weight: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Returns codes, as float32, for a weight and steps that broadcast."""
+        """Returns codes, as float32. `steps` has a shape that broadcasts to the weight's."""
         if self.is_float:
             return (weight / steps).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).to(torch.float32)
         half = 1 << self.bits - 1
         return (weight / steps).round().clamp(-half if self.uses_all_codes else 1 - half, half - 1)
 
     def stored(self, codes: torch.Tensor, steps: torch.Tensor) -> Tensors:
-        """Returns a layer's tensors for codes [N, K] and steps [N, G], both float32."""
+        """Returns a layer's tensors for codes [N, K] and scales [N, G], both float32."""
         if self.is_float:
             return {"weight": codes.to(FP8), "weight_scale": steps}
         if self.has_activations:

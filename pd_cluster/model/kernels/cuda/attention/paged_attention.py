@@ -49,7 +49,7 @@ class BatchMetadata:
     key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
 
 
-class _Shape(NamedTuple):
+class _ValueHeads(NamedTuple):
     """For the kernels, heads that share latents are those of a KV head, and each KV head is at the same place."""
 
     num_kv_heads: int
@@ -58,7 +58,7 @@ class _Shape(NamedTuple):
     head_stride: int
 
     @classmethod
-    def of(cls, query: torch.Tensor, key_pool: torch.Tensor, configs: AttentionConfigs) -> _Shape:
+    def of(cls, query: torch.Tensor, key_pool: torch.Tensor, configs: AttentionConfigs) -> _ValueHeads:
         latent = configs.latent
         if latent is None:
             return cls(key_pool.shape[2], query.shape[2], 0, key_pool.stride(2))
@@ -82,7 +82,7 @@ def attend(
     `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, queries are of its two widths, one
     after the other, the pools hold latents and rotated parts, and the result has the width of a latent.
     """
-    shape = _Shape.of(query, key_pool, plan.configs)
+    shape = _ValueHeads.of(query, key_pool, plan.configs)
     if out is None:
         out = torch.empty(*query.shape[:2], shape.head_dim, dtype=query.dtype, device=query.device)
     _check(query, key_pool, value_pool, out, scoring, pool_dtype, plan.configs.latent)
@@ -198,8 +198,15 @@ def _scales(scoring: Scoring) -> tuple[float, float]:
     return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
 
 
+def _strides(
+    query: torch.Tensor, out: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, heads: _ValueHeads
+) -> tuple[int, ...]:
+    of_rows = *query.stride()[:2], out.stride(0)
+    return (*of_rows, *key_pool.stride()[:2], heads.head_stride, *value_pool.stride()[:2])
+
+
 def _constants(
-    query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str, shape: _Shape
+    query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str, shape: _ValueHeads
 ) -> dict[str, object]:
     """Returns the constants that specialize both attention kernels."""
     return {
@@ -228,7 +235,7 @@ def _prefill(
     pool_dtype: str,
     pdl: bool,
 ) -> None:
-    config, shape = plan.configs.prefill, _Shape.of(query, key_pool, plan.configs)
+    config, shape = plan.configs.prefill, _ValueHeads.of(query, key_pool, plan.configs)
     num_kv_heads = shape.num_kv_heads
     prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
         query,
@@ -243,14 +250,7 @@ def _prefill(
         batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        key_pool.stride(0),
-        key_pool.stride(1),
-        shape.head_stride,
-        value_pool.stride(0),
-        value_pool.stride(1),
+        *_strides(query, out, key_pool, value_pool, shape),
         scoring.sliding_window or 0,
         *_scales(scoring),
         BLOCK_M=config.rows,
@@ -277,7 +277,7 @@ def _decode(
     pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
-    shape, num_heads = _Shape.of(query, key_pool, plan.configs), query.shape[1]
+    shape, num_heads = _ValueHeads.of(query, key_pool, plan.configs), query.shape[1]
     num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= plan.workspace_numel(num_heads, head_dim)
@@ -304,14 +304,7 @@ def _decode(
         sinks,
         num_decode,
         max_splits,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        key_pool.stride(0),
-        key_pool.stride(1),
-        shape.head_stride,
-        value_pool.stride(0),
-        value_pool.stride(1),
+        *_strides(query, out, key_pool, value_pool, shape),
         scoring.sliding_window or 0,
         *_scales(scoring),
         BLOCK_M=config.rows,

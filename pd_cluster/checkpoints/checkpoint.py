@@ -185,7 +185,7 @@ class Checkpoint:
     def warn_of_ignored_files(self) -> None:
         """Warns of ignored files that change the model's results elsewhere."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
-            log.warning("%s: %s: the model is served without; see --lora-modules", self.path, ", ".join(files))
+            log.warning("%s: %s: the model is served without them; see --lora-modules", self.path, ", ".join(files))
 
     @property
     def generation_file(self) -> Path:
@@ -333,7 +333,7 @@ def _nearest(model_type: object) -> str:
 
 
 def _why_never(config: Config) -> str | None:
-    """Returns why an unlisted type cannot even be tried, to follow "it"; None if it can."""
+    """Returns why an unlisted type cannot even be tried, in words that follow "it"; None if it can."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)
@@ -345,8 +345,8 @@ def _why_never(config: Config) -> str | None:
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """Returns the field that limits a sequence's length, and its value.
 
-    With longrope, the limit is the original length, because longer requests change all positions. Positions that are
-    stretched by a factor multiply the limit.
+    With longrope, the limit is the original length, because longer requests change all positions. If
+    positions are stretched by a factor, so is the limit.
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))

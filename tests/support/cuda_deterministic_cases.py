@@ -1,13 +1,13 @@
 """The path of `--deterministic`: a row's bits among any rows, for each kernel and for whole engines.
 
-Interpreted on CPU; on a GPU if the cases run without TRITON_INTERPRET. Run by tests/model/test_cuda_deterministic.py.
+Interpreted on CPU; on a GPU if the cases run without TRITON_INTERPRET. Run by tests/model/test_cuda_ops.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,14 +50,20 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cuda_latent_cases import rows_of
 from tests.support.draft_steps import Steps, random_orders
 from tests.support.engines import assert_all_same, generate, random_prompt, run
-from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device
+from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device, multiplied_in_order
 from tests.support.spread import spread
 
-choose_device(in_order=True)
+choose_device()
 
 COMPANIES = (1, 2, 7, 33, 64, 200)  # numbers of rows
 ASKING = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
 Answer = list[tuple[int, float, list[tuple[int, float]]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_order() -> Iterator[None]:
+    with multiplied_in_order():
+        yield
 
 
 # ---- kernels

@@ -1,6 +1,6 @@
 """Whole models through the CUDA path's kernels, graphs and steps ahead, against transformers' `generate()`.
 
-Interpreted on CPU, where replaying a graph repeats its calls. Run by tests/model/test_cuda_model.py.
+Interpreted on CPU, where replaying a graph repeats its calls. Run by tests/model/test_cuda_ops.py.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
@@ -58,6 +59,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     block_size, scope = layout.block_size, PrefixScope(runner.model_identity, runner.numerics, layout.draft_head)
     prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
+    timing = StepTiming()
     scheduler = StepScheduler(
         _groups_of(runner, tier),
         StepSizes(
@@ -66,6 +68,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
+            cost=lambda: timing.cost,
         ),
         prefix,
         keep_rule_of(config, block_size),
@@ -73,7 +76,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     drafting = drafting_of(config.speculation, scheduler, guides, runner)
     lead = LeadRunner(runner, followers) if followers else runner
-    return EngineCore(lead, scheduler, guides=guides, drafting=drafting)
+    return EngineCore(lead, scheduler, guides=guides, drafting=drafting, timing=timing)
 
 
 def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:

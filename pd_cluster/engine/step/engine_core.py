@@ -21,6 +21,7 @@ from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.look_ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.step_outputs import NextToken, PooledVector, RowOutput
+from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.model.inputs.forward_batch import EncoderTotals, OnLayer, RunnerOutput
 from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
 from pd_cluster.model.sampling.device_tokens import After, Tokens
@@ -85,8 +86,10 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         guides: Guides | None = None,
         drafting: Drafting | None = None,
+        timing: StepTiming | None = None,
     ) -> None:
-        """`drafting` None: each sequence gets one token per step."""
+        """`drafting` None: each sequence gets one token per step. `timing`: what the scheduler's `cost` reads."""
+        self.timing = timing or StepTiming()
         self.runner = runner
         self.guides = guides or no_guides()
         self.scheduler = scheduler

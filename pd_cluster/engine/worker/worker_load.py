@@ -29,7 +29,7 @@ class LoadReport:
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
     ) -> None:
         self.load = wire.Load()  # the mailbox's thread reads it; replaced, never changed
-        self.timing = StepTiming()
+        self.timing = core.timing
         self.is_old = False
         self.is_shared = False  # whether several schedulers share the engine
         self._core, self._legs, self._stages, self._state = core, legs, stages, state

@@ -75,6 +75,7 @@ class Assembly:
             layout=self.kv_layout.to_info(),
             num_blocks=self.costs.num_blocks,
             max_num_seqs=self.costs.max_num_seqs,
+            max_num_batched_tokens=self.costs.max_num_batched_tokens,
         )
 
     def build(

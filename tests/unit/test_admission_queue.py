@@ -21,7 +21,7 @@ from tests.support.router_world import ready
 def test_prompts_that_take_long_to_begin_wait() -> None:
     """Where no other instance of the role has room; an instance always has a prompt and the next one."""
     instances = pair()
-    assert spare_capacity(instances) == (True, True, True)
+    assert spare_capacity(instances)[:3] == (True, True, True)
     fill(instances[0], FULL - 1)
     assert spare_capacity(instances).for_prompts
     fill(instances[0])
@@ -58,7 +58,7 @@ def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
     ],
 )
 def test_sequences_need_places_and_memory(num_places: int, decode: dict[str, int], room: tuple[bool, ...]) -> None:
-    assert spare_capacity(pair(num_places, **decode)) == room
+    assert spare_capacity(pair(num_places, **decode))[:3] == room
 
 
 def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
@@ -74,12 +74,12 @@ def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
 def test_instances_of_one_kind_or_none() -> None:
     """One that does both needs room for both; where nobody takes requests, waiting does not help."""
     instances = pair(8, num_running=2)
-    assert spare_capacity(instances[1:]) == (True, True, True)
+    assert spare_capacity(instances[1:])[:3] == (True, True, True)
     instances[1].load = wire.Load(num_running=8, num_waiting=4)
     assert not spare_capacity(instances[1:]).for_sequences
     for instance in instances:
         instance.state = "unreachable"
-    assert spare_capacity(instances) == (True, True, True)
+    assert spare_capacity(instances)[:3] == (True, True, True)
 
 
 # ---- who waits, and how long

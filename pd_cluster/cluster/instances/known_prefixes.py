@@ -6,6 +6,7 @@ its own cache. Knows nothing of how an instance is chosen.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from array import array
@@ -23,6 +24,7 @@ MAX_KEYS = 1 << 20  # per instance; about 100 bytes each
 UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}
 NO_LOAD = wire.Load()
 NO_BLOCK = -1
+SLICE_NUM_BLOCKS = 256  # keys that are computed at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,18 +83,37 @@ class KnownBlocks:
 
 
 class PromptKeys(dict[PoolKind, list[int]]):
-    """The keys of a prompt's blocks, computed once per kind of pool. NO_BLOCK, which no instance has, ends them."""
+    """The keys of a prompt's first blocks, computed once per kind of pool, and only as far as instances know them.
+
+    NO_BLOCK, which no instance has, ends the keys of a whole prompt.
+    """
 
     def __init__(self, order: RequestSpec) -> None:
         self._order = order
+        self._parents: dict[PoolKind, bytes] = {}  # the hash of the last block that has a key
 
     def __missing__(self, pool: PoolKind) -> list[int]:
-        order = self._order
-        root = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(order)
-        token_ids = order.prompt_token_ids[:-1]  # the last token is always computed, for its logits
-        hashes = chain_hashes(root, token_ids, pool.block_size, 0, order.spans, order.rope_positions)
-        self[pool] = keys = [*read_keys(keys_of(hashes)), NO_BLOCK]
+        self._parents[pool] = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(self._order)
+        self[pool] = keys = list[int]()
+        self.extend(pool)
         return keys
+
+    def extend(self, pool: PoolKind) -> None:
+        """Computes the keys of the next blocks."""
+        order, keys, size = self._order, self[pool], pool.block_size
+        first = len(keys) * size
+        # The last token is always computed, for its logits.
+        token_ids = order.prompt_token_ids[first : min(first + SLICE_NUM_BLOCKS * size, self.num_tokens)]
+        hashes = chain_hashes(self._parents[pool], token_ids, size, first, order.spans, order.rope_positions)
+        keys += read_keys(keys_of(hashes))
+        if len(hashes) < SLICE_NUM_BLOCKS:
+            keys.append(NO_BLOCK)
+        else:
+            self._parents[pool] = hashes[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._order.prompt_token_ids) - 1
 
 
 class Prompt:
@@ -106,9 +127,22 @@ class Prompt:
         """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
         logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
         """
-        counts = known.leading(self.keys[pool])
+        keys = self.keys[pool]
+        counts = known.leading(keys)
+        while (num_blocks := sum(counts.values())) == len(keys):
+            self.keys.extend(pool)
+            for tier, count in known.leading(keys[num_blocks:]).items():
+                counts[tier] += count
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
         return int(saved * pool.block_size)
+
+    async def look_up(self, pool: PoolKind, known: KnownBlocks) -> None:
+        """Computes the keys that `num_cached` reads, a slice at a time, so that other tasks run in between."""
+        keys, num_blocks = self.keys[pool], 0
+        while sum(known.leading(keys[num_blocks:]).values()) == len(keys) - num_blocks:
+            num_blocks = len(keys)
+            self.keys.extend(pool)
+            await asyncio.sleep(0)
 
 
 def _cost(tier: Tier, load: wire.Load) -> float:

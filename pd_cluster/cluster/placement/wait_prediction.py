@@ -42,7 +42,7 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
     `rate`: tokens/s for an instance without a measurement. If context has a measured cost, the prompt's tokens attend
     to earlier ones, and outstanding tokens to the recent prompts' mean.
     """
-    load, num_ahead = instance.load, instance.prompt_tokens_ahead
+    load, num_ahead = instance.load, instance.prompt_tokens_before(num_prompt_tokens)
     work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
     if not work.num_prompt_tokens:
         return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
@@ -52,7 +52,8 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
         num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
         num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
         found_s += num_pairs * cost.prompt_pair_s
-    return found_s
+    shares_steps = instance.num_long and num_prompt_tokens <= instance.long_from
+    return 2 * found_s if shares_steps else found_s  # a long prompt takes at least half of each step
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
@@ -91,7 +92,7 @@ def check_goals(
     admitted and tests the prediction, however old its rate is.
     """
     prefill, decode = pair
-    if goals.ttft_s and prefill.prompt_tokens_ahead:
+    if goals.ttft_s and prefill.prompt_tokens_before(num_prompt_tokens):
         ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, best_rate(instances), num_prompt_tokens)
         if ttft_s > goals.ttft_s:
             raise Overloaded(

@@ -369,6 +369,11 @@ class StepScheduler:
         copies = [self._checkpoints.taken] if group.is_state else []
         return [*(group.held(request) for request in self.requests.values()), *copies]
 
+    def num_held(self, group: GroupHoldings) -> int:
+        """Counts the blocks that `held` returns, a block once for each holder."""
+        copies = len(self._checkpoints.taken) if group.is_state else 0
+        return sum(map(group.num_held, self.requests.values())) + copies
+
     def check(self) -> None:
         """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
 

@@ -18,7 +18,7 @@ MOST_TIMES = 1.5  # the time of a step's prompts, as a multiple of that of a ste
 LEAST_CHUNK = 64  # tokens; smaller chunks would mostly cost the step itself
 
 
-def long_from(max_num_batched_tokens: int) -> int:
+def long_prompt_from(max_num_batched_tokens: int) -> int:
     """Returns the number of tokens above which a prompt is long."""
     return LONG_STEPS * max_num_batched_tokens
 
@@ -39,7 +39,7 @@ class StepShare:
 
     def __init__(self, max_num_batched_tokens: int, block_size: int, cost: Callable[[], StepCost]) -> None:
         self._most, self._block_size, self._cost = max_num_batched_tokens, block_size, cost
-        self._long_from = long_from(max_num_batched_tokens)
+        self._long_from = long_prompt_from(max_num_batched_tokens)
 
     def giving_way(self, due: Sequence[Request], waiting: Request | None, least: int) -> GivingWay | None:
         """Returns which prompts give way to shorter ones in this step; None: none does.

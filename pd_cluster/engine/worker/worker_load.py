@@ -155,5 +155,5 @@ def num_leaked_blocks(scheduler: StepScheduler) -> int:
     It counts every group of layers. The bound is exact while there are no requests; `StepScheduler.check` finds the
     blocks, but examines each one.
     """
-    named = ((each, sum(map(len, scheduler.held(each)))) for each in scheduler.groups)
+    named = ((each, scheduler.num_held(each)) for each in scheduler.groups)
     return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)

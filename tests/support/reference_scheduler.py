@@ -211,10 +211,8 @@ class Reference:
         return len(job.tokens) > 8 * self.budget
 
     def for_others(self, num_decodes: int) -> int:
-        """Counts the tokens of a step that decodes and prompts ahead of a long one take: half, or a pooled chunk."""
-        pooled = max(1, min(256, self.budget // 2))
-        pooled = pooled // self.block_size * self.block_size or pooled
-        return min(self.budget, num_decodes + max((self.budget - num_decodes) // 2, pooled))
+        """Counts the tokens of a step that decodes and prompts ahead of a long one take: half of what decodes leave."""
+        return num_decodes + (self.budget - num_decodes) // 2
 
     def go_on(self, due: list[Job], plan: ReferencePlan, most: int) -> None:
         for job in due:

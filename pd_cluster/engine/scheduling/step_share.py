@@ -45,7 +45,7 @@ class StepShare:
         """Returns which prompts give way to shorter ones in this step; None: none does.
 
         Shorter prompts get at most half of what decodes leave of the step, so a long one advances by the other half.
-        `due`: running requests, decodes first. `least`: tokens that others may take in any case.
+        `due`: running requests, decodes first. `least`: tokens that a pooled prompt among them takes at once.
         """
         prompts = list(takewhile(lambda request: request.num_behind > 1, reversed(due)))
         long = [request for request in prompts if request.num_tokens > self._long_from]
@@ -56,8 +56,11 @@ class StepShare:
         if not first and (waiting is None or waiting.priority > priority):
             return None
         num_decodes = len(due) - len(prompts)
-        half = num_decodes + max((self._most - num_decodes) // 2, least)
-        return GivingWay([each for each in prompts[::-1] if each not in first], min(half, self._most), priority)
+        half = (self._most - num_decodes) // 2
+        if any(each.pooling is not None for each in [*first, waiting] if each is not None):
+            half = max(half, least)
+        later = [each for each in prompts[::-1] if each not in first]
+        return GivingWay(later, min(num_decodes + half, self._most), priority)
 
     def limited(self, chunks: Sequence[tuple[Request, int]], request: Request, num_tokens: int) -> int:
         """Returns how many of these tokens keep the step near its time, after the chunks that it already has.

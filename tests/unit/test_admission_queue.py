@@ -13,7 +13,7 @@ from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASU
 from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
-from tests.support.router_world import ready
+from tests.support.router_world import info_of, ready
 
 # ---- what room means
 
@@ -32,6 +32,20 @@ def test_prompts_that_take_long_to_begin_wait() -> None:
     fill(instances[0], 10 * FULL)
     instances[0].num_outstanding = 1
     assert spare_capacity(instances).for_prompts
+
+
+def test_short_requests_do_not_wait_for_a_long_prompt_that_gives_way_to_them() -> None:
+    """Only long ones do: the instance has more than enough of these."""
+    instances = pair()
+    prefill = instances[0]
+    prefill.info = info_of("prefill-0", "prefill", max_num_batched_tokens=512)
+    prefill.outstanding_tokens, prefill.num_outstanding = 1_000_000, 3
+    assert not spare_capacity(instances).for_prompts
+    prefill.num_long, prefill.long_tokens = 1, 1_000_000 - FULL // 2
+    room = spare_capacity(instances)
+    assert (room.for_prompts, room.longest) == (True, prefill.long_from) == (True, 4096)
+    prefill.num_outstanding, prefill.outstanding_tokens = 5, FULL + prefill.long_tokens
+    assert not spare_capacity(instances).for_prompts, "its short ones alone take long"
 
 
 def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+from pd_cluster.costs.linear_costs import StepCost
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_drafting import drafting_of
 from pd_cluster.engine.handover.handover import HandoverTerms
@@ -59,16 +60,17 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     block_size, scope = layout.block_size, PrefixScope(runner.model_identity, runner.numerics, layout.draft_head)
     prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
-    timing = StepTiming()
+    timing, groups = StepTiming(), _groups_of(runner, tier)
+    sees_all = any(not (each.rule.window or each.rule.is_state) for each in groups)
     scheduler = StepScheduler(
-        _groups_of(runner, tier),
+        groups,
         StepSizes(
             block_size,
             runner.max_num_seqs,
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
-            cost=lambda: timing.cost,
+            cost=(lambda: timing.cost) if sees_all else StepCost,  # otherwise a long context costs nothing
         ),
         prefix,
         keep_rule_of(config, block_size),

@@ -106,7 +106,7 @@ def windowed(
         yield cluster
 
 
-@pytest.mark.parametrize("kind", ["ids", "text", "known ids"])
+@pytest.mark.parametrize("kind", ["ids", "known ids", "text"])
 def test_a_million_tokens(windowed: LiveCluster, holds_file: Path, kind: str) -> None:
     """As ids and as text, and the ids again, whose prefix the instances know."""
     ids = tokens_of(MILLION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -168,5 +169,12 @@ def test_a_prompt_is_hashed_as_far_as_an_instance_knows_it(num_known: int, monke
     slices.clear()
     assert asked.num_cached(POOL, known) == num_known * BLOCK_SIZE
     assert not slices, "it was looked up before"
+    known.apply(CacheKeys(removed=keys_of([bytes(8)])))
+    assert asked.num_cached(POOL, known) == num_known * BLOCK_SIZE
+    first = next(iter(known.tiers), None)
+    if first is not None:
+        known.apply(CacheKeys(removed=first.to_bytes(8, sys.byteorder)))
+        assert asked.num_cached(POOL, known) == 0, "a change counts at once"
+        known = known_of(prompt, num_known)
     assert Prompt(RequestSpec(prompt, Sampling())).num_cached(POOL, known) == num_known * BLOCK_SIZE
     assert asked.keys[POOL][:num_known] == [*known.tiers]

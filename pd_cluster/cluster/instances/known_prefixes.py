@@ -54,6 +54,7 @@ class KnownBlocks:
 
     def __init__(self) -> None:
         self.tiers: dict[int, Tier] = {}  # key -> tier
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self.tiers)
@@ -61,6 +62,7 @@ class KnownBlocks:
     def apply(self, news: wire.CacheKeys) -> None:
         """Adds and removes keys; keys beyond MAX_KEYS are dropped."""
         added, removed = read_keys(news.added), read_keys(news.removed)
+        self.num_changes += 1
         if news.is_whole:
             self.tiers = {}
         for key in removed:
@@ -122,19 +124,32 @@ class Prompt:
     def __init__(self, order: RequestSpec) -> None:
         self.num_tokens = len(order.prompt_token_ids)
         self.keys = PromptKeys(order)
+        # Of instances that know much: when it was counted, and the known blocks by tier.
+        self._counts: dict[KnownBlocks, tuple[int, dict[Tier, int]]] = {}
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
         """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
         logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
         """
+        counts = self._num_known(pool, known)
+        saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
+        return int(saved * pool.block_size)
+
+    def _num_known(self, pool: PoolKind, known: KnownBlocks) -> dict[Tier, int]:
+        """Counts the prompt's known blocks; many are counted once, since a request asks again and again."""
         keys = self.keys[pool]
+        if len(keys) > SLICE_NUM_BLOCKS and known in self._counts:
+            num_changes, counts = self._counts[known]
+            if num_changes == known.num_changes:
+                return counts
         counts = known.leading(keys)
         while (num_blocks := sum(counts.values())) == len(keys):
             self.keys.extend(pool)
             for tier, count in known.leading(keys[num_blocks:]).items():
                 counts[tier] += count
-        saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
-        return int(saved * pool.block_size)
+        if len(keys) > SLICE_NUM_BLOCKS:
+            self._counts[known] = known.num_changes, counts
+        return counts
 
     async def look_up(self, pool: PoolKind, known: KnownBlocks) -> None:
         """Computes the keys that `num_cached` reads, a slice at a time, so that other tasks run in between."""

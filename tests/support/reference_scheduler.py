@@ -211,8 +211,8 @@ class Reference:
         return len(job.tokens) > 8 * self.budget
 
     def for_others(self, num_decodes: int) -> int:
-        """Counts the tokens of a step that decodes and prompts ahead of a long one take: half of what decodes leave."""
-        return num_decodes + (self.budget - num_decodes) // 2
+        """Counts the tokens of a step for decodes, and for prompts ahead of a long one: three quarters of the rest."""
+        return num_decodes + (self.budget - num_decodes) * 3 // 4
 
     def go_on(self, due: list[Job], plan: ReferencePlan, most: int) -> None:
         for job in due:

@@ -53,7 +53,7 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
         num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
         found_s += num_pairs * cost.prompt_pair_s
     shares_steps = instance.num_long and num_prompt_tokens <= instance.long_from
-    return 2 * found_s if shares_steps else found_s  # a long prompt takes at least half of each step
+    return 2 * found_s if shares_steps else found_s  # of steps with a long prompt
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:

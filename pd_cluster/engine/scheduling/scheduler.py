@@ -214,7 +214,7 @@ class StepScheduler:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
 
         Prompts that have begun come after a waiting request of a higher priority, and long ones after others, which get
-        half of the step.
+        a share of the step.
         """
         plan = StepPlan()
         self._begin_moves(plan.moves)

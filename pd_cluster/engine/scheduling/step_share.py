@@ -14,8 +14,9 @@ from pd_cluster.costs.linear_costs import StepCost, num_pairs_of
 from pd_cluster.types import Request
 
 LONG_STEPS = 8  # a prompt that fills more steps than this is long
-MOST_TIMES = 1.5  # the time of a step's prompts, as a multiple of that of a step without earlier context
-LEAST_CHUNK = 64  # tokens; smaller chunks would mostly cost the step itself
+OTHERS_SHARE = 0.75  # of a step, for shorter prompts
+MOST_SHARE = 0.75  # of the time of a whole step without earlier context, for the prompts of a step with a long one
+LEAST_CHUNK = 32  # tokens; smaller chunks would mostly cost the step itself
 
 
 def long_prompt_from(max_num_batched_tokens: int) -> int:
@@ -44,7 +45,7 @@ class StepShare:
     def giving_way(self, due: Sequence[Request], waiting: Request | None, least: int) -> GivingWay | None:
         """Returns which prompts give way to shorter ones in this step; None: none does.
 
-        Shorter prompts get at most half of what decodes leave of the step, so a long one advances by the other half.
+        Shorter prompts get at most OTHERS_SHARE of what decodes leave of the step; a long one advances by the rest.
         `due`: running requests, decodes first. `least`: tokens that a pooled prompt among them takes at once.
         """
         prompts = list(takewhile(lambda request: request.num_behind > 1, reversed(due)))
@@ -56,25 +57,25 @@ class StepShare:
         if not first and (waiting is None or waiting.priority > priority):
             return None
         num_decodes = len(due) - len(prompts)
-        half = (self._most - num_decodes) // 2
+        share = int((self._most - num_decodes) * OTHERS_SHARE)
         if any(each.pooling is not None for each in [*first, waiting] if each is not None):
-            half = max(half, least)
+            share = max(share, least)
         later = [each for each in prompts[::-1] if each not in first]
-        return GivingWay(later, min(num_decodes + half, self._most), priority)
+        return GivingWay(later, min(num_decodes + share, self._most), priority)
 
     def limited(self, chunks: Sequence[tuple[Request, int]], request: Request, num_tokens: int) -> int:
         """Returns how many of these tokens keep the step near its time, after the chunks that it already has.
 
-        The first tokens of a prompt, as many as a step has, are never limited.
+        Only long prompts are limited, after their first whole step.
         """
         num_before = request.num_computed_tokens
-        if num_before < self._most or num_tokens <= LEAST_CHUNK:
+        if num_tokens <= LEAST_CHUNK or request.num_tokens <= self._long_from or num_before < self._most:
             return num_tokens
         cost = self._cost()
         token_s, pair_s = cost.prompt_token_s, cost.prompt_pair_s
         if not pair_s:
             return num_tokens
-        left_s = MOST_TIMES * (token_s * self._most + pair_s * num_pairs_of(self._most, 0))
+        left_s = MOST_SHARE * (token_s * self._most + pair_s * num_pairs_of(self._most, 0))
         for other, number in chunks:
             if number > 1:
                 left_s -= token_s * number + pair_s * num_pairs_of(number, other.num_computed_tokens)

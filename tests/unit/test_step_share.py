@@ -139,15 +139,19 @@ def test_decodes_are_not_part_of_what_others_may_take() -> None:
     assert list(sizes.values()) == [1] * 12 + [375, 125]
 
 
+def arrival(at_s: float, num_tokens: int) -> Arrival:
+    return Arrival(at_s=at_s, num_prompt_tokens=num_tokens, num_output_tokens=4)
+
+
 def test_first_tokens_of_short_requests_take_at_most_three_times_as_long_beside_a_long_prompt() -> None:
     """The 99th percentile, by the simulator: the scheduler's, router's and admission's own code in computed time."""
     step = StepCost(1.5e-3, 2e-4, 1e-9, prompt_token_s=16e-6, prompt_pair_s=2e-9)
     host, handover = HostCost(0.0005, 0.0003, 0.0001), HandoverCost(0.002, 1e-9)
     costs = Costs(model="m", device="cpu", source="computed", step=step, host=host, handover=handover)
     costs = msgspec.structs.replace(costs, kv_token_nbytes=128, num_blocks=8192, max_num_batched_tokens=256)
-    rng, sent_s, short, long = random.Random(0), 0.0, list[Arrival](), Arrival(6.0, 1 << 16, 4)
+    rng, sent_s, short, long = random.Random(0), 0.0, list[Arrival](), arrival(6.0, 1 << 16)
     while (sent_s := sent_s + rng.expovariate(10.0)) < 11.0:
-        short.append(Arrival(sent_s, 200, 4))
+        short.append(arrival(sent_s, 200))
     arrivals = sorted([*short, long], key=lambda each: each.at_s)
     found = simulate(SimulatedLayout(num_prefill=1, num_decode=1), costs, arrivals)
     ttft_s = {each: outcome.ttft_s or 0.0 for each, outcome in zip(arrivals, found.outcomes, strict=True)}

@@ -124,7 +124,7 @@ class Prompt:
     def __init__(self, order: RequestSpec) -> None:
         self.num_tokens = len(order.prompt_token_ids)
         self.keys = PromptKeys(order)
-        # Of instances that know much: when it was counted, and the known blocks by tier.
+        # When the blocks that an instance knows were counted, and their numbers by tier; only for large numbers.
         self._counts: dict[KnownBlocks, tuple[int, dict[Tier, int]]] = {}
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:

@@ -15,6 +15,7 @@ from pd_cluster.errors import MissingExtra
 
 PACKAGE = "pd_cluster.extras"
 
+REQUEST_LOG = "request_log.generation_log:RequestLog"  # for --enable-log-requests
 COMMANDS = {  # of `pd-cluster`
     "dashboard": "dashboard.dashboard_command:dashboard",
     "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",

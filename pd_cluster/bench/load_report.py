@@ -152,7 +152,7 @@ def show(run: LoadRun, command: str) -> None:
     if errors := [each.error for each in run.outcomes if each.error]:
         print(f"{len(errors)} of {len(run.outcomes)} requests failed; the first: {errors[0]}", flush=True)
     if run.slowed_by:
-        print(f"NOT VALID: {run.slowed_by}; the server would have met a smaller or smoother load", flush=True)
+        print(f"NOT VALID: {run.slowed_by}; the server got a smaller or smoother load", flush=True)
 
 
 def _times(

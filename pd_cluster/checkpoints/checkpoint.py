@@ -345,8 +345,8 @@ def _why_never(config: Config) -> str | None:
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """Returns the field that limits a sequence's length, and its value.
 
-    With longrope, the limit is the original length, because longer requests change all positions. Positions that are
-    stretched by a factor multiply the limit.
+    With longrope, the limit is the original length, because longer requests change all positions. If
+    positions are stretched by a factor, so is the limit.
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))

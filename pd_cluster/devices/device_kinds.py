@@ -70,7 +70,7 @@ NPU_KIND = Kind(
     captures_at_start_only=True,  # a capture's cost is unknown, and would delay the current step
     captures_modules=False,  # torch-npu's graphs of other operators are untested
     captures_sums=False,  # HCCL's sums in a graph are untested
-    spreads_tokens=False,  # so is its broadcast of tokens between launches; --npu-tp-graphs enables both
+    spreads_tokens=False,  # HCCL's broadcast between launches is untested, too; --npu-tp-graphs enables both
     is_slow_to_name_streams=True,
 )
 BY_KIND: dict[DeviceKind, Kind] = {each.name: each for each in (CPU_KIND, CUDA_KIND, NPU_KIND)}

@@ -108,7 +108,7 @@ def _setting(name: str, choose: Callable[[_Given], tuple[str | None, str]], give
 
 def _address(given: _Given) -> tuple[str | None, str]:
     if given.env.get(NIC):
-        return None, f"{NIC} is set by you, and would lose against it"
+        return None, f"you have set {NIC}, and HCCL would ignore that if this variable were set"
     if not is_ip(given.bind_address) or is_loopback(given.bind_address):
         return None, f"server_ip {given.server.server_ip} is this machine's alone: HCCL chooses a network card"
     return given.bind_address, "server_ip of the rank table: the host's side of every communicator"
@@ -164,7 +164,7 @@ def _deterministic(given: _Given) -> tuple[str | None, str]:
     """
     if given.is_fast:
         return None, f"{flag_of('fast_collectives')}: HCCL's default, false; equal requests may have unequal answers"
-    slower = f"slower, and before {EXPANSION}=AIV; {flag_of('fast_collectives')} leaves it to HCCL"
+    slower = f"slower, and stronger than {EXPANSION}=AIV; {flag_of('fast_collectives')} lets HCCL choose"
     return "true", f"equal requests have equal answers: sums are added in one order; {slower}"
 
 

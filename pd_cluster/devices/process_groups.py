@@ -50,8 +50,8 @@ def make_pair(store: Any, name: str, rank: int, timeout_s: float, device: Device
 def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
     """Creates the group of one instance's ranks. An error in it, or a call longer than the timeout, ends the process.
 
-    NCCL's sums are captured together with their steps, so their stream, too, must have a priority that no copy has; see
-    device_streams.py.
+    A graph captures NCCL's sums with the step, so the group's stream needs the step's priority, which no copy's stream
+    has; see device_streams.py.
     """
     return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
 
@@ -105,7 +105,7 @@ def _make(
     if _backend(device) == "hccl":
         options.hccl_config = hccl_config(buffer_mb)
         options.group_id = name  # HCCL identifies communicators by it, and rejects a second one of the same name
-        # Without this, torch-npu makes its global group: of all that RANK_TABLE_FILE lists, if that is set.
+        # Without this, torch-npu makes its global group, which contains all ranks of RANK_TABLE_FILE if that is set.
         options.global_ranks_in_group = list(range(size))
     elif is_captured:
         options.is_high_priority_stream = True

@@ -35,7 +35,7 @@ class LLMRequest:
     allows_control_tokens: bool | None = None  # of a conversation; None: the service's setting
     lora_request: LoRARequest | None = None
     variant: str = ""  # the digest of its adapter
-    pictures: tuple[Any, ...] = ()  # for its prompt's placeholders, or for the numbers in its messages
+    pictures: tuple[Any, ...] = ()  # in the order of the prompt's placeholders; messages refer to them by index
 
 
 def with_adapters(

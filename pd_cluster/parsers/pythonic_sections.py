@@ -64,7 +64,7 @@ class PythonicSections:
                 out.content(stream.take(len(self.begin)))
 
     def _take_echo(self, stream: TextStream, section: str) -> Steps[None]:
-        """Takes a section's text and end that a model repeats by mistake without the beginning."""
+        """Drops a section that the model repeats by mistake: its text and its end, without its beginning."""
         echo = f"{section.strip()}{self.end}"
         if (yield from stream.begins_after_blanks(echo)):
             stream.take(len(echo))

@@ -11,7 +11,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.service.callers.caller import NOBODY, Caller
 from pd_cluster.service.callers.served_names import ServedNames
-from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.generation_watch import request_log
 from pd_cluster.service.generation.kv_handles import KVHandles
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.generation.stream_resumption import StreamResumption
@@ -46,7 +46,7 @@ class TextService:
         """Raises ConfigError."""
         self.router, self.tracing = router, tracing
         self.settings = settings = config.settings
-        log = RequestLog(settings.http.log) if settings.http.log.has_requests else None
+        log = request_log(settings.http.log)
         answering = TextGenerator(router, log, settings.stream_interval)
         self.pieces, self.stream, self.complete = answering.pieces, answering.stream, answering.complete
         self.resumption = StreamResumption(settings.resume)

@@ -313,7 +313,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_cache_gib: Annotated[
         float | None,
         ENGINE(
-            "GiB of KV memory for states cached for later requests. Default: a quarter.",
+            "GiB of KV memory for states cached for later requests. Default: a quarter of the KV memory.",
             checks=GIB,
         ),
     ] = None

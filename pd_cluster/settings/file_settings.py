@@ -33,5 +33,5 @@ class KeptFiles(msgspec.Struct, frozen=True):
     ] = 2_592_000.0
     batch_concurrency: Annotated[
         int,
-        HTTP("Most batch requests to answer at a time while there are no others.", checks=(at_least(1),)),
+        HTTP("Maximum number of batch requests at a time while there are no interactive ones.", checks=(at_least(1),)),
     ] = 64

@@ -196,7 +196,7 @@ FAMILIES = (
         "drafts are computed as rows of a step, in free blocks",
         accepted="--num-lookahead-slots --[no-]speculative-disable-mqa-scorer",
     ),
-    Family("each request chooses the mode of its logprobs", accepted="--[no-]disable-logprobs-during-spec-decoding"),
+    Family("speculation does not change logprobs", accepted="--[no-]disable-logprobs-during-spec-decoding"),
     # ---- KV cache
     Family("blocks are always identified by SHA-256", refused="--prefix-caching-hash-algo=sha256|sha256_cbor"),
     Family(

@@ -12,7 +12,7 @@ MADE_UP_TOKEN = (1 << 31) - 1  # the token of answers; never in a prompt
 
 
 def num_equal_steps(scheduler: StepScheduler) -> int:
-    """Returns for how many steps each running sequence gets a token, and no sequence ends, is admitted or moves.
+    """Returns the number of next steps in which each running sequence gets one token and nothing else happens.
 
     Assumes that no mail comes. 0: the next step may be of another kind.
     """

@@ -30,7 +30,7 @@ class SimulatedPeer(Protocol):
 
 
 class SimulatedMailboxes:
-    """Names processes by `peer`, so that a post can be made before its process."""
+    """Identifies processes by `peer`, so that a SimulatedPost can be made before its process."""
 
     def __init__(self, agenda: Agenda, costs: HostCost) -> None:
         self._agenda, self._costs = agenda, costs

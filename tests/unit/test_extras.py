@@ -25,6 +25,11 @@ USES: dict[str, list[str]] = {
         "import pd_cluster.vl",
         *(f"from pd_cluster import {name}" for name in ("messages", "pytorch", "turbomind")),
     ],
+    "request_log": [
+        "from pd_cluster.service.generation.generation_watch import request_log as made\n"
+        "from pd_cluster.settings.request_log_settings import RequestLogSettings\n"
+        "made(RequestLogSettings(has_requests=True))"
+    ],
     "quantize": ["pd-cluster quantize nowhere nothing"],
 }
 TRY_ALL = """

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.extras.request_log.generation_log import RequestLog
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.settings.request_log_settings import RequestLogSettings
@@ -44,7 +44,7 @@ def logged(
                 if num == most:
                     return
 
-    with caplog.at_level(logging.INFO, "pd_cluster.service.generation.generation_log"):
+    with caplog.at_level(logging.INFO, "pd_cluster.extras.request_log.generation_log"):
         asyncio.run(read())
     return [record.getMessage() for record in caplog.records]
 
@@ -69,7 +69,7 @@ def test_keys_are_hidden(caplog: pytest.LogCaptureFixture, most: int) -> None:
 
 
 def test_whole_answers(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pd_cluster.service.generation.generation_log"):
+    with caplog.at_level(logging.INFO, "pd_cluster.extras.request_log.generation_log"):
         request_log().ends([generation()], [Piece(0, "ab", [1, 2], [], "length"), Piece(1, "", [3], [], "stop")])
     assert [record.getMessage() for record in caplog.records] == [
         "request cmpl-a, choice 0: length after 2 tokens: 'ab'",

@@ -33,7 +33,7 @@ State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
 LEAVE_S = 1.0  # the longest wait for the scheduler's answer to Leave
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a newly started scheduler lets requests wait for 3.5 s
-MOST_CUT_ROUNDS = 3  # rounds in which every address listens and none has a pinned key
+MOST_CUT_ROUNDS = 3  # so many rounds in which all addresses listen, but none has a pinned key, end the search
 
 
 class JoiningMailbox(Protocol):
@@ -171,7 +171,7 @@ class WorkerJoining:
         if self.state != "joined" and now_s > self._deadline_s:
             raise ConfigError(
                 f"{called('join')}: no scheduler has admitted this worker within {called('join_timeout')} "
-                f"{self._timeouts.join_timeout_s:g}; the last attempt, {self._reason}"
+                f"{self._timeouts.join_timeout_s:g}; the last attempt was {self._reason}"
             )
 
 

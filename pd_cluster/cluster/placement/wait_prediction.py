@@ -45,9 +45,9 @@ def predict_ttft_s(
 ) -> float:
     """Returns the time until this instance has computed its outstanding work and these tokens of a prompt.
 
-    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. If
-    context has a measured cost, the prompt's tokens attend to earlier ones, and outstanding tokens to the recent
-    prompts' mean.
+    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. The
+    cost of attention, if it was measured, counts as well: this prompt's tokens attend to all tokens before them, and
+    outstanding tokens to as many as those of recent prompts did.
     """
     num_ahead = instance.prompt_tokens_before(num_prompt_tokens)
     num_tokens = num_ahead + num_uncached

@@ -23,8 +23,8 @@ class AbandonmentTimes:
     """Estimates the time after which half of the clients have left (Kaplan and Meier, 1958); an answer ends the
     observation.
 
-    So people who stop one answer in ten early do not matter, and a library's timeout of 10 s is found, whether it
-    expires while a request waits or within its answer.
+    So it finds a library's timeout of 10 s, whether that expires while a request waits or within its answer. People
+    who stop one answer in ten hardly change the estimate.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Finds a request's first pair of instances.
 
-The request waits in the admission queue, if there is one, and objectives are checked. If the last instance was just
-lost, it waits a moment for one to return, or as long as a running request does if an instance is returning.
+The request waits in the admission queue, if there is one, and objectives are checked. If no
+instance is left, because one was just lost, the request waits a moment; if an instance is on its way back, as long as
+a running request would.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pd_cluster.process_messages import Gate
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
-SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited, since no event ends the expectation
+SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited: no event says that it will not come
 
 
 class RequestAdmission:

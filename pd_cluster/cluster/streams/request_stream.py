@@ -23,7 +23,8 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, PooledOutput, PromptOutput, RequestSpec, Resumed, TokenOutput
 from pd_cluster.types.variants import lora_of
 
-MAX_UNREAD_TOKENS = 4096  # tokens of a request that its reader may leave; with many sequences, MAX_UNREAD_STEPS each
+# Tokens of a request that its reader need not have read; with many sequences, MAX_UNREAD_STEPS of each.
+MAX_UNREAD_TOKENS = 4096
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
 MAX_WEIGHED_TOKENS = 256  # the most tokens with which each sequence of an answer counts as load
@@ -150,7 +151,7 @@ class RequestStream:
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = field(init=False)  # if the stream may resume
     held: asyncio.TimerHandle | None = None  # until then, first tokens are held; see first_token_hold.py
-    held_s: float = 0.0  # how long they were held; during the hold, minus the time at which it began
+    held_s: float = 0.0  # how long they were held; while they are, the negative of the hold's start time
     received_s: float = field(init=False)
     first_s: float = 0.0  # when the first token was delivered; 0: not yet
     max_unread: float = field(init=False)

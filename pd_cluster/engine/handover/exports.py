@@ -252,7 +252,10 @@ class Exports:
             self._send(export, group, each.finished_layers(num_layers, stop, limits, table, least))
 
     def _ship(self, export: Export) -> None:
-        """Ships all complete blocks that are not queued yet; after the first token, also the rest, states and ends."""
+        """Ships all complete blocks that are not queued yet.
+
+        After the first token also ships the incomplete block, the states and the lanes' ends.
+        """
         export.since_s = self._clock()
         request, done = export.request, bool(export.first_tokens)
         num_computed = len(request.prompt_token_ids) if done else request.num_computed_tokens

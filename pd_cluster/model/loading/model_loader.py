@@ -76,7 +76,8 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-# Relative; in float32 fusing changes about 1e-6, and if activations are rounded to codes, some codes change.
+# The most by which fusing may change logits, as a share of the largest. It changes float32 by about 1e-6, and some of
+# the codes to which activations are rounded.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 # Names in the files of any architecture.
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")
@@ -358,7 +359,7 @@ def logn_of(checkpoint: Checkpoint) -> LogN | None:
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:
-    """Returns the change of logits relative to the largest: in the worst row, or in 16 bits in the median row.
+    """Returns a row's largest change as a share of the largest logit: the worst row's, in 16 bits the median row's.
 
     In 16 bits, a router may choose another of two almost equal experts, which changes everything after it.
     """

@@ -10,7 +10,7 @@ import msgspec
 
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import GenerationError
-from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.generation_watch import GenerationWatch
 from pd_cluster.service.generation.merged_streams import merged, together
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.generation.stream_interval import spaced
@@ -24,7 +24,7 @@ MOST_TOKENS_OF_PIECE = 64  # for answers that are not streamed
 class TextGenerator:
     """`log`: the log of requests, if enabled. `interval`: tokens of a choice in each piece of a stream."""
 
-    def __init__(self, router: Router, log: RequestLog | None, interval: int) -> None:
+    def __init__(self, router: Router, log: GenerationWatch | None, interval: int) -> None:
         self._router, self._log, self._interval = router, log, interval
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:

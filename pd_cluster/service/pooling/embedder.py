@@ -13,7 +13,7 @@ from pd_cluster.checkpoints.embedding_prompts import EmbeddingPrompts
 from pd_cluster.checkpoints.pooling_config import pooling_kind_of
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelError, RequestError
-from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.generation_watch import GenerationWatch
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.pooling.pooled_prompts import (
     PoolingInput,
@@ -68,7 +68,7 @@ class EmbedderRules(NamedTuple):
 
 class Embedder:
     def __init__(
-        self, router: Router, encoder: PromptEncoder, rules: EmbedderRules, log: RequestLog | None = None
+        self, router: Router, encoder: PromptEncoder, rules: EmbedderRules, log: GenerationWatch | None = None
     ) -> None:
         self._router, self._encoder, self._rules, self._log = router, encoder, rules, log
 

@@ -14,7 +14,7 @@ from pd_cluster.checkpoints.pooling_config import POOLING_FILE
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.service.callers.caller import Caller
-from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.generation_watch import GenerationWatch
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.pooling.embedder import Embedder, EmbedderRules, EmbeddingInput
 from pd_cluster.service.pooling.pooled_prompts import numbers_of
@@ -113,7 +113,7 @@ def scorer_of(
     intake: RequestPreprocessor,
     guard: ControlTokenGuard | None,
     folder: Path,
-    log: RequestLog | None,
+    log: GenerationWatch | None,
     settings: PoolerConfig,
 ) -> Scorer:
     """Makes a process's scorer and embedder. `folder`: the checkpoint's."""

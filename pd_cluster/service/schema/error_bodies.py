@@ -16,7 +16,7 @@ from pd_cluster.errors import (
     Unavailable,
 )
 
-MAX_BODY_NBYTES = 32 << 20  # also the most of a body that is read and ignored after the answer
+MAX_BODY_NBYTES = 32 << 20  # also bounds what is read and ignored of a body whose request was refused early
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never sent, because the client has left
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # with Anthropic's shapes

@@ -58,7 +58,7 @@ class InLanes:
         self.progress.forget(conn)
 
     def precision(self, conn: str) -> str:
-        """Returns it from ends in this process: each group's first lane has one, and all lanes of a group are equal."""
+        """Returns the precision of a link. All lanes of a group have the same, and one of them ends in this process."""
         return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
 
     def begin(

@@ -95,7 +95,7 @@ class DecoderLayers:
         self._pools = (_Pointer * len(parts))()
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it supports this batch. It would also compute rows of the last layer that are not read."""
+        """Whether it supports this batch, all of whose rows must be sampled: it computes each row in every layer."""
         return (
             batch.num_tokens <= MOST_ROWS
             and len(batch.sample_rows) == batch.num_tokens

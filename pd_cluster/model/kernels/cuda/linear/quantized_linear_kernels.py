@@ -57,7 +57,7 @@ def coded_sum(
     NUM_GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS; for words plus 2^23
+    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS; 2^23 is added to it if codes are packed in words
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -1,0 +1,1 @@
+"""The log of requests and their answers, with --enable-log-requests."""

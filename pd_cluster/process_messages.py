@@ -44,6 +44,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0  # likewise
     further_layouts: Layouts = []  # of the other groups
     max_num_seqs: int = 0  # sequences in one step
+    max_num_batched_tokens: int = 0  # tokens in one step; 0: unknown
     tp_size: int = 1
     unit: ShortText = ""  # the group of instances that compute experts together; "": none
     unit_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -68,6 +69,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     numerics: Numerics = Numerics()
     max_model_len: int = 0
     max_num_seqs: int = 0  # memory for recurrent states may allow fewer than the settings ask for
+    max_num_batched_tokens: int = 0
     layout: LayoutInfo | None = None  # of the first group of layers
     num_blocks: int = 0  # likewise
     further_layouts: Layouts = []  # of the other groups

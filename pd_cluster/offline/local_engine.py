@@ -226,6 +226,7 @@ class LocalEngine:
             layout=runner.pool.layout.to_info(),
             num_blocks=runner.pool.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
         )
 
 

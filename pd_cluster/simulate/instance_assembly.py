@@ -19,6 +19,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.stages.cache_reports import CacheReports
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.engine.worker.worker import Cores, Worker
 from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
@@ -74,6 +75,7 @@ class Assembly:
             layout=self.kv_layout.to_info(),
             num_blocks=self.costs.num_blocks,
             max_num_seqs=self.costs.max_num_seqs,
+            max_num_batched_tokens=self.costs.max_num_batched_tokens,
         )
 
     def build(
@@ -84,9 +86,10 @@ class Assembly:
         life = SimulatedInstance(info.name, peer, around, speed)
         runner = SimulatedRunner(costs, life.began)
         prefix = PrefixScope(MODEL, NUMERICS)
-        sizes = StepSizes(costs.block_size, costs.max_num_seqs, costs.max_num_batched_tokens)
+        timing = StepTiming(life.clock)
+        sizes = StepSizes(costs.block_size, costs.max_num_seqs, costs.max_num_batched_tokens, cost=lambda: timing.cost)
         scheduler = StepScheduler([LayerGroup(BlockPool(costs.num_blocks))], sizes, prefix)
-        core = EngineCore(runner, scheduler, life.clock, drafting=HostPlans(scheduler, ()))
+        core = EngineCore(runner, scheduler, timing, drafting=HostPlans(scheduler, ()))
         endpoint = LocalEndpoint(peer, b"", MODEL, NUMERICS, (self.kv_layout,), (costs.num_blocks,), wire.KVOptions())
         lanes = SimulatedLanes(cables, life.wires, self.kv_layout, life.post.send, life.later)
         context = HandoverContext(endpoint, life.post, lanes, life.put, self.timeouts, life.clock, Tracer(life.clock))

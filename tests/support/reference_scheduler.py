@@ -180,25 +180,43 @@ class Reference:
         plan = ReferencePlan()
         due, first = sorted(self.of("running"), key=lambda j: (j.behind > 1, j.order)), self.of("waiting")[:1]
         later = [j for j in due if j.behind > 1 and any(other.order[0] < j.order[0] for other in first)]
-        self.go_on([j for j in due if j not in later], plan)
-        while not plan.preempted and sum(plan.chunks.values()) < self.budget:
-            is_full = self.further() >= self.most_further()
-            able = [j for j in self.of("waiting") if not (is_full and j.order[-1])]
-            if not able:
+        most, priority = self.budget, max((j.order[0] for j in self.jobs.values()), default=0)
+        if not later and (long := [j for j in due if j.behind > 1 and self.is_long(j)]):
+            worst = min(j.order[0] for j in long)
+            ahead = [j for j in due if j.behind > 1 and not self.is_long(j) and j.order[0] <= worst]
+            if ahead or any(j.order[0] <= worst for j in self.able()[:1]):
+                later, priority = [j for j in due if j.behind > 1 and j not in ahead], worst
+                most = self.for_others(sum(1 for j in due if j.behind == 1))
+        self.go_on([j for j in due if j not in later], plan, most)
+        while not plan.preempted and sum(plan.chunks.values()) < most:
+            able = self.able()
+            if not able or able[0].order[0] > priority:
                 break
             job = able[0]
             if self.seqs() >= self.max_seqs or not self.enter(job, plan):
                 break
             plan.admitted.append(job.key)
-            plan.chunks[job.key] = min(job.behind, self.budget - sum(plan.chunks.values()))
+            plan.chunks[job.key] = min(job.behind, most - sum(plan.chunks.values()))
         if not plan.preempted:
-            self.go_on(later, plan)
+            self.go_on(later, plan, self.budget)
         self.plan_keeps(plan)
         return plan
 
-    def go_on(self, due: list[Job], plan: ReferencePlan) -> None:
+    def able(self) -> list[Job]:
+        """Returns the waiting jobs for which there may be places."""
+        is_full = self.further() >= self.most_further()
+        return [j for j in self.of("waiting") if not (is_full and j.order[-1])]
+
+    def is_long(self, job: Job) -> bool:
+        return len(job.tokens) > 8 * self.budget
+
+    def for_others(self, num_decodes: int) -> int:
+        """Counts the tokens of a step for decodes, and for prompts ahead of a long one: three quarters of the rest."""
+        return num_decodes + (self.budget - num_decodes) * 3 // 4
+
+    def go_on(self, due: list[Job], plan: ReferencePlan, most: int) -> None:
         for job in due:
-            left = self.budget - sum(plan.chunks.values())
+            left = most - sum(plan.chunks.values())
             if left and job.status == "running" and self.grow(job, min(left, job.behind), plan):
                 plan.chunks[job.key] = min(left, job.behind)
 

@@ -113,6 +113,7 @@ class World:
     def assert_home(self) -> None:
         assert self.router.num_streams == 0
         assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
+        assert not any(i.num_long or i.long_tokens for i in self.instances)
 
 
 def admission_of(stats: RequestStats | None = None) -> RequestAdmission:

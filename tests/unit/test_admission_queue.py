@@ -13,7 +13,7 @@ from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASU
 from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
-from tests.support.router_world import ready
+from tests.support.router_world import info_of, ready
 
 # ---- what room means
 
@@ -21,7 +21,7 @@ from tests.support.router_world import ready
 def test_prompts_that_take_long_to_begin_wait() -> None:
     """Where no other instance of the role has room; an instance always has a prompt and the next one."""
     instances = pair()
-    assert spare_capacity(instances) == (True, True, True)
+    assert spare_capacity(instances)[:3] == (True, True, True)
     fill(instances[0], FULL - 1)
     assert spare_capacity(instances).for_prompts
     fill(instances[0])
@@ -32,6 +32,20 @@ def test_prompts_that_take_long_to_begin_wait() -> None:
     fill(instances[0], 10 * FULL)
     instances[0].num_outstanding = 1
     assert spare_capacity(instances).for_prompts
+
+
+def test_short_requests_do_not_wait_for_a_long_prompt_that_gives_way_to_them() -> None:
+    """Only long ones do: the instance has more than enough of these."""
+    instances = pair()
+    prefill = instances[0]
+    prefill.info = info_of("prefill-0", "prefill", max_num_batched_tokens=512)
+    prefill.outstanding_tokens, prefill.num_outstanding = 1_000_000, 3
+    assert not spare_capacity(instances).for_prompts
+    prefill.num_long, prefill.long_tokens = 1, 1_000_000 - FULL // 2
+    room = spare_capacity(instances)
+    assert (room.for_prompts, room.longest) == (True, prefill.long_from) == (True, 4096)
+    prefill.num_outstanding, prefill.outstanding_tokens = 5, FULL + prefill.long_tokens
+    assert not spare_capacity(instances).for_prompts, "its short ones alone take long"
 
 
 def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
@@ -58,7 +72,7 @@ def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
     ],
 )
 def test_sequences_need_places_and_memory(num_places: int, decode: dict[str, int], room: tuple[bool, ...]) -> None:
-    assert spare_capacity(pair(num_places, **decode)) == room
+    assert spare_capacity(pair(num_places, **decode))[:3] == room
 
 
 def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
@@ -74,12 +88,12 @@ def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
 def test_instances_of_one_kind_or_none() -> None:
     """One that does both needs room for both; where nobody takes requests, waiting does not help."""
     instances = pair(8, num_running=2)
-    assert spare_capacity(instances[1:]) == (True, True, True)
+    assert spare_capacity(instances[1:])[:3] == (True, True, True)
     instances[1].load = wire.Load(num_running=8, num_waiting=4)
     assert not spare_capacity(instances[1:]).for_sequences
     for instance in instances:
         instance.state = "unreachable"
-    assert spare_capacity(instances) == (True, True, True)
+    assert spare_capacity(instances)[:3] == (True, True, True)
 
 
 # ---- who waits, and how long

@@ -15,7 +15,7 @@ from pd_cluster.cluster.streams import request_stream as stream_module
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError
 from pd_cluster.types import LegEnd, RequestSpec, Sampling
-from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
+from tests.support.router_world import PROMPT, SAMPLING, World, info_of, rest_of, token
 
 # ---- Router.serve
 
@@ -52,6 +52,22 @@ async def test_the_next_request_goes_to_the_others(world: World) -> None:
         await asyncio.gather(first, return_exceptions=True)
         await serving.aclose()
     await world.leave(*begun[0][:2])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_long"), [(16, 0), (17, 1)])
+async def test_a_long_prompt_gives_way_at_its_prefill_instance_until_its_leg_ends(
+    world: World, num_tokens: int, num_long: int
+) -> None:
+    for each in world.instances:
+        each.info = info_of(each.name, each.role, max_num_batched_tokens=2)
+    prefill, _, decode, _ = world.instances
+    serving = world.router.serve(RequestSpec([1] * num_tokens, SAMPLING))
+    first = asyncio.ensure_future(anext(serving))
+    await world.until(wire.Submit, 2)
+    assert (prefill.num_long, prefill.long_tokens, decode.num_long) == (num_long, num_long * num_tokens, 0)
+    assert prefill.prompt_tokens_before(1) == (0 if num_long else num_tokens)
+    assert prefill.prompt_tokens_before(num_tokens + 1) == num_tokens, "a long one does not pass another"
+    await world.leave(serving, first)  # type: ignore[arg-type]
 
 
 async def test_a_whole_life(world: World) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pd_cluster.cluster.instances.known_prefixes import KnownBlocks, PoolKind, Prompt, pool_kind_of
 from pd_cluster.cluster.instances.peer_links import NO_LINKS, PeerLinks
+from pd_cluster.engine.scheduling.step_share import long_prompt_from
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.process_messages import InstanceInfo, InstanceState, Service
 from pd_cluster.types import LinkState, Role
@@ -40,6 +42,8 @@ class Instance:
     outstanding_tokens: int = 0  # sent by this scheduler and not known to have finished
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0
+    num_long: int = 0  # of these, long prompts, which give way to shorter ones there (engine/scheduling/step_share)
+    long_tokens: int = 0  # of outstanding_tokens, those of long prompts
     num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
     num_reported_sequences: int = 0  # the same count when it last reported its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
@@ -146,6 +150,17 @@ class Instance:
             return self.outstanding_tokens + self.others_tokens
         return self.load.num_queued_tokens
 
+    def prompt_tokens_before(self, num_tokens: int) -> int:
+        """Returns the prompt tokens that it computes before those of a prompt of this length."""
+        ahead = self.prompt_tokens_ahead
+        return max(0, ahead - self.long_tokens) if self.num_long and num_tokens <= self.long_from else ahead
+
+    @property
+    def long_from(self) -> float:
+        """The number of tokens above which it lets a prompt give way to shorter ones; infinite if unknown."""
+        most = self.info.max_num_batched_tokens if self.info is not None else 0
+        return long_prompt_from(most) if most else math.inf
+
     @property
     def num_sent_since(self) -> int:
         """The number of sequences sent since it last reported its load, minus those that ended since; may be
@@ -174,12 +189,16 @@ class Instance:
         known = self.known_blocks
         if not known.tiers:
             return 0
-        if self._pool[0] is not self.info:
-            self._pool = self.info, pool_kind_of(self.info)
-        pool = self._pool[1]
+        pool = self.pool_kind
         if pool is None or prompt.keys[pool][0] not in known.tiers:
             return 0
         return prompt.num_cached(pool, known, self.load)
+
+    @property
+    def pool_kind(self) -> PoolKind | None:
+        if self._pool[0] is not self.info:
+            self._pool = self.info, pool_kind_of(self.info)
+        return self._pool[1]
 
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can be sent from this prefill instance to that decode instance."""

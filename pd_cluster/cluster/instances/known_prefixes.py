@@ -6,6 +6,7 @@ its own cache. Knows nothing of how an instance is chosen.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from array import array
@@ -23,6 +24,7 @@ MAX_KEYS = 1 << 20  # per instance; about 100 bytes each
 UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}
 NO_LOAD = wire.Load()
 NO_BLOCK = -1
+SLICE_NUM_BLOCKS = 256  # keys that are computed at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +54,7 @@ class KnownBlocks:
 
     def __init__(self) -> None:
         self.tiers: dict[int, Tier] = {}  # key -> tier
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self.tiers)
@@ -59,6 +62,7 @@ class KnownBlocks:
     def apply(self, news: wire.CacheKeys) -> None:
         """Adds and removes keys; keys beyond MAX_KEYS are dropped."""
         added, removed = read_keys(news.added), read_keys(news.removed)
+        self.num_changes += 1
         if news.is_whole:
             self.tiers = {}
         for key in removed:
@@ -81,18 +85,37 @@ class KnownBlocks:
 
 
 class PromptKeys(dict[PoolKind, list[int]]):
-    """The keys of a prompt's blocks, computed once per kind of pool. NO_BLOCK, which no instance has, ends them."""
+    """The keys of a prompt's first blocks, computed once per kind of pool, and only as far as instances know them.
+
+    NO_BLOCK, which no instance has, ends the keys of a whole prompt.
+    """
 
     def __init__(self, order: RequestSpec) -> None:
         self._order = order
+        self._parents: dict[PoolKind, bytes] = {}  # the hash of the last block that has a key
 
     def __missing__(self, pool: PoolKind) -> list[int]:
-        order = self._order
-        root = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(order)
-        token_ids = order.prompt_token_ids[:-1]  # the last token is always computed, for its logits
-        hashes = chain_hashes(root, token_ids, pool.block_size, 0, order.spans, order.rope_positions)
-        self[pool] = keys = [*read_keys(keys_of(hashes)), NO_BLOCK]
+        self._parents[pool] = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(self._order)
+        self[pool] = keys = list[int]()
+        self.extend(pool)
         return keys
+
+    def extend(self, pool: PoolKind) -> None:
+        """Computes the keys of the next blocks."""
+        order, keys, size = self._order, self[pool], pool.block_size
+        first = len(keys) * size
+        # The last token is always computed, for its logits.
+        token_ids = order.prompt_token_ids[first : min(first + SLICE_NUM_BLOCKS * size, self.num_tokens)]
+        hashes = chain_hashes(self._parents[pool], token_ids, size, first, order.spans, order.rope_positions)
+        keys += read_keys(keys_of(hashes))
+        if len(hashes) < SLICE_NUM_BLOCKS:
+            keys.append(NO_BLOCK)
+        else:
+            self._parents[pool] = hashes[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._order.prompt_token_ids) - 1
 
 
 class Prompt:
@@ -101,14 +124,40 @@ class Prompt:
     def __init__(self, order: RequestSpec) -> None:
         self.num_tokens = len(order.prompt_token_ids)
         self.keys = PromptKeys(order)
+        # When the blocks that an instance knows were counted, and their numbers by tier; only for large numbers.
+        self._counts: dict[KnownBlocks, tuple[int, dict[Tier, int]]] = {}
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
         """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
         logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
         """
-        counts = known.leading(self.keys[pool])
+        counts = self._num_known(pool, known)
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
         return int(saved * pool.block_size)
+
+    def _num_known(self, pool: PoolKind, known: KnownBlocks) -> dict[Tier, int]:
+        """Counts the prompt's known blocks; many are counted once, since a request asks again and again."""
+        keys = self.keys[pool]
+        if len(keys) > SLICE_NUM_BLOCKS and known in self._counts:
+            num_changes, counts = self._counts[known]
+            if num_changes == known.num_changes:
+                return counts
+        counts = known.leading(keys)
+        while (num_blocks := sum(counts.values())) == len(keys):
+            self.keys.extend(pool)
+            for tier, count in known.leading(keys[num_blocks:]).items():
+                counts[tier] += count
+        if len(keys) > SLICE_NUM_BLOCKS:
+            self._counts[known] = known.num_changes, counts
+        return counts
+
+    async def look_up(self, pool: PoolKind, known: KnownBlocks) -> None:
+        """Computes the keys that `num_cached` reads, a slice at a time, so that other tasks run in between."""
+        keys, num_blocks = self.keys[pool], 0
+        while sum(known.leading(keys[num_blocks:]).values()) == len(keys) - num_blocks:
+            num_blocks = len(keys)
+            self.keys.extend(pool)
+            await asyncio.sleep(0)
 
 
 def _cost(tier: Tier, load: wire.Load) -> float:

@@ -7,6 +7,7 @@ its turn among clients, uses no instance memory, and goes to the first instance 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class SpareCapacity(NamedTuple):
     for_prompts: bool
     for_sequences: bool
     for_all: bool  # the reserve for clients with less than their share is not reached
+    longest: float = math.inf  # tokens of the longest request for which there is room
 
 
 ANYTHING_FITS = SpareCapacity(True, True, True)
@@ -50,15 +52,28 @@ def _spare_capacity(prefills: Iterable[Instance], decodes: Iterable[Instance]) -
         for_all = for_all or not is_nearly_full(decode)
         if for_sequences and for_all:
             break
-    return SpareCapacity(any(map(computes_soon, prefills)), for_sequences, for_all)
+    longest = 0.0
+    for prefill in prefills:
+        longest = max(longest, longest_soon(prefill))
+        if longest == math.inf:
+            break
+    return SpareCapacity(longest > 0, for_sequences, for_all, longest)
 
 
-def computes_soon(instance: Instance) -> bool:
-    """Whether a prompt sent there now would be started within about BACKLOG_S."""
+def longest_soon(instance: Instance) -> float:
+    """Returns the length of the longest prompt that would be started there within about BACKLOG_S; 0: none would."""
+    if _starts_soon(instance, instance.num_outstanding, instance.prompt_tokens_ahead):
+        return math.inf
+    num_short = instance.num_outstanding - instance.num_long
+    if instance.num_long and _starts_soon(instance, num_short, instance.prompt_tokens_before(0)):
+        return instance.long_from
+    return 0.0
+
+
+def _starts_soon(instance: Instance, num_prompts: int, num_tokens: int) -> bool:
+    """Whether a prompt behind these prompts and tokens would be started soon."""
     rate = instance.load.prefill_tokens_per_s
-    if instance.num_outstanding < (MIN_PROMPTS if rate else UNMEASURED_PROMPTS):
-        return True
-    return instance.prompt_tokens_ahead <= rate * BACKLOG_S
+    return num_prompts < (MIN_PROMPTS if rate else UNMEASURED_PROMPTS) or num_tokens <= rate * BACKLOG_S
 
 
 def decodes_soon(instance: Instance) -> bool:

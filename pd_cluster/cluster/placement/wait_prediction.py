@@ -49,7 +49,7 @@ def predict_ttft_s(
     cost of attention, if it was measured, counts as well: this prompt's tokens attend to all tokens before them, and
     outstanding tokens to as many as those of recent prompts did.
     """
-    num_ahead = instance.prompt_tokens_ahead
+    num_ahead = instance.prompt_tokens_before(num_prompt_tokens)
     num_tokens = num_ahead + num_uncached
     step_tokens, overhead_s, token_s, pair_s, num_earlier = instance.load.prompt_costs
     if not step_tokens:
@@ -58,7 +58,8 @@ def predict_ttft_s(
     if pair_s:
         num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
         found_s += (num_pairs + num_ahead * num_earlier) * pair_s
-    return found_s
+    shares_steps = instance.num_long and num_prompt_tokens <= instance.long_from
+    return 2 * found_s if shares_steps else found_s  # of steps with a long prompt
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
@@ -97,7 +98,7 @@ def check_goals(
     admitted and tests the prediction, however old its rate is.
     """
     prefill, decode = pair
-    if goals.ttft_s and prefill.prompt_tokens_ahead:
+    if goals.ttft_s and prefill.prompt_tokens_before(num_prompt_tokens):
         ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, lambda: best_rate(instances), num_prompt_tokens)
         if ttft_s > goals.ttft_s:
             raise Overloaded(

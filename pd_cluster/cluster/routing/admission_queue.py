@@ -317,12 +317,13 @@ class AdmissionQueue:
         spare = spare_capacity(self._members.instances)
         if self._is_paused or not spare.for_prompts:
             return None
+        longest = spare.longest
         if spare.for_sequences and spare.for_all:
-            return lambda entry: True
+            return lambda entry: entry.num_tokens <= longest
         others = self.queue.sharing(self._loop.time())
         if spare.for_sequences:
-            return lambda entry: others.excess(entry) <= 0
-        return lambda entry: others.excess(entry) < 0
+            return lambda entry: entry.num_tokens <= longest and others.excess(entry) <= 0
+        return lambda entry: entry.num_tokens <= longest and others.excess(entry) < 0
 
     async def _follow(self) -> None:
         """Checks again after every change of an instance, while any request waits."""

@@ -98,6 +98,10 @@ class LegDispatch:
         instance.num_outstanding += 1
         instance.outstanding_tokens += weight
         instance.num_sequences += stream.num_decoding(instance)
+        if leg != "decode" and len(stream.order.prompt_token_ids) > instance.long_from:
+            stream.long_legs.add(instance.conn)
+            instance.num_long += 1
+            instance.long_tokens += weight
         return weight
 
     def _abort(self, stream: RequestStream) -> None:
@@ -110,7 +114,11 @@ class LegDispatch:
         instance = stream.legs.pop(conn, None)
         if instance is not None:
             instance.num_outstanding -= 1
-            instance.outstanding_tokens -= stream.weights.pop(conn)
+            instance.outstanding_tokens -= (weight := stream.weights.pop(conn))
+            if conn in stream.long_legs:
+                stream.long_legs.remove(conn)
+                instance.num_long -= 1
+                instance.long_tokens -= weight
             instance.num_sequences -= stream.num_decoding(instance)
             if instance is stream.prefill:
                 self._end_encoding(stream)

@@ -35,6 +35,8 @@ from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, U
 from pd_cluster.process_messages import Gate
 from pd_cluster.types import PooledOutput, PromptOutput, RequestSpec, TokenOutput
 
+MOST_AT_ONCE = 1 << 15  # tokens of a prompt that is looked up in caches without letting other tasks run
+
 
 class Router:
     """Follows `membership` and chooses among its instances, by `rules`."""
@@ -176,6 +178,10 @@ class Router:
     ) -> tuple[RequestOrigin, AdmittedRequest]:
         """Returns the request's pair, and its origin with the time of its arrival."""
         ask = ask_of(order)
+        if ask.prompt.num_tokens > MOST_AT_ONCE:
+            for each in self.membership.instances:
+                if each.known_blocks.tiers and (pool := each.pool_kind) is not None:
+                    await ask.prompt.look_up(pool, each.known_blocks)
         if origin.kept is not None and (place := origin.kept.place) is not None:
             return origin, AdmittedRequest(ask, place.instance, place.instance)
         if origin.received_s is None:

@@ -147,6 +147,7 @@ class RequestStream:
     num_full: int = 0  # consecutive attempts that found an instance full
     full_until_s: float = 0.0  # until then it waits for capacity
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for the same legs
+    long_legs: set[str] = field(default_factory=set)  # conns of those that compute a long prompt
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = field(init=False)  # if the stream may resume
     held: asyncio.TimerHandle | None = None  # until then, first tokens are held; see first_token_hold.py

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pd_cluster.costs.linear_costs import StepCost
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_drafting import drafting_of
 from pd_cluster.engine.handover.handover import HandoverTerms
@@ -22,6 +23,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
@@ -63,14 +65,17 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     block_size, scope = layout.block_size, PrefixScope(runner.model_identity, runner.numerics, layout.draft_head)
     prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
+    timing, groups = StepTiming(), _groups_of(runner, tier)
+    sees_all = any(not (each.rule.window or each.rule.is_state) for each in groups)
     scheduler = StepScheduler(
-        _groups_of(runner, tier),
+        groups,
         StepSizes(
             block_size,
             runner.max_num_seqs,
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
+            cost=(lambda: timing.cost) if sees_all else StepCost,  # otherwise a long context costs nothing
         ),
         prefix,
         keep_rule_of(config, block_size),
@@ -79,7 +84,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     processors = processors_of(config, runner)
     drafting = None if processors else drafting_of(config.speculation, scheduler, guides, runner)
     lead = LeadRunner(runner, followers) if followers else runner
-    return EngineCore(lead, scheduler, guides=guides, drafting=drafting, processors=processors)
+    return EngineCore(lead, scheduler, timing, guides, drafting, processors)
 
 
 def processors_of(config: EngineConfig, runner: ModelRunner) -> RequestProcessors:

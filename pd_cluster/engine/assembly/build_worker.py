@@ -121,6 +121,7 @@ def _ready(report: RankReport, endpoint: LocalEndpoint, runner: ModelRunner) -> 
         numerics=runner.numerics,
         max_model_len=runner.max_model_len,
         max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
         layout=endpoint.layouts[0].to_info(),
         num_blocks=endpoint.num_blocks[0],
         further_layouts=[layout.to_info() for layout in endpoint.layouts[1:]],

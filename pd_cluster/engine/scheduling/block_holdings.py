@@ -162,7 +162,7 @@ class Holdings:
         if self.prefix is None:
             return
         num_blocks = request.num_computed_tokens // self.block_size
-        hashes = self.hashes(request, num_blocks)
+        hashes = self._hashed(request, num_blocks)
         log = self.blocks.log
         for each in self._of_tokens:
             table = request.tables[each.at]
@@ -177,6 +177,14 @@ class Holdings:
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """Returns the hashes of its first blocks of tokens; the last one is also the content of a state after them."""
+        return self._hashed(request, num_blocks)[:num_blocks]
+
+    def last_hash(self, request: Request, num_blocks: int) -> bytes:
+        """Returns the last of `hashes`."""
+        return self._hashed(request, num_blocks)[num_blocks - 1]
+
+    def _hashed(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Returns the request's own list of hashes, which has at least this many."""
         assert self.prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:
@@ -188,7 +196,7 @@ class Holdings:
             token_ids = request.token_ids(first, num_blocks * self.block_size)
             spans, rope_positions = request.order.spans, request.rope_positions
             known += chain_hashes(parent, token_ids, self.block_size, first, spans, rope_positions)
-        return known[:num_blocks]
+        return known
 
     def give_back(self, request: Request) -> None:
         for each in self.groups:

@@ -75,6 +75,11 @@ class GroupHoldings:
         table = request.tables[self.at]
         return [block for block in table if block != self.padding_block] if self.rule.window else table
 
+    def num_held(self, request: Request) -> int:
+        """Counts its blocks, without a list of them."""
+        table = request.tables[self.at]
+        return len(table) - (table.count(self.padding_block) if self.rule.window else 0)
+
     def num_passed(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that no token after `num_computed` attends to.
 

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_cluster.costs.linear_costs import StepCost
 from pd_cluster.engine.scheduling.block_allocator import BlockAllocator
 from pd_cluster.engine.scheduling.block_holdings import Holdings
 from pd_cluster.engine.scheduling.count_histogram import CountHistogram
@@ -25,6 +26,7 @@ from pd_cluster.engine.scheduling.step_plan import (
     pooling_chunk_of,
     service_order,
 )
+from pd_cluster.engine.scheduling.step_share import GivingWay, StepShare
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.types import Request, Status, TokenOutput, sibling
@@ -35,13 +37,17 @@ KEEP_ALIGNED = KeepRule()
 
 
 class StepSizes(NamedTuple):
-    """The limits of a step. `most_adapters`: 0: there are none. `keeps_images_whole`: no chunk ends inside an image."""
+    """The limits of a step. `most_adapters`: 0: there are none. `keeps_images_whole`: no chunk ends inside an image.
+
+    `cost`: returns the measured cost of steps, which limits chunks behind long contexts.
+    """
 
     block_size: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
     most_adapters: int = 0
     keeps_images_whole: bool = False
+    cost: Callable[[], StepCost] = StepCost
 
 
 class StepScheduler:
@@ -68,7 +74,7 @@ class StepScheduler:
         keep_rule: KeepRule = KEEP_ALIGNED,
     ) -> None:
         self.blocks, self.swap = groups[0].blocks, groups[0].swap
-        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_images_whole = sizes
+        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_images_whole, cost = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
         self.groups = [
             GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
@@ -79,6 +85,7 @@ class StepScheduler:
         self.known = self._checkpoints.reached or self.blocks  # contents after which other requests can begin
         self._turns = LoraRotation(most_adapters) if most_adapters else None
         self._keeps_images_whole = keeps_images_whole
+        self._share = StepShare(max_num_batched_tokens, self.block_size, cost)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
@@ -206,7 +213,8 @@ class StepScheduler:
     def plan(self) -> StepPlan:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
 
-        Prompts that have begun come after a waiting request of a higher priority.
+        Prompts that have begun come after a waiting request of a higher priority, and long ones after others, which get
+        a share of the step.
         """
         plan = StepPlan()
         self._begin_moves(plan.moves)
@@ -215,10 +223,13 @@ class StepScheduler:
         first = self.places.next(self.waiting)
         turn = None if self._turns is None else self._turns.next([*due, *self.waiting[first : first + 1]])
         later = [request for request in due if self._gives_way(request)] if self.waiting else []
+        way = self._giving_way(due, first) if not later else None
+        if way is not None:
+            later, budget = way.later, way.num_tokens
         budget = self._continue([r for r in due if r not in later] if later else due, plan, budget, turn)
         if not plan.preempted:
-            self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
-        if later and budget and not plan.preempted:
+            self._admit(plan, budget, may_enter=lambda r: _may_enter(r, turn, way))
+        if later and (budget or way is not None) and not plan.preempted:
             self._continue(later, plan, self.max_num_batched_tokens - plan.num_tokens, turn)
         plan.keeps = self._checkpoints.plan(plan.chunks)
         return plan
@@ -227,8 +238,15 @@ class StepScheduler:
         """Whether a prompt that has begun comes after a request that waits."""
         return request.num_behind > 1 and self.waiting[0].priority < request.priority
 
+    def _giving_way(self, due: Sequence[Request], first: int) -> GivingWay | None:
+        """Returns the long prompts that give way to shorter ones. `first`: the next waiting request."""
+        if not due or due[-1].num_behind == 1 or self._keeps_images_whole:
+            return None
+        return self._share.giving_way(due, next(iter(self.waiting[first : first + 1]), None), self._pooling_chunk)
+
     def _continue(self, due: Sequence[Request], plan: StepPlan, budget: int, turn: StepAdapters | None) -> int:
         """Adds chunks of running requests, in this order; returns the rest of the budget."""
+        most = plan.num_tokens + budget
         for request in due:
             if not budget:
                 break
@@ -241,7 +259,7 @@ class StepScheduler:
                 return 0
             if num_tokens and self.allocator.grow(request, request.num_computed_tokens + num_tokens, plan):
                 plan.add(request, num_tokens)
-                budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
+                budget = most - plan.num_tokens if plan.preempted else budget - num_tokens
         return budget
 
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
@@ -257,12 +275,16 @@ class StepScheduler:
         if self._holdings.states is not None:
             return None
         plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
-        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
+        due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
+        if self._giving_way(due, self.places.next(self.waiting)) is not None:
+            return None
+        for request in due:
             if request.key in gone:
                 continue
             if not budget:
                 break
-            num_tokens = self._whole(request, min(max(1, request.num_behind), budget), budget)
+            num_tokens = self._share.limited(plan.chunks, request, min(max(1, request.num_behind), budget))
+            num_tokens = self._whole(request, num_tokens, budget)
             if self.waiting and self._gives_way(request):
                 return None
             if not num_tokens or not may_go(request) or not self.allocator.grow_ahead(request, num_tokens):
@@ -348,6 +370,11 @@ class StepScheduler:
         copies = [self._checkpoints.taken] if group.is_state else []
         return [*(group.held(request) for request in self.requests.values()), *copies]
 
+    def num_held(self, group: GroupHoldings) -> int:
+        """Counts the blocks that `held` returns, a block once for each holder."""
+        copies = len(self._checkpoints.taken) if group.is_state else 0
+        return sum(map(group.num_held, self.requests.values())) + copies
+
     def check(self) -> None:
         """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
 
@@ -376,7 +403,7 @@ class StepScheduler:
             num_tokens = min(request.num_behind, size - request.num_computed_tokens % size)
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
-        num_tokens = min(request.num_behind, budget, rows)
+        num_tokens = self._share.limited(plan.chunks, request, min(request.num_behind, budget, rows))
         if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read their keys and values
             given = num_given_tokens(request.order.variant) - request.num_computed_tokens
             num_tokens = min(num_tokens, given) if given > 0 else num_tokens
@@ -430,3 +457,7 @@ class StepScheduler:
                 return
             plan.add(request, num_tokens)
             budget -= num_tokens
+
+
+def _may_enter(request: Request, turn: StepAdapters | None, way: GivingWay | None) -> bool:
+    return (turn is None or turn.admits(request)) and (way is None or request.priority <= way.priority)

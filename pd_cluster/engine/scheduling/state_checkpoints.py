@@ -53,7 +53,7 @@ class Checkpoints:
             for at in self._points(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 if not states.blocks.num_available:
                     return keeps
-                if self._holdings.hashes(request, at // self._size)[-1] not in states.blocks:
+                if self._holdings.last_hash(request, at // self._size) not in states.blocks:
                     keeps.append(StateCopy(request, at, *states.blocks.take(1)))
                     self.taken.append(keeps[-1].block)
         return keeps

@@ -6,7 +6,6 @@ The caller decides from the StepResult what happens to a request that must be ha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,7 @@ from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.look_ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.step_outputs import NextToken, PooledVector, RowOutput
+from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.model.inputs.forward_batch import EncoderTotals, OnLayer, RunnerOutput
 from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
 from pd_cluster.model.sampling.device_tokens import After, Tokens
@@ -83,12 +83,13 @@ class EngineCore:
         self,
         runner: Runner,
         scheduler: StepScheduler,
-        clock: Callable[[], float] = time.perf_counter,
+        timing: StepTiming | None = None,
         guides: Guides | None = None,
         drafting: Drafting | None = None,
         processors: RequestProcessors = NO_PROCESSORS,
     ) -> None:
-        """`drafting` None: each sequence gets one token per step."""
+        """`drafting` None: each sequence gets one token per step. `timing`: what the scheduler's `cost` reads."""
+        self.timing = timing or StepTiming()
         self.runner = runner
         self.guides = guides or no_guides()
         self.scheduler = scheduler
@@ -102,7 +103,7 @@ class EngineCore:
         self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
         self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host, processors.concern if processors else None)
         self.pooler = Pooler()
-        self._clock = clock
+        self._clock = self.timing.clock
         scheduler.move_now = self._move
 
     def _move(self, moves: Sequence[Move]) -> None:

@@ -1,8 +1,9 @@
-"""Measures an engine's steps for routing's predictions. Numbers only; it has no clock."""
+"""Measures an engine's steps for routing's predictions and for the shares of long prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from pd_cluster.costs.linear_costs import StepCost, StepWork, num_pairs_of
 from pd_cluster.costs.online_fit import DECAY, MeanWork, OnlineFit
@@ -31,9 +32,10 @@ def work_of(chunks: Sequence[tuple[Request, int]], is_computed: bool = True) -> 
 
 
 class StepTiming:
-    """Fits the costs of steps, and keeps their mean work; recent steps weigh most."""
+    """Fits the costs of steps, and keeps their mean work; recent steps weigh most. `clock`: measures the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.step_tokens = CountHistogram(STEP_TOKENS_BOUNDS)
         self._fit, self._prompt_work, self._decode_work = OnlineFit(), MeanWork(), MeanWork()
         self._num_rows = self._num_tokens = 0.0

@@ -29,7 +29,7 @@ class LoadReport:
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
     ) -> None:
         self.load = wire.Load()  # the mailbox's thread reads it; replaced, never changed
-        self.timing = StepTiming()
+        self.timing = core.timing
         self.is_old = False
         self.is_shared = False  # whether several schedulers share the engine
         self._core, self._legs, self._stages, self._state = core, legs, stages, state
@@ -155,5 +155,5 @@ def num_leaked_blocks(scheduler: StepScheduler) -> int:
     It counts every group of layers. The bound is exact while there are no requests; `StepScheduler.check` finds the
     blocks, but examines each one.
     """
-    named = ((each, sum(map(len, scheduler.held(each)))) for each in scheduler.groups)
+    named = ((each, scheduler.num_held(each)) for each in scheduler.groups)
     return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)

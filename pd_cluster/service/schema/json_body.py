@@ -15,7 +15,7 @@ from pd_cluster.errors import RequestError
 MAX_CONTAINERS = 50_000  # arrays and objects
 MAX_NAMES = 32_768  # names in objects, each of which is allocated and hashed
 MAX_STRINGS = 100_000  # including names
-MAX_VALUES = 1_000_000  # enough for a million token ids
+MAX_VALUES = 1_050_000  # enough for 2**20 token ids, and all other fields
 MAX_ESCAPES = 1_500_000  # backslashes in strings; enough for a text of that many escaped characters
 MAX_DEPTH = 64  # nesting of arrays and objects
 CHUNK_NBYTES = 256 << 10  # counting a chunk takes about a millisecond

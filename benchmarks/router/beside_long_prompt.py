@@ -1,0 +1,120 @@
+"""`python -m benchmarks long-prompts`: first tokens of 200-token requests while one long prompt is computed.
+
+A real cluster of one prefill and one decode instance, and a random model of one layer with one head of 16. The short
+requests arrive as a Poisson process, first alone and then beside the long prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.child_process import make_model
+from benchmarks.figures import begin, finish, ratio, result
+from benchmarks.mixed_load import NUM_TOKEN_IDS, Load, answered, poisson
+from benchmarks.model_shapes import ModelShape
+from pd_cluster.bench.serve_bench import running, sigterm_ends_it
+from pd_cluster.client.streaming_client import Sample, measure
+from pd_cluster.cluster.processes.launch_settings import Launch
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
+from pd_cluster.errors import GenerationError
+from pd_cluster.result_tables import Report
+
+URL = "/v1/completions"
+NUM_SHORT_TOKENS, MAX_TOKENS, STEP_TOKENS, BLOCK_SIZE = 200, 4, 512, 16
+WARM_S, TIMEOUT_S = 3.0, 3600.0
+P99_GOAL = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompt:
+    """The long prompt's tokens; the rate and duration of the short requests."""
+
+    num_tokens: int
+    rate: float
+    seconds: float
+    seed: int
+
+
+async def run(load: LongPrompt, quick: bool, json: str) -> None:
+    """Measures, prints, writes. Raises PdClusterError: no cluster, failed requests, a prompt that ended too soon."""
+    begin(json)
+    with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        most = load.num_tokens + 1024
+        shape = ModelShape(
+            hidden_size=16,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=16,
+            intermediate_size=16,
+            vocab_size=512,
+            max_positions=most,
+        )
+        launch = Launch(
+            model=str(make_model(Path(folder), shape)),
+            port=free_port_pair(),
+            served_model_names=["tiny"],
+            arguments=[
+                f"--max-model-len={most}",
+                f"--max-num-batched-tokens={STEP_TOKENS}",
+                f"--num-gpu-blocks-override={2 * most // BLOCK_SIZE}",
+                f"--request-timeout={TIMEOUT_S:g}",
+                "--skip-tokenizer-init",
+            ],
+            restart="no",
+        )
+        async with running(launch) as cluster, _client(cluster.launch.url) as client:
+            await _short(client, load, WARM_S)
+            alone = await _short(client, load, load.seconds)
+            sent = asyncio.create_task(_one(client, _body(random.Random(load.seed), load.num_tokens)))
+            await asyncio.sleep(WARM_S)
+            beside = await _short(client, load, load.seconds)
+            if sent.done() and not quick:
+                raise GenerationError("the long prompt ended before the load; give more --tokens or fewer --seconds")
+            long_s = (await sent).ttft_s or 0.0
+    results = [
+        result("first token p99, alone", alone, "s", at=99),
+        result("first token p99, beside the long prompt", beside, "s", at=99),
+        result("first token of the long prompt", [long_s], "s"),
+        result("first token p99, beside to alone", ratio(beside, alone, 99), "x", "lower", P99_GOAL),
+    ]
+    asked = f"--tokens {load.num_tokens} --rate {load.rate:g} --seconds {load.seconds:g} --seed {load.seed}"
+    title = f"one prefill and one decode instance, {load.rate:g} short requests a second"
+    finish(Report(f"python -m benchmarks long-prompts {asked}", results), title, json, quick)
+
+
+async def _short(client: httpx.AsyncClient, load: LongPrompt, seconds: float) -> list[float]:
+    """Returns the times to the first token. Raises GenerationError."""
+    draw, started_s = random.Random(f"{load.seed} {time.monotonic()}"), time.monotonic()
+
+    async def send(body: Mapping[str, Any]) -> Sample:
+        return await answered(client, URL, body)
+
+    sending = Load(lambda number: _body(draw, NUM_SHORT_TOKENS), poisson(draw, load.rate), send)
+    await sending.run(lambda _: time.monotonic() - started_s >= seconds)
+    return [each.sample.ttft_s for each in sending.answers if each.sample.ttft_s is not None]
+
+
+async def _one(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Sample:
+    sample = await measure(client, URL, body, deadline_s=TIMEOUT_S)
+    if sample.error is not None:
+        raise GenerationError(f"the long prompt failed: {sample.error}")
+    return sample
+
+
+def _body(draw: random.Random, num_tokens: int) -> dict[str, Any]:
+    prompt = [draw.randrange(NUM_TOKEN_IDS) for _ in range(num_tokens)]
+    return {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False)

@@ -58,6 +58,7 @@ class Request:
     client: str = ""  # the connection that receives the outputs
     kv_precision: str = ""  # how landed KV differs from KV computed here (kv.pool_route.PoolRoute)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
+    is_pull: bool = False  # only the KV cache of a prompt's beginning, on its way from one prefix cache to another
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
 
     index: int = field(default=0, metadata=OWN)

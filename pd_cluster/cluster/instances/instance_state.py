@@ -181,6 +181,11 @@ class Instance:
             return 0
         return prompt.num_cached(pool, known, self.load)
 
+    def num_held(self, prompt: Prompt) -> int:
+        """Returns how many of the prompt's first tokens its device or host memory has, so that a peer can pull them."""
+        known, pool = self.known_blocks, pool_kind_of(self.info)
+        return 0 if pool is None else prompt.num_held(pool, known)
+
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can be sent from this prefill instance to that decode instance."""
         return other.key in self.links.up

@@ -110,6 +110,11 @@ class Prompt:
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
         return int(saved * pool.block_size)
 
+    def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
+        """Returns the prompt's first tokens that are in device or host memory."""
+        keys = self.keys[pool]
+        return pool.block_size * next(at for at, key in enumerate(keys) if known.tiers.get(key, "disk") == "disk")
+
 
 def _cost(tier: Tier, load: wire.Load) -> float:
     """Returns the time to load a token from a tier as a share of the time to compute it, at most 1."""

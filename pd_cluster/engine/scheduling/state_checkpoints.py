@@ -84,6 +84,16 @@ class Checkpoints:
             states.blocks.drop(before)
         self._last[request] = content
 
+    def landed(self, request: Request) -> None:
+        """Keeps the state of a pulled beginning under its last block's hash."""
+        states = self._holdings.states
+        if not self.is_on or states is None or request.num_computed_tokens % self._size:
+            return
+        chain = self._holdings.hashes(request, request.num_computed_tokens // self._size)
+        states.blocks.remember(request.tables[states.at][0], chain[-1])
+        if self.reached is not None:
+            self.reached.kept(chain)
+
     def _points(self, request: Request, start: int, stop: int) -> Iterator[int]:
         """Yields the numbers of tokens in (start, stop], ascending, after which this request's state is kept."""
         size, num_prompt = self._size, len(request.prompt_token_ids)

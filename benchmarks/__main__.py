@@ -172,6 +172,19 @@ def routing(
     _run(run(policies, Conversations(users, turns), rounds, json))
 
 
+@app.command("agents")
+def agents(
+    num_requests: Annotated[int, typer.Option(min=1, help="Turns of all sessions.")] = 1500,
+    seed: Seed = 0,
+    export: Annotated[str, typer.Option(metavar="FILE", help="Write the trace, as for `bench load --trace`.")] = "",
+    json: Json = "",
+) -> None:
+    """Serve agents' sessions by simulation, with and without pulls: cache hits and TTFT beside one large pool."""
+    from benchmarks.router.agents import run
+
+    run(num_requests, seed, export, json)
+
+
 @app.command("overload")
 def overload(
     seconds: Annotated[float, typer.Option(help="Duration of each of six runs.")] = 60.0,

@@ -1,8 +1,8 @@
-"""`python -m benchmarks agents`: sessions of agents on simulated prefill instances, with and without pulls.
+"""`python -m benchmarks agents`: sessions of agents on simulated prefill instances, with and without --prefix-pull.
 
-A trace of sessions (`agents_trace`) is served by the simulator with 1, 2 and 4 prefill instances of one total memory
-and speed, so that one instance shows what one pool would do, and by an infinite cache. The working set, the contexts of
-the sessions that are open at a time, is `SET_SHARE` times the pools.
+The simulator serves a trace of sessions (`agents_trace`) with 1, 2 and 4 prefill instances of the same total memory and
+speed. One instance shows what a single pool of all the memory would do. The working set, which is the contexts of the
+sessions that are open at a time, is `SET_SHARE` times the pools.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pd_cluster.bench.outcomes import Outcome
 from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
 from pd_cluster.bench.trace_files import write_trace
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
-from pd_cluster.result_tables import Report, Result, percentile
+from pd_cluster.result_tables import Report, Result
 from pd_cluster.simulate.simulated_layout import SimulatedLayout
 from pd_cluster.simulate.simulation import silent, simulate
 
 SET_SHARE = 2.5
 NUM_DECODE = 8
-GOAL = 0.9  # of one pool's hit share, with four instances
 TOKENS_PER_S = 160_000.0  # prompts, of all prefill instances together
 LINK_NBYTES_PER_S, TOKEN_NBYTES = 40e9, 1 << 16
 SCALE = 8  # tokens of the trace for a simulated one, since hashing all of them takes long
@@ -35,7 +34,7 @@ COMPACT_SHARE = 0.008  # of turns, which begin again with a summary
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Medians, in tokens and seconds. `num_open`: sessions at a time. Turns of a session are geometric."""
+    """Medians, in tokens and seconds. `num_open`: sessions at a time; a session's turns are geometric."""
 
     num_open: int = 48
     num_turns: int = 64
@@ -47,6 +46,39 @@ class Agents:
     output_tokens: int = 317
     tool_s: float = 6.0
     user_s: float = 240.0  # of one pause in eight
+
+
+def run(num_requests: int, seed: int, export: str, json: str) -> None:
+    """Raises PdClusterError."""
+    begin(json)
+    agents = Agents(num_requests=num_requests)
+    arrivals = agents_trace(agents, seed)
+    title = f"{num_requests} turns of {agents.num_open} agents, seed {seed}"
+    if export:
+        write_trace(export, arrivals)
+    shares = reused_shares(arrivals)
+    num_tokens = sum(each.num_prompt_tokens for each in arrivals)
+    ideal = sum(share * each.num_prompt_tokens for share, each in zip(shares, arrivals, strict=True)) / num_tokens
+    results = [
+        result("prompt, p50", [each.num_prompt_tokens for each in arrivals], "tokens"),
+        result("output, p50", [each.num_output_tokens for each in arrivals], "tokens"),
+        result("turns that reuse nine tenths", [sum(share >= 0.9 for share in shares) / len(shares)], "share"),
+        result("hit share: infinite cache", [ideal], "of tokens", "higher"),
+    ]
+    pools = pool_tokens(agents, arrivals)
+    for num_prefill, pulls in ((1, False), (2, False), (2, True), (4, False), (4, True)):
+        results += _results(num_prefill, pulls, served(arrivals, num_prefill, pools, pulls))
+    finish(Report(f"python -m benchmarks agents --num-requests {num_requests} --seed {seed}", results), title, json)
+
+
+def _results(num_prefill: int, pulls: bool, outcomes: Sequence[Outcome]) -> list[Result]:
+    name = f"{num_prefill}P{' with pulls' if pulls else ''}"
+    times_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]
+    return [
+        result(f"hit share: {name}", [hit_share(outcomes)], "of tokens", "higher"),
+        result(f"ttft, p50: {name}", times_ms, "ms"),
+        result(f"ttft, p90: {name}", times_ms, "ms", at=90),
+    ]
 
 
 def agents_trace(agents: Agents, seed: int) -> list[Arrival]:
@@ -111,7 +143,7 @@ def pool_tokens(agents: Agents, arrivals: Sequence[Arrival]) -> int:
     return round(agents.num_open * mean / SET_SHARE)
 
 
-def served(arrivals: Sequence[Arrival], num_prefill: int, num_tokens: int, pulls: bool, policy: str) -> list[Outcome]:
+def served(arrivals: Sequence[Arrival], num_prefill: int, num_tokens: int, pulls: bool) -> list[Outcome]:
     """Simulates `num_prefill` instances that share the memory and the speed."""
     costs = Costs(
         model="agents",
@@ -124,9 +156,7 @@ def served(arrivals: Sequence[Arrival], num_prefill: int, num_tokens: int, pulls
         block_size=HASH_BLOCK_TOKENS // SCALE,
         max_num_batched_tokens=8192 // SCALE,
     )
-    layout = SimulatedLayout(
-        num_prefill=num_prefill, num_decode=NUM_DECODE, routing_policy=policy, pulls_prefixes=pulls
-    )
+    layout = SimulatedLayout(num_prefill=num_prefill, num_decode=NUM_DECODE, pulls_prefixes=pulls)
     with silent():
         return simulate(layout, costs, [_scaled(each) for each in arrivals]).outcomes
 

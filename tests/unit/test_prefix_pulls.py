@@ -167,9 +167,7 @@ def sessions() -> list[Arrival]:
             own = (*own, next(ids), next(ids))
             shown = own[: -(-num_tokens // 16)]
             found.append(
-                Arrival(
-                    at_s=at_s, num_prompt_tokens=num_tokens, num_output_tokens=4, hash_ids=shown, block_tokens=16
-                )
+                Arrival(at_s=at_s, num_prompt_tokens=num_tokens, num_output_tokens=4, hash_ids=shown, block_tokens=16)
             )
             own, at_s = own[: num_tokens // 16], at_s + 2 * rng.random()
         del number

@@ -340,6 +340,11 @@ class StepScheduler:
             self._holdings.remember(request)
         self._holdings.free_passed_blocks(request)
 
+    def expire(self, now_s: float) -> None:
+        """Ends retentions whose time is over."""
+        for each in self.groups:
+            each.blocks.expire(now_s)
+
     def forget(self) -> None:
         """Forgets every content, in all groups, so that nothing computed so far is reused."""
         for each in self.groups:

@@ -67,7 +67,7 @@ class Checkpoints:
         for keep in keeps:
             if keep.request in computed:
                 self._remember(keep, *keep)
-            states.blocks.release([keep.block])
+            states.blocks.release([keep.block], keep.request.retention)
         self.taken.clear()
 
     def _remember(self, keep: StateCopy, request: Request, num_tokens: int, block: int) -> None:

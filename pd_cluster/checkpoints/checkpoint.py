@@ -86,8 +86,8 @@ class Checkpoint:
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
     part_of: str = ""  # the whole model's model_type, if only a multimodal folder's text model is loaded
     is_unproven: bool = False  # its type is not listed, but --try-unlisted allows it
-    layout: Layout | None = None  # of tensors, unless transformers'; `config` is in transformers' form
-    quantization: Quantization | None = None  # of the files
+    layout: Layout | None = None  # how tensors are stored, if not as in transformers; `config` is in transformers' form
+    quantization: Quantization | None = None  # how the files are quantized
     takes_adapters: bool = False  # LoRA adapters can be loaded
     vision: VisionPart | None = None  # how it reads pictures; None: text only
     head_scheme: str = ""  # quantizes the output layer at load
@@ -185,7 +185,7 @@ class Checkpoint:
     def warn_of_ignored_files(self) -> None:
         """Warns of ignored files that change the model's results elsewhere."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
-            log.warning("%s: %s: the model is served without; see --lora-modules", self.path, ", ".join(files))
+            log.warning("%s: %s: the model is served without them; see --lora-modules", self.path, ", ".join(files))
 
     @property
     def generation_file(self) -> Path:
@@ -333,7 +333,7 @@ def _nearest(model_type: object) -> str:
 
 
 def _why_never(config: Config) -> str | None:
-    """Returns why an unlisted type cannot even be tried, to follow "it"; None if it can."""
+    """Returns why an unlisted type cannot even be tried, in words that follow "it"; None if it can."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)

@@ -41,7 +41,10 @@ TEXT_FIELDS = (
     *("vocab_size", "tie_word_embeddings", "use_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
 )
 TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels", "patch_size", "spatial_merge_size")
-TIME_SHARE, ROPE_THETA = 20, 500_000.0  # of half a head; older config.json files lack both
+TIME_SHARE, ROPE_THETA = (
+    20,
+    500_000.0,
+)  # time's part of half a head, and rope's base; older files lack both
 
 
 def may_be(config: Mapping[str, Any]) -> bool:
@@ -163,7 +166,9 @@ class PaddleSizes(NamedTuple):
         shares = (1, 1) if len(names) == 2 else (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         unit, rest = divmod(shape[dim], sum(shares))
         if rest:
-            raise ModelError(f"{key}: {shape[dim]} outputs are no {' + '.join(map(str, shares))} equal parts")
+            raise ModelError(
+                f"{key}: {shape[dim]} outputs cannot be split into {' + '.join(map(str, shares))} equal parts"
+            )
         starts = [unit * sum(shares[:index]) for index in range(len(shares))]
         return tuple(
             TensorPlace(name, ((start, start + unit * share),), dim, is_turned)

@@ -28,7 +28,7 @@ SESSION_SLACK = 2.0  # an instance with this many times the load of its side's l
 SESSION_SLACK_TOKENS = 4096  # if it also has this many tokens more, for as long as that lasts
 WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
 _MASK = (1 << 64) - 1
-MOST_NAMED = 16  # instances or links in a message about missing ones
+MOST_NAMED = 16  # how many missing instances or links a message names
 
 
 @dataclass(frozen=True, slots=True)

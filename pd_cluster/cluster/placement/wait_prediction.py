@@ -17,8 +17,8 @@ from pd_cluster.kv.layer_groups import transfer_nbytes
 from pd_cluster.transport.transport_table import slowest_nbytes_per_s
 from pd_cluster.wire import pull_over
 
-UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other instance has either
-TRANSFER_SETUP_S = 0.005  # credit, last payload, confirmation
+UNKNOWN_TOKENS_PER_S = 1000.0  # the assumed speed while no instance has computed a prompt
+TRANSFER_SETUP_S = 0.005  # the time for credit, last payload and confirmation
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ def routing(
     policies: Annotated[str, typer.Option(help="Policies to compare, with commas.")] = "least-loaded,prefix-aware",
     users: Annotated[int, typer.Option(min=1)] = 50,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each user's conversation.")] = 4,
+    first_len: Annotated[int, typer.Option(min=0, help="Tokens of each first turn, in addition to the usual 96.")] = 0,
     rounds: Rounds = 1,
     instances: Annotated[
         str, typer.Option(help="Only CPU time of choices among these numbers of instances, such as 32,100,500.")
@@ -169,7 +170,20 @@ def routing(
         return
     from benchmarks.router.routing import Conversations, run
 
-    _run(run(policies, Conversations(users, turns), rounds, json))
+    _run(run(policies, Conversations(users, turns, first_len=first_len), rounds, json))
+
+
+@app.command("agents")
+def agents(
+    num_requests: Annotated[int, typer.Option(min=1, help="Turns of all sessions.")] = 1500,
+    seed: Seed = 0,
+    export: Annotated[str, typer.Option(metavar="FILE", help="Write the trace, as for `bench load --trace`.")] = "",
+    json: Json = "",
+) -> None:
+    """Serve agents' sessions by simulation, with and without pulls: cache hits and TTFT beside one large pool."""
+    from benchmarks.router.agents import run
+
+    run(num_requests, seed, export, json)
 
 
 @app.command("overload")

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from benchmarks.child_process import make_model
 from benchmarks.figures import begin, finish, names_of, result
 from benchmarks.mixed_load import answered
-from benchmarks.model_shapes import SMALL_SHAPE
+from benchmarks.model_shapes import SMALL_SHAPE, ModelShape
 from pd_cluster.bench.serve_bench import ServeBench, ask_model, sigterm_ends_it, started_cluster
 from pd_cluster.client.instance_list import fetch_settled
 from pd_cluster.client.streaming_client import make_client
@@ -38,13 +39,14 @@ class Conversations:
     users: int = 50
     turns: int = 4
     input_len: int = 96
+    first_len: int = 0  # more tokens of the first turn
     output_len: int = 24
     think_s: float = 1.0
 
     @property
     def num_tokens(self) -> int:
         """The longest one's."""
-        return self.turns * (self.input_len + self.output_len)
+        return self.first_len + self.turns * (self.input_len + self.output_len)
 
 
 @dataclass(slots=True)
@@ -64,13 +66,18 @@ async def run(policies: str, talk: Conversations, rounds: int, json: str) -> Non
     begin(json)
     found = {policy: PolicyFigures() for policy in names}
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder, sigterm_ends_it():
-        model = str(await asyncio.to_thread(make_model, Path(folder), SMALL_SHAPE))
+        model = str(await asyncio.to_thread(make_model, Path(folder), _shape_of(talk)))
         for at in range(rounds):
             for policy in names if at % 2 == 0 else reversed(names):
                 await _round(talk, model, policy, at, found[policy])
     asked = f"--policies {','.join(names)} --users {talk.users} --turns {talk.turns} --rounds {rounds}"
+    asked += f" --first-len {talk.first_len}" if talk.first_len else ""
     title = f"{talk.users} users, {talk.turns} turns of {talk.input_len} + {talk.output_len} tokens"
     finish(Report(f"python -m benchmarks routing {asked}", _results(found)), title, json)
+
+
+def _shape_of(talk: Conversations) -> ModelShape:
+    return msgspec.structs.replace(SMALL_SHAPE, max_positions=max(SMALL_SHAPE.max_positions, talk.num_tokens))
 
 
 async def _round(bench: Conversations, model: str, policy: str, at: int, found: PolicyFigures) -> None:
@@ -107,7 +114,8 @@ class _Talk:
         more = {"model": self.model, "max_tokens": bench.output_len, "temperature": 0, "ignore_eos": True}
         await asyncio.sleep(rng.random() * START_S * bench.users)
         for turn in range(bench.turns):
-            prompt += [rng.randrange(NUM_TOKEN_IDS) for _ in range(bench.input_len)]
+            num_new = bench.input_len + (0 if turn else bench.first_len)
+            prompt += [rng.randrange(NUM_TOKEN_IDS) for _ in range(num_new)]
             body = {"prompt": prompt, "prompt_cache_key": f"user-{self.seed}", **more}
             sample = await answered(self.client, f"{self.url}/v1/completions", body)
             advance()

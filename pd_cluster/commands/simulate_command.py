@@ -36,6 +36,7 @@ def simulate(
     slo_e2e: opt.SloE2e = 0.0,
     routing_policy: Annotated[str, typer.Option(help="Routing policy, as in `up`.")] = "prefix-aware",
     auto_role: Annotated[str, typer.Option(help="Role changes: cost or rules.")] = "",
+    prefix_pull: Annotated[bool, typer.Option("--prefix-pull", help="As in `up`.")] = False,
     script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
     one_host: Annotated[bool, typer.Option("--one-host", help="All instances share one host's cores.")] = False,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: as in the costs.")] = None,
@@ -72,6 +73,7 @@ def _run(given: dict[str, Any]) -> None:
         routing_policy=given["routing_policy"],
         auto_role=given["auto_role"],
         are_neighbours=given["one_host"],
+        pulls_prefixes=given["prefix_pull"],
     )
     costs = read_costs(given["costs"])
     script = read_script(given["script"]) if given["script"] else []

@@ -9,15 +9,16 @@ from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.host_tier import HostTier
 from pd_cluster.kv.kv_event_log import KVEventLog
 from pd_cluster.kv.prefix_index import PrefixIndex
-from pd_cluster.types import Tier
+from pd_cluster.types import Retention, Tier
 
 
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
     num_blocks = free + cached + held; `check()` proves it. `take` returns free blocks before cached ones, and cached
-    blocks in the order of their last use. With `rests`, it takes free blocks in the order of their release, so that
-    each rests as long as possible; otherwise in reverse order, because the memory of the last is still in caches.
+    blocks in the order of their last use, retained ones last. With `rests`, it takes free blocks in the order of their
+    release, so that each rests as long as possible; otherwise in reverse order, because the memory of the last is still
+    in caches.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
@@ -27,7 +28,7 @@ class BlockPool:
         self._take_free = self._free.popleft if rests else self._free.pop
         self._holders = [0] * num_blocks
         self._versions = [0] * num_blocks
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(num_blocks // 2)
         self.tier = tier
         self.num_resets = 0
 
@@ -76,8 +77,10 @@ class BlockPool:
                 self._index.held(block)
             self._holders[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], retention: Retention | None = None) -> None:
         """Removes one holder from each. Only a bug of the caller can release a free block.
+
+        With `retention`, cached blocks are evicted after others; those of all requests fill at most half of the pool.
 
         The last blocks are released first: the end of a cached prefix is evicted before its beginning.
         """
@@ -87,9 +90,13 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 if self._index.knows(block):
-                    self._index.dropped(block)
+                    self._index.dropped(block, retention)
                 else:
                     self._free.append(block)
+
+    def expire(self, now_s: float) -> None:
+        """Ends retentions whose time is over."""
+        self._index.expire(now_s)
 
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.kv.kv_event_log import KVEventLog
+from pd_cluster.kv.retained_blocks import RetainedBlocks
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import RequestSpec, RopePositions, Span
+from pd_cluster.types import RequestSpec, Retention, RopePositions, Span
 
 KV_VERSION = 1  # raise it when a KV cache's bits change: blocks in files and stores outlive their process
 
@@ -117,16 +118,17 @@ class PrefixIndex:
     A caller may `follow` the set of known contents.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._retained = RetainedBlocks(most_retained)  # evicted after these
         self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: not followed
         self.log: KVEventLog | None = None
 
     @property
     def num_unheld(self) -> int:
-        return len(self._unheld)
+        return len(self._unheld) + len(self._retained)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the blocks of the longest known prefix."""
@@ -152,15 +154,26 @@ class PrefixIndex:
         return block in self._hash_of
 
     def is_unheld(self, block: int) -> bool:
-        return block in self._unheld
+        return block in self._unheld or block in self._retained
 
-    def dropped(self, block: int) -> None:
+    def dropped(self, block: int, retention: Retention | None = None) -> None:
         """Makes a block without holders evictable, after all blocks that were dropped before."""
-        self._unheld[block] = None
+        if retention is None:
+            self._unheld[block] = None
+            return
+        for each in self._retained.add(block, retention):
+            self._unheld[each] = None
 
     def held(self, block: int) -> None:
         """Protects a block that is held again."""
-        del self._unheld[block]
+        if not self._retained.remove(block):
+            del self._unheld[block]
+
+    def expire(self, now_s: float) -> None:
+        """Retains blocks no longer whose time is over: they are evicted first, since others were used later."""
+        for block in reversed(self._retained.expired(now_s) if len(self._retained) else ()):
+            self._unheld[block] = None
+            self._unheld.move_to_end(block, last=False)
 
     def __contains__(self, content: bytes) -> bool:
         return content in self._block_of
@@ -170,7 +183,7 @@ class PrefixIndex:
 
     def evict(self) -> tuple[int, bytes]:
         """Forgets the least recently used block without a holder; returns the block and its content."""
-        block = next(iter(self._unheld))
+        block = next(iter(self._unheld)) if self._unheld else self._retained.first()
         content = self._hash_of[block]
         self.remove(content)
         return block, content
@@ -181,6 +194,7 @@ class PrefixIndex:
             return None
         del self._hash_of[block]
         self._unheld.pop(block, None)
+        self._retained.remove(block)
         if self._changes is not None:
             self._changes.add(content)
         if self.log is not None:
@@ -193,10 +207,11 @@ class PrefixIndex:
             self._changes.update(self._block_of)
         if self.log is not None:
             self.log.cleared()
-        blocks = list(self._unheld)
+        blocks = [*self._unheld, *self._retained.blocks()]
         self._block_of.clear()
         self._hash_of.clear()
         self._unheld.clear()
+        self._retained.clear()
         return blocks
 
     def follow(self) -> list[bytes]:
@@ -219,5 +234,5 @@ class PrefixIndex:
         """
         if {block: content for content, block in self._block_of.items()} != self._hash_of:
             raise AssertionError("hash to block and block to hash differ")
-        if set(self._unheld) != {block for block in self._hash_of if holders[block] == 0}:
+        if {*self._unheld, *self._retained.blocks()} != {block for block in self._hash_of if holders[block] == 0}:
             raise AssertionError("a cached block is held, or a block without holders cannot be evicted")

@@ -316,11 +316,19 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
             checks=(at_least(0),),
         ),
     ] = 16
+    pulls_prefixes: Annotated[
+        bool,
+        KV(
+            "Prefill instances copy cached prefixes from each other where that takes less time than computing them.",
+            name="prefix_pull",
+            after="kv_open_links",
+        ),
+    ] = False
     kv_max_quarantine: Annotated[
         float,
         KV(
             "Share of KV blocks that may stay in quarantine beyond --transfer-timeout; above it the process exits.",
-            after="kv_open_links",
+            after="prefix_pull",
             checks=(within(0, 1),),
         ),
     ] = 0.25

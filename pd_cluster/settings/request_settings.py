@@ -12,7 +12,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.format_table import FORMATS, THINKING
 from pd_cluster.settings.model_names import fault_of_name
 from pd_cluster.settings.sampling_override import OVERRIDE
-from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of
+from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, finite, one_of
 
 # Names that vLLM accepts; llguidance does the work, whichever is given.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
@@ -113,6 +113,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="port",
         ),
     ] = []
+    prefix_retention_s: Annotated[
+        float,
+        TEXT(
+            "Maximum seconds for which prompt_cache_retention and cache_control may retain cached prompts. 0: none.",
+            name="prefix_retention",
+            checks=(at_least(0), finite("must be a number of seconds, or 0")),
+        ),
+    ] = 0.0
     max_logprobs: Annotated[
         int,
         TEXT(

@@ -17,6 +17,8 @@ from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
 from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.stages.cache_reports import CacheReports
+from pd_cluster.engine.stages.prefix_pulls import PrefixPulls
+from pd_cluster.engine.stages.stage import Stage
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.engine.step.step_timing import StepTiming
@@ -52,7 +54,7 @@ class Assembly:
             max_num_seqs=layout.max_num_seqs or costs.max_num_seqs,
             num_blocks=layout.num_blocks or costs.num_blocks,
         )
-        self.shares_cores = layout.are_neighbours
+        self.shares_cores, self._pulls = layout.are_neighbours, layout.pulls_prefixes
         width = max(1, costs.kv_token_nbytes // 4)  # the number of keys, and of values, of 2 bytes each
         self.kv_layout = KVLayout(1, 1, keys_and_values(width), costs.block_size, "bfloat16")
         self.timeouts = Timeouts(credit_timeout_s=LONG_S, transfer_timeout_s=LONG_S, link_keepalive_s=LONG_S)
@@ -92,11 +94,21 @@ class Assembly:
         core = EngineCore(runner, scheduler, timing, drafting=HostPlans(scheduler, ()))
         endpoint = LocalEndpoint(peer, b"", MODEL, NUMERICS, (self.kv_layout,), (costs.num_blocks,), wire.KVOptions())
         lanes = SimulatedLanes(cables, life.wires, self.kv_layout, life.post.send, life.later)
-        context = HandoverContext(endpoint, life.post, lanes, life.put, self.timeouts, life.clock, Tracer(life.clock))
+        context = HandoverContext(
+            endpoint,
+            life.post,
+            lanes,
+            life.put,
+            self.timeouts,
+            life.clock,
+            Tracer(life.clock),
+            pulls_prefixes=self._pulls,
+        )
         terms = HandoverTerms(info.role == "prefill", self._growth_tokens, VOCAB_SIZE)
         legs = Legs.of(context, core, EngineLimits(VOCAB_SIZE, VOCAB_SIZE, RopeLimit()), terms)
         drain = WorkerDrain(self.timeouts.drain_timeout_s, life.clock)
         state = Availability(drain, EngineSleep(None, scheduler.forget))
-        stages = [CacheReports(life.post, scheduler.known)]
+        pulls = [PrefixPulls(scheduler, legs, life.clock)] if self._pulls else []
+        stages: list[Stage] = [*pulls, CacheReports(life.post, scheduler.known)]
         life.power_on(Worker(core, legs, stages, state, context, Cores(self.shares_cores)), runner)
         return life

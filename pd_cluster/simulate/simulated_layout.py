@@ -30,6 +30,7 @@ class SimulatedLayout:
     routing_policy: str = RoutingConfig().policy
     auto_role: str = ""  # "", cost or rules
     are_neighbours: bool = False  # all instances share one host
+    pulls_prefixes: bool = False  # as with --prefix-pull
 
     def check(self, named: str = "layout") -> None:
         """Raises ConfigError for an impossible layout."""

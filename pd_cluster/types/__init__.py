@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pd_cluster.types.engine_request import OWN as OWN
 from pd_cluster.types.engine_request import Request as Request
+from pd_cluster.types.engine_request import Retention as Retention
 from pd_cluster.types.engine_request import StateCopy as StateCopy
 from pd_cluster.types.engine_request import Status as Status
 from pd_cluster.types.engine_request import resume as resume

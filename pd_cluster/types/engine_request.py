@@ -24,6 +24,13 @@ class Status(enum.Enum):
     FINISHED = "finished"  # holds nothing; the engine forgets it
 
 
+class Retention(NamedTuple):
+    """Asks that cached blocks outlive others until a time by the engine's clock. Owners have equal shares."""
+
+    owner: str
+    until_s: float
+
+
 OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its siblings do not share
 
 
@@ -58,6 +65,7 @@ class Request:
     client: str = ""  # the connection that receives the outputs
     kv_precision: str = ""  # how landed KV differs from KV computed here (kv.pool_route.PoolRoute)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
+    is_pull: bool = False  # only the KV cache of a prompt's beginning, on its way from one prefix cache to another
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
 
     index: int = field(default=0, metadata=OWN)
@@ -97,6 +105,12 @@ class Request:
     def key_of(self, index: int) -> str:
         """Returns the key of the sequence with this index in the same leg."""
         return f"{self.leg_key}/{index}" if index else self.leg_key
+
+    @property
+    def retention(self) -> Retention | None:
+        """Returns how long its blocks should stay cached; None: as long as there is space."""
+        order = self.order
+        return Retention(order.cache_salt, self.arrival_s + order.retention_s) if order.retention_s else None
 
     @property
     def is_swapped(self) -> bool:

@@ -99,6 +99,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
     may_draft: bool = True  # False: each step computes one token of it
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
+    retention_s: float = 0.0  # for this long its cached blocks are evicted after others
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: generation
 
     @property

@@ -60,6 +60,7 @@ from pd_cluster.wire.membership_messages import StaleTerm as StaleTerm
 from pd_cluster.wire.membership_messages import Tally as Tally
 from pd_cluster.wire.membership_messages import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership_messages import Welcome as Welcome
+from pd_cluster.wire.membership_messages import pull_over as pull_over
 from pd_cluster.wire.message_base import KEY_NBYTES as KEY_NBYTES
 from pd_cluster.wire.message_base import MAX_GROUPS as MAX_GROUPS
 from pd_cluster.wire.message_base import MAX_MESSAGE_NBYTES as MAX_MESSAGE_NBYTES
@@ -79,6 +80,7 @@ from pd_cluster.wire.message_base import owner_of as owner_of
 from pd_cluster.wire.request_messages import Abort as Abort
 from pd_cluster.wire.request_messages import CacheKeys as CacheKeys
 from pd_cluster.wire.request_messages import Outputs as Outputs
+from pd_cluster.wire.request_messages import PullHint as PullHint
 from pd_cluster.wire.request_messages import Submit as Submit
 from pd_cluster.wire.request_messages import TraceEvent as TraceEvent
 from pd_cluster.wire.resume_messages import PROMPT_TOKEN_NBYTES as PROMPT_TOKEN_NBYTES
@@ -99,6 +101,7 @@ from pd_cluster.wire.transfer_messages import KVHeader as KVHeader
 from pd_cluster.wire.transfer_messages import KVPiece as KVPiece
 from pd_cluster.wire.transfer_messages import KVProbe as KVProbe
 from pd_cluster.wire.transfer_messages import Offer as Offer
+from pd_cluster.wire.transfer_messages import Pull as Pull
 from pd_cluster.wire.transfer_messages import Revoke as Revoke
 from pd_cluster.wire.unit_messages import MAX_KEY_NBYTES as MAX_KEY_NBYTES
 from pd_cluster.wire.unit_messages import UnitDone as UnitDone

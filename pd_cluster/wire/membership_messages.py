@@ -95,7 +95,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
     prompt_work: StepWork = StepWork()  # the mean of recent steps that computed prompts
     decode_work: StepWork = StepWork()  # the mean of recent steps that decoded
-    handover_costs: dict[str, HandoverCost] = {}  # costs of recent handovers from here, by LinkState.over
+    handover_costs: dict[str, HandoverCost] = {}  # costs of recent handovers, by LinkState.over or `pull_over`
     tokens_per_step: float = 1.0  # recent mean of tokens per step of a running sequence; above 1 with drafts
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
@@ -112,6 +112,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_expired_holds: int = 0  # transfers, from here or to here, that made no progress for too long
     num_wanted_tokens: int = 0  # prompt tokens that were not in the prefix cache here and were requested from a peer
     num_landed_tokens: int = 0  # requested tokens whose KV cache has landed
+    num_pulled_tokens: int = 0  # prompt tokens whose KV cache came from another prefill instance's caches
+    num_failed_pulls: int = 0  # pulls that brought nothing, so that this instance computed the tokens
     step_tokens: Tally = Tally()  # how many tokens each step computed
     preemptions: Tally = Tally()  # how often each sequence that ended here was preempted
     num_encoded_images: int = 0  # images that the vision tower computed, including pairs of video frames
@@ -178,6 +180,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def progress(self) -> int:
         """Returns a number that grows whenever the worker makes any progress."""
         return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes + self.feature_nbytes
+
+
+def pull_over(transports: str) -> str:
+    """Returns the key of pulls over these transports in `Load.handover_costs`."""
+    return f"pull {transports}"
 
 
 class Heartbeat(Message, frozen=True):

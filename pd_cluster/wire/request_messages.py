@@ -9,13 +9,24 @@ from pd_cluster.wire.message_base import Message, Owner
 from pd_cluster.wire.resume_messages import Keep
 
 
+class PullHint(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill instance that has the first `num_tokens` tokens of a prompt in its caches.
+
+    `peer`: its name@epoch. `within_s`: the time in which the receiver would compute the tokens that it lacks.
+    """
+
+    peer: str
+    num_tokens: int
+    within_s: float
+
+
 class Submit(Message, frozen=True):
     """One leg of one attempt at a request.
 
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    adapters are loaded for clients in turn.
+    adapters are loaded for clients in turn. `pull`: where the prompt's beginning may come from.
     """
 
     request_id: str
@@ -31,6 +42,7 @@ class Submit(Message, frozen=True):
     encoders: list[str] = []  # "name@epoch" of an encoder for each image, "" for images without; empty: no encoder
     keep: Keep | None = None
     owner: Owner = b""
+    pull: PullHint | None = None
 
 
 class Abort(Message, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_cluster.types import TokenOutput
+from pd_cluster.types import RequestSpec, TokenOutput
 from pd_cluster.wire.message_base import MAX_GROUPS, Message, TransportName
 
 
@@ -20,6 +20,17 @@ class Offer(Message, frozen=True):
     num_tokens: int
     variant: str = ""
     num_cached_tokens: int = 0
+
+
+class Pull(Message, frozen=True):
+    """Asks a prefill instance for the KV cache of the first `num_tokens` tokens of a request's prompt, if it has it.
+
+    The answer is an `Offer` of at most this many tokens, or `Revoke`.
+    """
+
+    transfer_id: str
+    order: RequestSpec
+    num_tokens: int
 
 
 class Credit(Message, frozen=True):

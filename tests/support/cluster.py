@@ -253,6 +253,8 @@ class LiveCluster:
         """Whether every prefill instance has its links to all others, encoders that registered included."""
         found = self.instances()
         num_others = sum(1 for i in found if i["role"] != "prefill")
+        if "--prefix-pull" in self.launch.arguments:
+            num_others += sum(1 for i in found if i["role"] == "prefill") - 1
         linked = [sum(state.is_up for state in links_of(i).values()) for i in found if i["role"] == "prefill"]
         are_here = sum(1 for i in found if i["role"] == "encode") == self.launch.num_encode
         return are_here and all(number == num_others for number in linked)

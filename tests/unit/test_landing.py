@@ -99,7 +99,6 @@ def test_pieces_go_to_the_blocks_of_their_tokens() -> None:
         ([chunk(0, 0, 10, 0, 3), end(1)], "10 of 10 tokens were missing"),
         ([chunk(0, 0, 10), end(2)], "1 of 2 chunks"),
         ([chunk(0, 0, 10), end(1, 11)], "transfer of 11 tokens"),
-        ([chunk(0, 0, 10), wire.KVEnd("t", 1, 10, [])], "without a first token"),
     ],
 )
 def test_what_does_not_fit_ends_the_transfer(items: list[wire.KVChunk | wire.KVEnd], words: str) -> None:

@@ -35,7 +35,7 @@ from tests.support.toy_model import ToyRunner
 
 SCOPE = PrefixScope("model", Numerics())
 # A value of each type that is no field's default.
-ODD = {int: 7, str: "odd", tuple: (Span(0, 2, b"odd"),), type(None): RopePositions(((0, 2, 4, 6, 8),), 4)}
+ODD = {int: 7, float: 7.0, str: "odd", tuple: (Span(0, 2, b"odd"),), type(None): RopePositions(((0, 2, 4, 6, 8),), 4)}
 NOT_GIVEN = msgspec.NODEFAULT
 
 
@@ -125,7 +125,7 @@ def test_siblings_share_what_is_the_requests_and_nothing_that_changes_with_one_o
     own = {each.name for each in fields(Request) if each.metadata == OWN}
     of_order = {each.name for each in fields(Request) if not each.init}
     shared = {"request_id", "order", "attempt", "arrival_s", "leg", "transfer_id", "peer", "client"}
-    shared |= {"kv_precision", "num_cached_tokens", "prompt_logprobs"}
+    shared |= {"kv_precision", "num_cached_tokens", "is_pull", "prompt_logprobs"}
     assert {each.name for each in fields(Request)} == own | of_order | shared
     for name in shared | of_order:
         assert getattr(child, name) == getattr(parent, name), name

@@ -255,6 +255,8 @@ def describe(instance: Instance) -> dict[str, Any]:
         "tiers": tiers_of(load),
         "num_prefix_query_tokens": load.num_prefix_query_tokens,
         "num_prefix_hit_tokens": load.num_prefix_hit_tokens,
+        "num_pulled_tokens": load.num_pulled_tokens,
+        "num_failed_pulls": load.num_failed_pulls,
         "num_encoded_images": load.num_encoded_images,
         "num_landed_images": load.num_landed_images,
         "num_encoder_fallbacks": load.num_encoder_fallbacks,

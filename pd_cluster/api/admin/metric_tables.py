@@ -201,6 +201,16 @@ INSTANCE_COUNTERS = (
         lambda load: load.num_landed_tokens,
     ),
     OfInstance(
+        "pd_cluster:pulled_tokens",
+        "Prompt tokens whose KV cache came from another prefill instance's caches.",
+        lambda load: load.num_pulled_tokens,
+    ),
+    OfInstance(
+        "pd_cluster:failed_pulls",
+        "Pulls that brought nothing, so that the instance computed the tokens.",
+        lambda load: load.num_failed_pulls,
+    ),
+    OfInstance(
         "pd_cluster:host_cache_hit_tokens",
         "Tokens whose KV blocks were loaded from host memory.",
         lambda load: load.num_host_hit_tokens,

@@ -83,6 +83,8 @@ DESCRIPTIONS = {
     "cache_salt": "Only requests with the same salt share cached prompts with this one, or can detect them by timing. "
     "Requests of other API keys never do, unless the server is started with --shared-prefix-cache.",
     "prompt_cache_key": "Names a session: its requests go to the same caches, as with the header x-session-id.",
+    "prompt_cache_retention": "5m, 1h or 24h: cached prompts are kept longer than others, within the server's "
+    "--prefix-retention and the API key's share. in_memory: as long as there is space.",
     "session_id": "prompt_cache_key, under vLLM's name.",
     "priority": "Lower comes first; needs --scheduling-policy priority.",
     "request_id": "The answer's id ends in this. Default: the header X-Request-Id, otherwise a new id.",

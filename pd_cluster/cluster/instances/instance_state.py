@@ -200,6 +200,11 @@ class Instance:
             self._pool = self.info, pool_kind_of(self.info)
         return self._pool[1]
 
+    def num_held(self, prompt: Prompt) -> int:
+        """Returns how many of the prompt's first tokens its device or host memory has, so that a peer can pull them."""
+        pool = self.pool_kind
+        return 0 if pool is None else prompt.num_held(pool, self.known_blocks)
+
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can be sent from this prefill instance to that decode instance."""
         return other.key in self.links.up

@@ -159,6 +159,15 @@ class Prompt:
             self.keys.extend(pool)
             await asyncio.sleep(0)
 
+    def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
+        """Returns the prompt's first tokens that are in device or host memory."""
+        keys, num_blocks = self.keys[pool], 0
+        while known.tiers.get(keys[num_blocks], "disk") != "disk":
+            num_blocks += 1
+            if num_blocks == len(keys):
+                self.keys.extend(pool)
+        return num_blocks * pool.block_size
+
 
 def _cost(tier: Tier, load: wire.Load) -> float:
     """Returns the time to load a token from a tier as a share of the time to compute it, at most 1."""

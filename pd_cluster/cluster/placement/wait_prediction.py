@@ -15,6 +15,7 @@ from pd_cluster.costs.linear_costs import num_pairs_of
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.layer_groups import transfer_nbytes
 from pd_cluster.transport.transport_table import slowest_nbytes_per_s
+from pd_cluster.wire import pull_over
 
 UNKNOWN_TOKENS_PER_S = 1000.0  # the assumed speed while no instance has computed a prompt
 TRANSFER_SETUP_S = 0.005  # the time for credit, last payload and confirmation
@@ -70,6 +71,15 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
         return measured.seconds(nbytes)
     rate = slowest_nbytes_per_s(link.transports)  # the slowest lane's share arrives last
     return TRANSFER_SETUP_S + nbytes / rate
+
+
+def predict_pull_s(source: Instance, target: Instance, num_tokens: int) -> float:
+    """Returns the time in which KV cache of this many tokens arrives from another prefill instance's caches."""
+    layouts, link = source.info.layouts if source.info is not None else [], source.link_to(target)
+    nbytes = transfer_nbytes(layouts, layouts, num_tokens)
+    if (measured := source.load.handover_costs.get(pull_over(link.over))) is not None:
+        return measured.seconds(nbytes)
+    return TRANSFER_SETUP_S + nbytes / slowest_nbytes_per_s(link.transports)
 
 
 def predict_step_s(decode: Instance) -> float:

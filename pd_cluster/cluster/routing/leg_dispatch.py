@@ -9,6 +9,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Members
 from pd_cluster.cluster.placement.encoder_choice import choose_encoders
+from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
 from pd_cluster.cluster.streams.request_stream import RequestStream, Send
 from pd_cluster.cluster.streams.stream_records import RecordPlace
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
@@ -51,6 +52,7 @@ class LegDispatch:
             choose_encoders(stream.order, prefill, self._membership.instances) if prefill.role == "prefill" else []
         )
         self._begin_encoding(stream, encoders)
+        pull = self._pull(stream)
         for instance, leg, peer in legs:
             weight = self._count(stream, instance, leg)
             submit = wire.Submit(
@@ -67,8 +69,16 @@ class LegDispatch:
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
                 stream.owner,
+                pull if instance is prefill else None,
             )
             self._send(instance.conn, submit)
+
+    def _pull(self, stream: RequestStream) -> wire.PullHint | None:
+        """Returns where the prompt's beginning comes from, if that is quicker than computing it."""
+        prefill, instances = stream.prefill, self._membership.instances
+        if prefill is stream.decode or stream.ask.is_pooling or not are_linked(instances, prefill):
+            return None
+        return PullSources(instances, stream.ask).of(prefill)
 
     def attach(self, stream: RequestStream, place: RecordPlace) -> None:
         """Attaches to the leg of a stream that resumes."""

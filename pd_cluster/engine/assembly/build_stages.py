@@ -15,6 +15,7 @@ from pd_cluster.engine.stages.adapter_loader import AdapterSource, AdapterThread
 from pd_cluster.engine.stages.adapter_stage import WorkerAdapters
 from pd_cluster.engine.stages.cache_reports import CacheReports
 from pd_cluster.engine.stages.kv_event_publisher import KVEvents
+from pd_cluster.engine.stages.prefix_pulls import PrefixPulls
 from pd_cluster.engine.stages.stage import Stage
 from pd_cluster.engine.stages.tier_stores import open_tiers, tiers_of
 from pd_cluster.engine.step.engine_core import EngineCore
@@ -40,6 +41,8 @@ def stages_of(
             terms_of(config, runner.model_identity, runner.numerics), network_policy=context.endpoint.network_policy
         )
         yield Encoders(engine, terms, context.post, context.report, context.clock, config.timeouts)
+    if context.pulls_prefixes:
+        yield PrefixPulls(core.scheduler, legs, context.clock)
     yield CacheReports(context.post, core.scheduler.known)
     if (events := config.kv_events) is not None and events.is_on:
         publisher = EventPublisher(events, config.credentials)

@@ -93,6 +93,7 @@ def _build_engine(
         inbox.put,
         config.timeouts,
         kv_open_links=config.kv_open_links,
+        pulls_prefixes=config.pulls_prefixes,
         max_quarantined_share=config.kv_max_quarantine,
     )
     legs = legs_of(config, core, runner, context)

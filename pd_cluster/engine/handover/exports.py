@@ -88,6 +88,13 @@ class Exports:
     def __len__(self) -> int:
         return len(self._exports)
 
+    def lend(self, request: Request, conn: str) -> None:
+        """Offers a prompt's beginning, which P holds for this peer, over the connection that asked for it."""
+        progress = [ShipProgress(group, len(request.prompt_token_ids)) for group in self._sizes.groups]
+        export = Export(request, conn, ExportState.AWAITING, self._clock(), progress)
+        self._exports[request.transfer_id] = export
+        self._offer(export, conn)
+
     def admitted(self, request: Request) -> None:
         """Offers the transfer once P holds its blocks."""
         conn = self._ports.link_to(request.peer)
@@ -166,10 +173,15 @@ class Exports:
             for group, (each, first_token) in enumerate(wanted)
         )
 
-    def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float] | None:
-        """Returns how many tokens the peer wanted, and when the last of them were queued; None: not yet."""
+    def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float, bool] | None:
+        """Returns how many tokens the peer wanted, when the last of them were queued, and whether it is a pull.
+
+        None: they are not queued yet.
+        """
         export = self._find(conn, transfer_id)
-        return (export.num_wanted, export.since_s) if export and export.state is ExportState.ENDED else None
+        if export is None or export.state is not ExportState.ENDED:
+            return None
+        return export.num_wanted, export.since_s, export.request.is_pull
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
         """Ends the leg: D was told that the transfer stands; see HeldTransfers."""
@@ -257,7 +269,7 @@ class Exports:
         After the first token also ships the incomplete block, the states and the lanes' ends.
         """
         export.since_s = self._clock()
-        request, done = export.request, bool(export.first_tokens)
+        request, done = export.request, bool(export.first_tokens) or export.request.is_pull
         num_computed = len(request.prompt_token_ids) if done else request.num_computed_tokens
         for group, each in enumerate(export.progress):
             limits = self._ports.limits(export.conn, group)

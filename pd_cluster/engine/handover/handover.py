@@ -49,7 +49,7 @@ class Handover:
     ) -> None:
         self.is_prefill = terms.is_prefill
         self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # a running step reads it, too
-        self._context = context
+        self._context, self._scheduler = context, scheduler
         self._peers: set[str] = set()  # the live workers, name@epoch
         self._progress = PeerProgress(context.clock)
         lanes = InLanes(context, self._progress)
@@ -81,7 +81,14 @@ class Handover:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance's role is now %s", own.role)
             self.is_prefill = own.role == "prefill"
-        self.out_links.set_peers([each for each in partners if each.role == "decode"] if self.is_prefill else [])
+        self.out_links.set_peers(list(filter(self._is_partner, partners)) if self.is_prefill else [])
+
+    def _is_partner(self, peer: wire.PeerInfo) -> bool:
+        """Whether this prefill instance sends KV cache there: to decode, and for pulls to other prefill instances."""
+        if peer.role == "decode":
+            return True
+        is_own = peer_key(peer.name, peer.epoch) == self._context.endpoint.own
+        return self._context.pulls_prefixes and peer.role == "prefill" and not is_own
 
     # ---- steps
 
@@ -140,6 +147,10 @@ class Handover:
                 self.out_links.on_yield(conn, body)
             case wire.LinkQueued():
                 self.out_links.on_queued(conn, body)
+            case wire.Pull() if self.out_links.table.link_to(peer) == conn:
+                self._lend(conn, peer, body)
+            case wire.Pull():
+                self._context.post.send(conn, wire.Revoke(body.transfer_id))
             case wire.Offer():
                 if self.in_links.table.is_open(conn):  # otherwise it has failed here, and the peer is notified
                     self.imports.on_offer(conn, body, peer)
@@ -156,6 +167,15 @@ class Handover:
                 return False
         return True
 
+    def _lend(self, conn: str, peer: str, pull: wire.Pull) -> None:
+        """Offers what the caches here have of a prompt's beginning, or nothing."""
+        request = Request(pull.transfer_id, pull.order, transfer_id=pull.transfer_id, peer=peer, is_pull=True)
+        request.prompt_token_ids = request.prompt_token_ids[: pull.num_tokens]
+        if request.key not in self._scheduler.requests and self._scheduler.lend(request):
+            self.exports.lend(request, conn)
+        else:
+            self._context.post.send(conn, wire.Revoke(pull.transfer_id))
+
     def handle(self, event: Event) -> None:
         """Handles an event of a link's thread, or of the mailbox's thread about a transfer; ignores others."""
         match event:
@@ -169,7 +189,8 @@ class Handover:
                 self.imports.on_drained(transfer_id)
             case HandedOver(conn, transfer_id, at_s):
                 if (found := self.exports.complete_since(conn, transfer_id)) is not None:
-                    self.timing.add(self.out_links.state_of(conn), found[0], at_s - found[1])
+                    num_tokens, since_s, is_pull = found
+                    self.timing.add(self.out_links.state_of(conn), num_tokens, at_s - since_s, is_pull)
                 self.exports.on_handed_over(conn, transfer_id)
             case Offered(conn):
                 self.out_links.on_offered(conn)

@@ -26,6 +26,7 @@ class HandoverContext:
     clock: Callable[[], float] = time.monotonic
     tracer: Tracer = field(default_factory=Tracer)
     kv_open_links: int = 0
+    pulls_prefixes: bool = False  # prefill instances have links to each other
     max_quarantined_share: float = 1.0  # of a pool's blocks
 
     @property

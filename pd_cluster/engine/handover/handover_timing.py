@@ -9,7 +9,7 @@ from pd_cluster.costs.online_fit import OnlineHandoverFit
 from pd_cluster.kv.layer_groups import transfer_nbytes
 from pd_cluster.transport.transport_table import slowest_nbytes_per_s
 from pd_cluster.types import LinkState
-from pd_cluster.wire import LayoutInfo
+from pd_cluster.wire import LayoutInfo, pull_over
 
 
 class HandoverTiming:
@@ -19,16 +19,17 @@ class HandoverTiming:
         self._layouts = layouts
         self._fits: dict[str, OnlineHandoverFit] = {}
 
-    def add(self, link: LinkState, num_tokens: int, took_s: float) -> None:
-        """Records a handover of this many tokens over a link that is up."""
+    def add(self, link: LinkState, num_tokens: int, took_s: float, is_pull: bool = False) -> None:
+        """Records a handover of this many tokens over a link that is up. No step hides any part of a pull."""
         if not link.is_open or took_s <= 0:
             return
-        if (fit := self._fits.get(link.over)) is None:
-            fit = self._fits[link.over] = OnlineHandoverFit(1 / slowest_nbytes_per_s(link.transports))
+        over = pull_over(link.over) if is_pull else link.over
+        if (fit := self._fits.get(over)) is None:
+            fit = self._fits[over] = OnlineHandoverFit(1 / slowest_nbytes_per_s(link.transports))
         fit.add(transfer_nbytes(self._layouts, self._layouts, num_tokens), took_s)
 
     @property
     def costs(self) -> dict[str, HandoverCost]:
-        """Returns the measured costs; the keys are as LinkState.over returns them."""
+        """Returns the measured costs; the keys are as LinkState.over returns them, or of pulls."""
         known = ((over, fit.cost) for over, fit in self._fits.items())
         return {over: cost for over, cost in known if cost is not None}

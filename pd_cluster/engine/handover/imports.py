@@ -87,6 +87,9 @@ class ImportOutcomes(Protocol):
     def import_ended(self, request: Request, error: str | None) -> None:
         """Ends the leg here; `error` None: another process reports the reason."""
 
+    def pull_ended(self, request: Request, num_tokens: int) -> None:
+        """A pull has ended, with the KV cache of this many tokens."""
+
 
 class Imports:
     """A landing reserves blocks for `growth_tokens` more tokens than its prompt."""
@@ -147,7 +150,7 @@ class Imports:
         """Counts requests whose KV will land without further action; 0 if one lacks blocks or is of another batch."""
         total = 0
         for each in self._imports.values():
-            if each.state is ImportState.DRAINING:
+            if each.state is ImportState.DRAINING or (each.request is not None and each.request.is_pull):
                 continue
             if each.request is None or each.request.batch != batch or each.state is ImportState.QUEUED:
                 return 0
@@ -165,6 +168,12 @@ class Imports:
             self._check_offer(found)
         else:
             self._outcomes.import_ended(request, f"transfer {request.transfer_id} is under way for another request")
+
+    def pull(self, request: Request, conn: str) -> None:
+        """Expects a prompt's beginning that this instance has asked a peer for, over a link from there."""
+        found = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), conn, request=request)
+        self._imports[request.transfer_id] = found
+        self._ports.send(conn, wire.Pull(request.transfer_id, request.order, len(request.prompt_token_ids)))
 
     def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
         """Handles an offer from `peer` (name@epoch) over its connection."""
@@ -196,15 +205,17 @@ class Imports:
             request = waiting.request
             assert request is not None
             request.kv_precision = self._ports.precision(waiting.conn)
-            growth = min(request.sampling.max_tokens, self._growth_tokens)
+            growth = 0 if request.is_pull else min(request.sampling.max_tokens, self._growth_tokens)
             num_tokens = waiting.num_tokens + growth
             if not self._scheduler.can_land(request, num_tokens):
+                if request.is_pull:
+                    continue
                 return
             first_tokens = self._scheduler.land(request, num_tokens)
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
             waiting.num_wanted_tokens = waiting.num_tokens - first_tokens[0]
-            self.num_wanted_tokens += waiting.num_wanted_tokens
+            self.num_wanted_tokens += 0 if request.is_pull else waiting.num_wanted_tokens
             self._ports.begin(waiting.conn, waiting.transfer_id, request.tables, first_tokens, waiting.num_tokens)
             self._note(waiting.transfer_id, "credited", first_token=first_tokens[0])
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_tokens))
@@ -250,6 +261,10 @@ class Imports:
             return
         request = found.request
         del self._imports[answer.transfer_id]
+        if request.is_pull:
+            self._scheduler.keep_pulled(request)
+            self._outcomes.pull_ended(request, found.num_wanted_tokens)
+            return
         self.num_landings += 1
         self.num_landed_tokens += found.num_wanted_tokens
         self._note(answer.transfer_id, "confirmed")
@@ -308,11 +323,18 @@ class Imports:
         if reason:
             self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
             self._give_up(found, reason)
+        elif found.request is not None and found.request.is_pull:
+            del found.request.prompt_token_ids[found.num_tokens :]
         elif found.request is not None:
             self._outcomes.offered(found.request, found.num_cached_tokens)
 
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
-        """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues."""
+        """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues.
+
+        A pull has none.
+        """
+        if request is not None and request.is_pull:
+            return not tokens
         if request is not None and request.sampling.beam_width:
             return beam_search.are_first_tokens(request, tokens, self._vocab_size)
         if request is None or len(tokens) != request.sampling.n or all(t.finish_reason is not None for t in tokens):
@@ -332,7 +354,9 @@ class Imports:
             self._ports.forget(found.conn, found.transfer_id)
         else:
             del self._imports[found.transfer_id]
-        if request is not None:
+        if request is not None and request.is_pull:
+            self._outcomes.pull_ended(request, 0)
+        elif request is not None:
             self._outcomes.import_ended(request, error)
 
     def _find(self, conn: str, transfer_id: str) -> Import | None:
@@ -342,7 +366,10 @@ class Imports:
 
 def _mismatch(found: Import, request: Request) -> str:
     """Returns why an offer does not match the request's prompt, or ""."""
-    if found.num_tokens != len(request.prompt_token_ids):
+    num_tokens = len(request.prompt_token_ids)
+    if request.is_pull:
+        num_tokens = min(num_tokens, max(found.num_tokens, request.num_cached_tokens + 1))
+    if found.num_tokens != num_tokens:
         return f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
     if found.variant != request.order.variant:
         offered, wanted = (each[:12] or "no adapter" for each in (found.variant, request.order.variant))

@@ -23,6 +23,7 @@ class LegOutcomes:
     ) -> None:
         self.table, self.output_batcher, self.notes, self.records = table, output_batcher, notes, records
         self._scheduler = scheduler
+        self.ended_pulls: dict[str, int] = {}  # transfer -> tokens that it brought; a stage takes them
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         if not request.sampling.beam_width:
@@ -40,14 +41,18 @@ class LegOutcomes:
             self.records.note_prompt(PromptOutput(request.request_id, request.attempt, num_cached_tokens))
 
     def export_ended(self, request: Request, error: str | None) -> None:
-        self.report(request, error, is_fault=error is not None)
-        self.forget(request)
+        if not request.is_pull:
+            self.report(request, error, is_fault=error is not None)
+            self.forget(request)
         self._scheduler.finish(request)
 
     def import_ended(self, request: Request, error: str | None) -> None:
         if error is not None:
             self.report(request, error, is_fault=True)
         self.forget(request)
+
+    def pull_ended(self, request: Request, num_tokens: int) -> None:
+        self.ended_pulls[request.transfer_id] = num_tokens
 
     def forget(self, request: Request) -> None:
         """Removes an ended sequence; a leg ends with its last sequence."""

@@ -35,6 +35,7 @@ class Legs:
         self._core, self._limits, self._outcomes = core, limits, outcomes
         self.table, self.output_batcher = outcomes.table, outcomes.output_batcher
         self.notes, self.records = outcomes.notes, outcomes.records
+        self.ended_pulls = outcomes.ended_pulls
         self.handover = handover
         self._clock = clock
 

@@ -137,6 +137,14 @@ class BlockAllocator:
         nums_known[0] += len(in_tier)
         return [num_known * self._holdings.block_size for num_known in nums_known]
 
+    def lend(self, request: Request, hit: Hit, in_tier: Sequence[bytes]) -> None:
+        """Holds the known blocks of a beginning; some are loaded from the host's cache."""
+        for each, known in zip(self._groups, hit.tables, strict=True):
+            before = 0 if each.is_state else each.num_before(request, request.num_computed_tokens)
+            request.tables[each.at] = [each.padding_block] * before + (
+                self._holdings.take_with(known, in_tier, len(in_tier)) if each.at == 0 else _take(each, known, 0)
+            )
+
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Grows the block tables to `num_tokens`, preempting younger requests. Returns False if it must wait for a
         later step.

@@ -135,6 +135,6 @@ class GroupHoldings:
         return table
 
     def give_back(self, request: Request) -> None:
-        self.blocks.release(self.held(request))
+        self.blocks.release(self.held(request), request.retention)
         self.swap.release(request.swap_tables[self.at])
         request.tables[self.at], request.swap_tables[self.at] = [], []

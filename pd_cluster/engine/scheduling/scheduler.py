@@ -124,6 +124,41 @@ class StepScheduler:
         self.allocator.num_tier_hit_tokens += len(in_tier) * self.block_size
         return first
 
+    def lend(self, request: Request) -> bool:
+        """Holds the known beginning of a prompt for a peer that pulls it, and cuts the prompt there.
+
+        Returns False if nothing of it is known.
+        """
+        num_tokens = len(request.prompt_token_ids)
+        hit = self._holdings.find(request, num_tokens)
+        in_tier = self._holdings.in_tier(request, num_tokens, hit.num_blocks)
+        in_tier = in_tier[: self.blocks.num_available - self.blocks.num_unheld(hit.tables[0])]
+        num_blocks = hit.num_blocks + len(in_tier)
+        if not num_blocks:
+            return False
+        self._take_in(request)
+        request.num_computed_tokens = num_blocks * self.block_size
+        request.prompt_token_ids = request.prompt_token_ids[: request.num_computed_tokens]
+        moves = self._begin_moves([])
+        self.allocator.lend(request, hit, in_tier)
+        if moves:
+            self.move_now(moves)  # before anything is sent
+        request.status = Status.EXPORTING
+        return True
+
+    def keep_pulled(self, request: Request) -> None:
+        """Adds a pulled beginning, which has landed, to the prefix cache, and holds it no longer."""
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        self._holdings.remember(request)
+        self._checkpoints.landed(request)
+        self.finish(request)
+
+    def num_known_tokens(self, request: Request) -> int:
+        """Counts the prompt's first tokens that are not computed here, because device or host memory has them."""
+        most = len(request.prompt_token_ids) - 1
+        hit = self._holdings.find(request, most)
+        return (hit.num_blocks + len(self._holdings.in_tier(request, most, hit.num_blocks))) * self.block_size
+
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """See Holdings."""
         return self._holdings.prompt_hashes(request)
@@ -187,7 +222,8 @@ class StepScheduler:
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         self._holdings.give_back(request)
-        self.preemptions.add(request.num_preemptions)
+        if not request.is_pull:
+            self.preemptions.add(request.num_preemptions)
         request.status = Status.FINISHED
         del self.requests[request.key]
 
@@ -327,6 +363,11 @@ class StepScheduler:
             self._holdings.remember(request)
         self._holdings.free_passed_blocks(request)
 
+    def expire(self, now_s: float) -> None:
+        """Ends retentions whose time is over."""
+        for each in self.groups:
+            each.blocks.expire(now_s)
+
     def forget(self) -> None:
         """Forgets every content, in all groups, so that nothing computed so far is reused."""
         for each in self.groups:
@@ -337,11 +378,11 @@ class StepScheduler:
 
         Each further sequence reserves one block, but all together never more than an empty pool has.
         """
-        if not self.places.may_land(request, self.waiting):
+        if not request.is_pull and not self.places.may_land(request, self.waiting):
             return False
         num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
-        hit = self._holdings.landing(request)
-        missing = self.allocator.num_missing_to_land(request, hit, num_tokens, num_sequences - 1)
+        hit, num_further = self._holdings.landing(request), 0 if request.is_pull else num_sequences - 1
+        missing = self.allocator.num_missing_to_land(request, hit, num_tokens, num_further)
         return self.allocator.has(missing, hit.tables)
 
     @property

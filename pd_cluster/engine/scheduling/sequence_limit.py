@@ -26,7 +26,8 @@ class SequenceLimit:
     @property
     def num_taken(self) -> int:
         """Counts sequences that take part in steps, or will once their KV has landed."""
-        return sum(1 for r in self._requests.values() if r.status in (Status.RUNNING, Status.LANDING))
+        takers = (r for r in self._requests.values() if r.status in (Status.RUNNING, Status.LANDING))
+        return sum(1 for r in takers if not r.is_pull)
 
     @property
     def num_further(self) -> int:

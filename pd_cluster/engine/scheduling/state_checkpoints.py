@@ -67,7 +67,7 @@ class Checkpoints:
         for keep in keeps:
             if keep.request in computed:
                 self._remember(keep, *keep)
-            states.blocks.release([keep.block])
+            states.blocks.release([keep.block], keep.request.retention)
         self.taken.clear()
 
     def _remember(self, keep: StateCopy, request: Request, num_tokens: int, block: int) -> None:
@@ -83,6 +83,16 @@ class Checkpoints:
         if (before := self._last.get(request)) is not None:
             states.blocks.drop(before)
         self._last[request] = content
+
+    def landed(self, request: Request) -> None:
+        """Keeps the state of a pulled beginning under its last block's hash."""
+        states = self._holdings.states
+        if not self.is_on or states is None or request.num_computed_tokens % self._size:
+            return
+        chain = self._holdings.hashes(request, request.num_computed_tokens // self._size)
+        states.blocks.remember(request.tables[states.at][0], chain[-1])
+        if self.reached is not None:
+            self.reached.kept(chain)
 
     def _points(self, request: Request, start: int, stop: int) -> Iterator[int]:
         """Yields the numbers of tokens in (start, stop], ascending, after which this request's state is kept."""

@@ -200,6 +200,7 @@ class Worker:
             return
         self._next_tick_s = now_s + TICK_S
         self._output_batcher.tick()
+        self.core.scheduler.expire(now_s)
         changes = self.core.scheduler.known.changes()
         self.handover.tick()
         for stage in self._stages:

@@ -16,6 +16,7 @@ from pd_cluster.service.schema.error_bodies import MessageErrorDetails, messages
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 
 SIGNATURE = "unsigned"  # clients send thinking back only with a signature, which is not checked
+SHORT_S = 300.0  # the shorter `ttl` of cache_control
 UNREADABLE = "unreadable"  # the key for a call's input that is not a JSON object
 Ending = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 EventKind = Literal[
@@ -48,10 +49,16 @@ class OutputTokensDetails(Struct):
     thinking_tokens: int
 
 
+class CacheCreation(Struct):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(Struct):
-    input_tokens: Annotated[int, Meta(description="Prompt tokens that were not cached.")]
+    input_tokens: Annotated[int, Meta(description="Other prompt tokens.")]
     cache_read_input_tokens: Annotated[int, Meta(description="Prompt tokens that were cached.")]
-    cache_creation_input_tokens: Literal[0]
+    cache_creation_input_tokens: Annotated[int, Meta(description="Prompt tokens that this request asked to retain.")]
+    cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: OutputTokensDetails
 
@@ -169,12 +176,16 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts as Anthropic's API does: `input_tokens` are the prompt tokens that were not cached."""
+        """Counts as Anthropic's API does: `input_tokens` were neither read from a cache nor written to be retained."""
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
+        retention_s = self.generation.order.retention_s
+        num_written = usage.prompt_tokens - num_cached if retention_s else 0
+        num_short = num_written if retention_s <= SHORT_S else 0
         return MessageUsage(
-            input_tokens=usage.prompt_tokens - num_cached,
+            input_tokens=usage.prompt_tokens - num_cached - num_written,
             cache_read_input_tokens=num_cached,
-            cache_creation_input_tokens=0,
+            cache_creation_input_tokens=num_written,
+            cache_creation=CacheCreation(num_short, num_written - num_short),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(self.reader.num_reasoning_tokens),
         )

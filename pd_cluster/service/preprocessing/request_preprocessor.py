@@ -54,6 +54,7 @@ class RequestPreprocessor:
         self._seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
         self._sampling_defaults = config.sampling_defaults
         self._reports_drafts = config.settings.spec_decode_metrics != "none"
+        self._most_retention_s = config.settings.prefix_retention_s
         self._most_tokens = config.sampling_defaults.get("max_new_tokens")
 
     async def close(self) -> None:
@@ -143,6 +144,7 @@ class RequestPreprocessor:
             shared.caller.salt(request.cache_salt),
             shared.variant,
             session=request.prompt_cache_key or request.session_id or shared.caller.session,
+            retention_s=min(request.retention_s, self._most_retention_s),
             priority=shared.caller.priority(request.priority),
             batch=shared.caller.batch,
             spans=prompt.spans,

@@ -94,7 +94,7 @@ SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Parameters that do not concern the answer; they are accepted without effect.
 HARMLESS = frozenset(
-    {"metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    {"metadata", "prompt_cache_options", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
     | {"mm_payload", "return_mm_kwargs"}  # vLLM's, for the form of images in rendered requests
 )
@@ -127,6 +127,8 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 SessionId = Annotated[str, Field(max_length=MAX_SESSION_NUM_CHARS)]  # vLLM's prompt_cache_key; "": no session
+CacheRetention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]  # 5m and 1h: of Anthropic's cache_control
+RETENTION_S: dict[CacheRetention, float] = {"5m": 300.0, "1h": 3600.0, "24h": 86400.0}
 NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
 
 
@@ -203,6 +205,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    prompt_cache_retention: CacheRetention | None = None
     session_id: SessionId | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
@@ -246,6 +249,10 @@ class GenerationRequest(BaseModel):
     @property
     def own_seed(self) -> int | None:
         return None if self.seed == RANDOM_SEED else self.seed
+
+    @property
+    def retention_s(self) -> float:
+        return RETENTION_S.get(self.prompt_cache_retention, 0.0) if self.prompt_cache_retention is not None else 0.0
 
     @property
     def num_choices(self) -> int:

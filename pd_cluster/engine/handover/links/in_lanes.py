@@ -31,6 +31,7 @@ class InLanes:
         self.tail_latency, self.limit = TailLatency(context.clock), InLinkLimit(context.kv_open_links)
         self.lanes: dict[str, list[InLane]] = {}  # by connection; other threads also read it
         self.link_ids: dict[str, str] = {}  # by connection
+        self.peers: dict[str, str] = {}  # by connection: the name@epoch of the other end
         self._layouts = context.endpoint.layouts
         self._closed_nbytes = self._closed_dropped = 0  # received over closed links
 
@@ -46,11 +47,15 @@ class InLanes:
     def is_open(self, conn: str) -> bool:
         return conn in self.lanes
 
+    def from_peer(self, peer: str) -> str | None:
+        """Returns the connection of an open link from this peer, if there is one."""
+        return next((conn for conn, each in self.peers.items() if each == peer), None)
+
     def remove(self, conn: str) -> None:
         """Closes this end of all lanes of a connection, if any."""
         lanes = self.lanes.pop(conn, None)
         if lanes is not None:
-            del self.link_ids[conn]
+            del self.link_ids[conn], self.peers[conn]
             self._closed_nbytes += _received_nbytes(lanes)
             self._closed_dropped += _num_dropped(lanes)
             for each in lanes:

@@ -81,7 +81,7 @@ class InLinks:
             return
         if needs_place:
             self._limit.take(conn)
-        self._link_ids[conn] = opened.link_id
+        self._link_ids[conn], self.table.peers[conn] = opened.link_id, peer
         self._lanes[conn] = lanes
         for each in lanes:
             each.end.start()

@@ -24,6 +24,7 @@ from pd_cluster.service.schema.tagged_types import read_as
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 SAME = (
     *("temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "user"),
+    "prompt_cache_retention",
     *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority", "request_id", "session_id"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "mm_processor_kwargs", "speculative"),

@@ -19,6 +19,7 @@ from pd_cluster.service.schema.completion_protocol import (
     MAX_PROMPTS,
     MAX_SALT_NUM_CHARS,
     REQUEST_ID,
+    CacheRetention,
     GenerationRequest,
     SessionId,
     StreamOptions,
@@ -42,6 +43,7 @@ OF_REQUEST = frozenset(
         "request_id",
         "cache_salt",
         "prompt_cache_key",
+        "prompt_cache_retention",
         "session_id",
         "priority",
     }
@@ -73,6 +75,7 @@ class TokensRequest(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    prompt_cache_retention: CacheRetention | None = None
     session_id: SessionId | None = None
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     include_metrics: bool | None = None

@@ -129,7 +129,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the output layer.
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies bfloat16 weights (native/products); "": it
-    does not.
+    does not. `weights`: the digest of the weights that replaced the folder's; "": none did.
     """
 
     device: str = "cpu"
@@ -143,6 +143,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     key_order: str = "model"
     bf16_way: str = ""
     quantize_head: str = ""
+    weights: str = ""
 
     @functools.cached_property
     def digest(self) -> str:

@@ -15,7 +15,8 @@ class Submit(Message, frozen=True):
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    adapters are loaded for clients in turn.
+    adapters are loaded for clients in turn. `weights_epoch`: the version of both legs; an instance with another one
+    refuses the leg.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Submit(Message, frozen=True):
     encoders: list[str] = []  # "name@epoch" of an encoder for each image, "" for images without; empty: no encoder
     keep: Keep | None = None
     owner: Owner = b""
+    weights_epoch: int = 0
 
 
 class Abort(Message, frozen=True):

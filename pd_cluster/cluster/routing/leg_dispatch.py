@@ -43,6 +43,8 @@ class LegDispatch:
         prefill, decode = stream.prefill, stream.decode
         if decode.info is not None and not stream.resumed():
             stream.numerics = decode.info.numerics
+        weights = decode.load.weights.held
+        stream.note_weights(weights.name)
         stream.has_prompt_outputs = False
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
@@ -67,6 +69,7 @@ class LegDispatch:
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
                 stream.owner,
+                weights.epoch,
             )
             self._send(instance.conn, submit)
 

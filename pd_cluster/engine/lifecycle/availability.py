@@ -39,7 +39,11 @@ class Availability:
     @property
     def why_closed(self) -> str:
         """Returns why no request is taken now; "" if requests are taken."""
-        return "this instance takes no more requests, because it stops" if self.is_closed else self.sleep.closed or self.weights.closed
+        return (
+            "this instance takes no more requests, because it stops"
+            if self.is_closed
+            else self.sleep.closed or self.weights.closed
+        )
 
     def settle(self) -> None:
         """Changes to the requested weights and level of sleep, if they are others; nothing may be in use."""

@@ -53,12 +53,16 @@ class EngineWeights:
             self._source.check(version)
         except PdClusterError as error:
             problem = error.text
+        except OSError as error:
+            problem = f"{version.path}: cannot be read: {error.strerror}"
         if version is self._checking:  # otherwise another check has begun
             self.status = replace(self.status, checked=version.epoch, problem=problem)
 
     def wish(self, version: WeightVersion) -> None:
         """Requests a version. An earlier one than the one that is held is ignored."""
-        if self._source is None:
+        if version.epoch == self.epoch:  # perhaps under another name
+            self.status = replace(self.status, held=version)
+        elif self._source is None:
             log.warning("a scheduler requests weights %s, and this instance keeps its own", version.name)
         elif version.epoch >= self._requested.epoch:
             self._requested = version
@@ -84,7 +88,5 @@ class EngineWeights:
         assert self._source is not None
         started_s, version = time.monotonic(), self._requested
         self._source.load(version)
-        if self._requested.epoch == version.epoch:
-            version = self._requested  # its name may have changed
         self.status = replace(self.status, held=version)
         log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)

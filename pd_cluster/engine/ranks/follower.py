@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 0.2  # the interval of reports to rank 0 about moved bytes
 
 At = tuple[str, int]  # connection and lane
-OfSteps = to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest | to.LoadWeights  # processed in order
+OfSteps = (
+    to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest | to.LoadWeights
+)  # processed in order
 
 
 class ProgressQueue:

@@ -115,7 +115,9 @@ class StageChain:
 
     def enter(self, conn: str, submit: wire.Submit, closed: str, first: int = 0) -> None:
         """Begins a leg unless a stage from `first` on holds it. `closed`: why another instance should take it."""
-        closed = closed or self._weights.refusal(submit.weights_epoch)
+        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # reports of the change are under way
+            self._legs.end_unbegun(conn, submit, why, is_full=True)
+            return
         for stage in self.stages[first:]:
             if closed or self._legs.would_refuse(submit, self.num_held):
                 break

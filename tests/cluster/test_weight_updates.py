@@ -1,0 +1,164 @@
+"""Weights change under a serving cluster: every token is one of the version that its answer names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.types import Sampling
+from tests.cluster.test_control import Background, Steered, running
+from tests.support.engines import assert_all_same, generate, shared_core
+from tests.support.weight_versions import make_version
+
+Checkpoints = Callable[..., Path]
+PROMPT = [7] * 60
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def versions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("versions")
+    for seed in (1, 2):
+        make_version(model, root / f"step-{seed}", seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def learning(model: Path, versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered]:
+    """A prefill instance of two ranks, two API processes."""
+    folder = tmp_path_factory.mktemp("learning")
+    flags = ["--max-model-len=4096", "--num-blocks=640", "--api-workers=2", "--api-key=sk-hidden"]
+    with Steered(folder, model, 1, 1, [*flags, f"--weights-dir={versions}"], tp_sizes={"prefill-0": 2}) as running_one:
+        running_one.client.headers["Authorization"] = "Bearer sk-hidden"
+        yield running_one
+        running_one.assert_home()
+
+
+def update(cluster: Steered, folder: str, mode: str = "wait", **fields: Any) -> Any:
+    cluster.command("/start_weight_update", json={"mode": mode})
+    cluster.command("/update_weights", json={"update_info": {"folder": folder}})
+    return cluster.command("/finish_weight_update", json=fields)
+
+
+def assert_named(versions: Path, prompt: list[int], choice: dict[str, Any]) -> None:
+    """Asserts that each span's tokens are those of an engine that began with its version."""
+    tokens = choice["token_ids"]
+    for span in choice["weight_versions"]:
+        core = shared_core(versions / span["version"], num_blocks=256, device="cpu")
+        sampling = Sampling(max_tokens=span["end"] - span["start"], temperature=0.0, ignore_eos=True)
+        (expected,) = generate(core, [prompt + tokens[: span["start"]]], sampling)
+        assert tokens[span["start"] : span["end"]] == expected, span
+    assert [span["end"] for span in choice["weight_versions"]][-1] == len(tokens)
+
+
+def ask(cluster: Steered, **fields: Any) -> tuple[list[int], int, list[dict[str, Any]]]:
+    """Returns the tokens, how many of the prompt's were cached, and the versions."""
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_weight_versions": True, **fields}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}).json()
+    (choice,) = answer["choices"]
+    return choice["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"], choice["weight_versions"]
+
+
+def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
+    learning: Steered, model: Path, versions: Path
+) -> None:
+    before = ask(learning)
+    assert_all_same(model, [PROMPT], [before[0]], 6)
+    assert before[2] == [{"version": "default", "start": 0, "end": 6}]
+    assert ask(learning)[1] > 0
+    answer = update(learning, "step-1")
+    assert answer["weight_version"] == "step-1"
+    tokens, num_cached, spans = ask(learning)
+    assert (num_cached, spans) == (0, [{"version": "step-1", "start": 0, "end": 6}])
+    assert_all_same(versions / "step-1", [PROMPT], [tokens], 6)
+    assert tokens != before[0]
+    assert ask(learning)[:2] == (tokens, 48)
+    info = learning.ask_admin("GET", "/weight_info").json()
+    assert (info["weight_version"], info["phase"]) == ("step-1", "serving")
+    assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
+    learning.command("/update_weight_version", json={"new_version": "best"})
+    learning.wait_until("the name is known", lambda: ask(learning)[2] == [{"version": "best", "start": 0, "end": 6}])
+
+
+def test_a_request_continues_on_the_new_weights(learning: Steered, versions: Path) -> None:
+    update(learning, "step-1")
+    streams = Background(learning, 3, **LONG)
+    learning.wait_until("they run", lambda: running(learning) >= 3)
+    update(learning, "step-2", mode="keep")
+    for answer in streams.end():
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        first, second = choice["weight_versions"]
+        assert (first["version"], second["version"], second["end"]) == ("step-1", "step-2", 1500)
+        assert first["end"] == second["start"]
+        assert_named(versions, PROMPT, choice)
+
+
+def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None:
+    ended = Background(learning, 1, **LONG)
+    learning.wait_until("it runs", lambda: running(learning) >= 1)
+    update(learning, "step-1", mode="abort")
+    assert [answer.status_code for answer in ended.end()] == [410]
+    finished = Background(learning, 1, **LONG)
+    learning.wait_until("it runs", lambda: running(learning) >= 1)
+    update(learning, "step-2", mode="wait")
+    (answer,) = finished.end()
+    assert answer.json()["choices"][0]["weight_versions"] == [{"version": "step-1", "start": 0, "end": 1500}]
+
+
+def test_an_instance_that_dies_comes_back_with_the_current_weights(learning: Steered, versions: Path) -> None:
+    update(learning, "step-1")
+    expected = ask(learning)
+    for name in ("decode-0", "prefill-0"):
+        learning.kill(name)
+        learning.await_exit(name)
+        learning.start_member(name)
+        learning.await_ready()
+        assert ask(learning)[::2] == expected[::2]
+    info = learning.ask_admin("GET", "/weight_info").json()
+    assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "why"),
+    [
+        ("/update_weights", {"update_info": {"folder": "../elsewhere"}}, 400, "is not below --weights-dir"),
+        ("/update_weights", {"update_info": {"folder": "none"}}, 404, "there is no folder"),
+        ("/update_weights", {"update_info": {"path": "x"}}, 400, "unknown field"),
+        ("/start_weight_update", {"mode": "later"}, 400, "mode"),
+        ("/start_weight_update", {}, 409, "an update has been started"),
+        ("/finish_weight_update", {}, 409, "no weights have been checked"),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    learning: Steered, path: str, body: dict[str, Any], status: int, why: str
+) -> None:
+    before = ask(learning)[::2]
+    learning.command("/start_weight_update")
+    answer = learning.ask_admin("POST", path, json=body)
+    assert (answer.status_code, why in answer.text) == (status, True), answer.text
+    learning.command("/abort_weight_update")
+    assert httpx.post(f"{learning.url}{path}", json=body, trust_env=False).status_code in (401, 404)
+    assert ask(learning)[::2] == before
+
+
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    learning: Steered, model: Path, versions: Path, checkpoint: Checkpoints
+) -> None:
+    (versions / "wide").symlink_to(checkpoint("llama"))
+    learning.command("/start_weight_update")
+    answer = learning.ask_admin("POST", "/update_weights", json={"update_info": {"folder": "wide"}})
+    assert (answer.status_code, "not below --weights-dir" in answer.text) == (400, True), answer.text
+    make_version(checkpoint("llama"), versions / "short", 1)
+    answer = learning.ask_admin("POST", "/update_weights", json={"update_info": {"folder": "short"}})
+    assert (answer.status_code, "max_position_embeddings is" in answer.text) == (400, True), answer.text
+    learning.command("/abort_weight_update")

@@ -11,8 +11,9 @@ import pytest
 
 from pd_cluster.types import Sampling
 from tests.cluster.test_control import Background, Steered, running
+from tests.support.cluster import free_port_pair
 from tests.support.engines import assert_all_same, generate, shared_core
-from tests.support.weight_versions import make_version
+from tests.support.weight_versions import Trainer, make_version
 
 Checkpoints = Callable[..., Path]
 PROMPT = [7] * 60
@@ -37,7 +38,8 @@ def learning(model: Path, versions: Path, tmp_path_factory: pytest.TempPathFacto
     """A prefill instance of two ranks, two API processes."""
     folder = tmp_path_factory.mktemp("learning")
     flags = ["--max-model-len=4096", "--num-blocks=640", "--api-workers=2", "--api-key=sk-hidden"]
-    with Steered(folder, model, 1, 1, [*flags, f"--weights-dir={versions}"], tp_sizes={"prefill-0": 2}) as running_one:
+    flags += [f"--weights-dir={versions}", "--weight-update-hosts=127.0.0.1"]
+    with Steered(folder, model, 1, 1, flags, tp_sizes={"prefill-0": 2}) as running_one:
         running_one.client.headers["Authorization"] = "Bearer sk-hidden"
         yield running_one
         running_one.assert_home()
@@ -162,3 +164,51 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
     answer = learning.ask_admin("POST", "/update_weights", json={"update_info": {"folder": "short"}})
     assert (answer.status_code, "max_position_embeddings is" in answer.text) == (400, True), answer.text
     learning.command("/abort_weight_update")
+
+
+def test_a_trainer_sends_the_tensors(learning: Steered, versions: Path) -> None:
+    update(learning, "step-1")
+    trainer = Trainer(free_port_pair(), versions / "step-2")
+    try:
+        learning.command("/init_weight_transfer_engine", json={"init_info": trainer.info})
+        learning.command("/start_weight_update")
+        learning.command("/update_weights", json=trainer.part(0, 5))
+        answer = learning.ask_admin("POST", "/update_weights", json=trainer.part(0, 1))
+        assert (answer.status_code, "has been sent" in answer.text) == (400, True), answer.text
+        answer = learning.ask_admin("POST", "/finish_weight_update")
+        assert (answer.status_code, "an update has all tensors" in answer.text) == (400, True), answer.text
+        learning.command("/update_weights", json=trainer.part(5))
+        assert learning.command("/finish_weight_update", json={"weight_version": "sent"})["weight_version"] == "sent"
+        tokens, _, spans = ask(learning)
+        assert spans == [{"version": "sent", "start": 0, "end": 6}]
+        assert_all_same(versions / "step-2", [PROMPT], [tokens], 6)
+        learning.kill("decode-0")
+        learning.await_exit("decode-0")
+        learning.start_member("decode-0")
+        learning.await_ready()
+        assert ask(learning)[::2] == (tokens, spans)
+    finally:
+        trainer.end()
+    update(learning, "step-1")
+    assert not list(versions.glob("received-*"))
+
+
+def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) -> None:
+    before = ask(learning)[::2]
+    trainer = Trainer(free_port_pair(), versions / "step-2")
+    try:
+        elsewhere = {**trainer.info, "master_address": "192.0.2.1"}
+        answer = learning.ask_admin("POST", "/init_weight_transfer_engine", json={"init_info": elsewhere})
+        assert (answer.status_code, "is not in --weight-update-hosts" in answer.text) == (400, True), answer.text
+        learning.command("/init_weight_transfer_engine", json={"init_info": trainer.info})
+        learning.command("/start_weight_update")
+        trainer.end()
+        answer = learning.ask_admin("POST", "/update_weights", json=trainer.part(0))
+        assert (answer.status_code, "the trainer's group" in answer.text) == (409, True), answer.text
+        answer = learning.ask_admin("POST", "/update_weights", json=trainer.part(0))
+        assert "no trainer's group has been joined" in answer.text
+        learning.command("/abort_weight_update")
+    finally:
+        trainer.end()
+    assert ask(learning)[::2] == before
+    assert not list(versions.glob("received-*"))

@@ -14,8 +14,14 @@ from fastapi import APIRouter, Request
 from pd_cluster.api.middleware.http_bodies import read_as, read_body
 from pd_cluster.cluster.weights.weight_updates import DEFAULT_NAME, WeightUpdates
 from pd_cluster.errors import RequestError
+from pd_cluster.process_messages import JoinTrainer, SentTensor
 
 MOST_NAME = 128
+MOST_TENSORS = 1 << 18
+RECEIVE_TIMEOUT_S = 600.0  # for the trainer to join, and for the tensors of one command
+TensorNames = Annotated[list[Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=MOST_TENSORS)]
+Dimension = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Shapes = Annotated[list[Annotated[list[Dimension], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=MOST_TENSORS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 
 
@@ -26,10 +32,41 @@ class StartWeightUpdate(msgspec.Struct, forbid_unknown_fields=True):
     is_checkpoint_format: Literal[True] = True
 
 
-class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """`folder`: below --weights-dir."""
+class TrainerGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's fields. This server is one rank, `rank_offset`; rank 0 of the group sends. `packed`: always false."""
 
-    folder: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=65536)] = 2
+    backend: Literal["gloo", "nccl", "hccl"] = "gloo"
+    packed: Literal[False] = False
+
+
+class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
+    init_info: TrainerGroup
+
+
+class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
+    """`folder`: below --weights-dir; or the tensors that the trainer sends next, in vLLM's three lists."""
+
+    folder: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    names: TensorNames = []
+    dtype_names: TensorNames = []
+    shapes: Shapes = []
+
+    def tensors(self) -> list[SentTensor]:
+        """Raises RequestError."""
+        if self.folder and self.names:
+            raise RequestError("update_info: give either a folder or names", "update_info")
+        if not self.names:
+            raise RequestError("update_info: give a folder, or names, dtype_names and shapes", "update_info")
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            counts = f"{len(self.names)}, {len(self.dtype_names)} and {len(self.shapes)}"
+            raise RequestError(
+                f"update_info: names, dtype_names and shapes have {counts} entries; give as many of each", "update_info"
+            )
+        return [SentTensor(*each) for each in zip(self.names, self.dtype_names, self.shapes, strict=True)]
 
 
 class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,6 +85,7 @@ class RenameWeights(msgspec.Struct, forbid_unknown_fields=True):
 
 def weight_routes(updates: WeightUpdates) -> APIRouter:
     routes = APIRouter()
+    _add_transfer(routes, updates)
 
     @routes.post("/start_weight_update")
     async def start_weight_update(http: Request) -> dict[str, Any]:
@@ -58,8 +96,12 @@ def weight_routes(updates: WeightUpdates) -> APIRouter:
     @routes.post("/update_weights")
     async def update_weights(http: Request) -> dict[str, Any]:
         body = read_as(await read_body(http) or b"{}", UpdateWeights)
-        await updates.take_folder(body.update_info.folder)
-        return {"message": "Weights checked"}
+        info = body.update_info
+        if info.folder and not info.names:
+            await updates.take_folder(info.folder)
+        else:
+            await updates.take_tensors(info.tensors())
+        return {"message": "Weights updated"}
 
     @routes.post("/finish_weight_update")
     async def finish_weight_update(http: Request) -> dict[str, Any]:
@@ -90,6 +132,35 @@ def weight_routes(updates: WeightUpdates) -> APIRouter:
         }
 
     return routes
+
+
+def _add_transfer(routes: APIRouter, updates: WeightUpdates) -> None:
+    @routes.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(http: Request) -> dict[str, Any]:
+        info = read_as(await read_body(http) or b"{}", InitTransfer).init_info
+        if info.rank_offset >= info.world_size:
+            raise RequestError(f"rank_offset: {info.rank_offset}; give less than world_size", "init_info")
+        await updates.join(
+            JoinTrainer(
+                backend=info.backend,
+                address=info.master_address,
+                port=info.master_port,
+                rank=info.rank_offset,
+                world_size=info.world_size,
+                timeout_s=RECEIVE_TIMEOUT_S,
+            )
+        )
+        return {"message": "Weight transfer initialized"}
+
+    @routes.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine(http: Request) -> dict[str, Any]:
+        await updates.leave()
+        return {"message": "Weight transfer shut down"}
+
+    @routes.get("/get_world_size")
+    async def get_world_size(http: Request) -> dict[str, Any]:
+        """The ranks of a trainer's group that this server needs: one receives for all instances."""
+        return {"world_size": 1}
 
 
 def _printable(name: str, field: str) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,10 @@ from pd_cluster.checkpoints.replaced_weights import check_replacement
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_control import ClusterControl, PauseMode
 from pd_cluster.cluster.members.worker_membership import Membership, MembershipMailbox
+from pd_cluster.cluster.weights.received_folder import ReceivedFolder, remove_received
+from pd_cluster.cluster.weights.weight_receiver import WeightReceiver
 from pd_cluster.errors import ConfigError, DeadlineExceeded, ModelNotFound, Refused, RequestError, told
+from pd_cluster.process_messages import JoinTrainer, SentTensor
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class WeightUpdates:
         self._number = 0  # of the last check; epochs never repeat
         self._checked: wire.WeightVersion | None = None
         self._mode: PauseMode = "wait"
+        self._receiver: WeightReceiver | None = None
+        self._received: ReceivedFolder | None = None  # of tensors of the present update
         self._expiry: asyncio.TimerHandle | None = None
         self.phase: Phase = "serving"
         self.num_changes = self.num_refused = 0
@@ -72,6 +78,7 @@ class WeightUpdates:
             if self.phase != "serving":
                 raise Refused("an update has been started; finish it, or POST /abort_weight_update")
             self._check_members()
+            await self._drop_received()  # of an update that has expired
             self._mode = mode
             self._enter("started")
 
@@ -82,17 +89,70 @@ class WeightUpdates:
                 raise Refused("no update has been started; POST /start_weight_update first")
             self._checked = None
             self._enter("started")
-            folder = self._folder(name)
+            await self._drop_received()
+            await self._check(self._folder(name))
+
+    async def join(self, trainer: JoinTrainer) -> None:
+        """Joins a trainer's group, in place of an earlier one. Raises RequestError, Refused, DeadlineExceeded."""
+        if trainer.address not in self._rules.hosts:
+            raise RequestError(
+                f"master_address: {trainer.address[:256]!r} is not in --weight-update-hosts", "init_info"
+            )
+        async with self._one_at_a_time:
+            await self._leave()
+            self._receiver = await WeightReceiver.joined(trainer)
+
+    async def leave(self) -> None:
+        """Leaves the trainer's group. An update that has begun to receive from it is forgotten."""
+        if self._receiver is not None:
+            self._receiver.kill()  # a command may wait for it
+        async with self._one_at_a_time:
+            await self._leave()
+
+    async def take_tensors(self, tensors: list[SentTensor]) -> None:
+        """Receives tensors of the update. Raises RequestError, Refused, DeadlineExceeded."""
+        async with self._one_at_a_time:
+            if self.phase not in ("started", "checked"):
+                raise Refused("no update has been started; POST /start_weight_update first")
+            if self._receiver is None:
+                raise Refused("no trainer's group has been joined; POST /init_weight_transfer_engine first")
+            if self._received is None:
+                self._number = max(self._number, self.current.epoch) + 1
+                make = partial(ReceivedFolder, self._root, self._rules.base, self._number)
+                self._received = await asyncio.to_thread(make)
+            self._checked = None
+            self._enter("started")
+            file = self._received.next_file(tensors)
             try:
-                digest = await asyncio.to_thread(check_replacement, self._rules.base, folder)
-            except ConfigError as error:
-                self.num_refused += 1
-                raise RequestError(f"folder: {told(error.text)}", "folder") from None
-            self._number = max(self._number, self.current.epoch) + 1
-            version = wire.WeightVersion(self._number, folder.name, digest, str(folder))
-            await self._check_everywhere(version)
-            self._checked = version
-            self._enter("checked")
+                await self._receiver.receive(tensors, file)
+            except BaseException:
+                await self._leave()  # its next tensors would be others
+                raise
+            self._received.add(tensors, file)
+
+    async def _leave(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await receiver.close()
+        await self._drop_received()
+
+    async def _drop_received(self) -> None:
+        received, self._received = self._received, None
+        if received is not None:
+            await asyncio.to_thread(received.remove)
+
+    async def _check(self, folder: Path) -> None:
+        """Checks a folder here and on every instance. Raises RequestError, Refused, DeadlineExceeded."""
+        try:
+            digest = await asyncio.to_thread(check_replacement, self._rules.base, folder)
+        except ConfigError as error:
+            self.num_refused += 1
+            raise RequestError(f"folder: {told(error.text)}", "folder") from None
+        self._number = max(self._number, self.current.epoch) + 1
+        version = wire.WeightVersion(self._number, folder.name, digest, str(folder))
+        await self._check_everywhere(version)
+        self._checked = version
+        self._enter("checked")
 
     async def finish(self, name: str = "") -> wire.WeightVersion:
         """Changes the weights of all instances, and returns the version that they have then.
@@ -101,6 +161,9 @@ class WeightUpdates:
         does not load them in time (it takes no requests until it has).
         """
         async with self._one_at_a_time:
+            if self._received is not None:
+                await asyncio.to_thread(self._received.complete)
+                await self._check(self._received.path)
             if self._checked is None:
                 raise Refused("no weights have been checked; POST /update_weights first")
             version = replace(self._checked, name=name or self._checked.name)
@@ -111,12 +174,17 @@ class WeightUpdates:
                 self._enter("checked" if self.current.epoch < version.epoch else "serving")
                 raise
             self._enter("serving")
+            self._received = None  # its folder is that of the present weights
+            await asyncio.to_thread(remove_received, self._root, Path(version.path))
             self.num_changes += 1
             return version
 
     async def abort(self) -> None:
         """Forgets an update that has not been finished; the weights stay as they are."""
+        if self._received is not None and self._receiver is not None and self._one_at_a_time.locked():
+            self._receiver.kill()  # it may wait for the trainer
         async with self._one_at_a_time:
+            await self._drop_received()
             self._enter("serving")
 
     async def rename(self, name: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from pd_cluster.types import Sampling
 from tests.cluster.test_control import Background, Steered, running
-from tests.support.cluster import free_port_pair
+from tests.support.cluster import free_port_pair, together
 from tests.support.engines import assert_all_same, generate, shared_core
 from tests.support.weight_versions import Trainer, make_version
 
@@ -212,3 +215,71 @@ def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) 
         trainer.end()
     assert ask(learning)[::2] == before
     assert not list(versions.glob("received-*"))
+
+
+@pytest.mark.slow
+def test_every_token_is_of_the_version_that_its_answer_names(
+    model: Path, versions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """1P2D of two ranks each: 200 streams, ten updates, two instances killed meanwhile."""
+    flags = ["--max-model-len=4096", "--num-blocks=640", f"--weights-dir={versions}", "--max-attempts=20"]
+    sizes = dict.fromkeys(("prefill-0", "decode-0", "decode-1"), 2)
+    folders = {f"v{number}": f"step-{number % 2 + 1}" for number in range(11)}
+    with Steered(tmp_path_factory.mktemp("proof"), model, 1, 2, flags, tp_sizes=sizes) as cluster:
+        update(cluster, folders["v0"], weight_version="v0")
+        is_over = threading.Event()
+        choices: list[dict[str, Any]] = []
+
+        def stream(at: int) -> None:
+            choices.append(streamed(cluster.url, [at % 7 + 3] * 40, 150))
+
+        def change() -> None:
+            sizes_mib = []
+            for number in range(1, 11):
+                update(cluster, folders[f"v{number}"], ("keep", "wait")[number % 2], weight_version=f"v{number}")
+                sizes_mib.append(resident_mib(cluster, "decode-0"))
+                if number in (4, 7):
+                    name = {4: "decode-1", 7: "prefill-0"}[number]
+                    cluster.kill(name)
+                    cluster.await_exit(name)
+                    cluster.start_member(name)
+            assert sizes_mib[-1] < sizes_mib[2] + 8, sizes_mib
+            is_over.set()
+
+        together([change, *(partial(stream, at) for at in range(200))], concurrency=9, timeout_s=500)
+        assert is_over.is_set()
+        assert len(choices) == 200
+        seen = {span["version"] for choice in choices for span in choice["weight_versions"]}
+        assert len(seen) > 8, seen
+        for choice in choices:
+            for span in choice["weight_versions"]:
+                span["version"] = folders[span["version"]]
+            assert_named(versions, choice["prompt"], choice)
+        cluster.await_ready()
+        cluster.assert_home()
+
+
+def streamed(url: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Returns the tokens and the versions of a streamed completion."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    found: dict[str, Any] = {"prompt": prompt, "token_ids": []}
+    asked = {**body, "return_token_ids": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120, trust_env=False) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                found["token_ids"] += choice.get("token_ids") or []
+                found["weight_versions"] = choice.get("weight_versions")
+    assert len(found["token_ids"]) == max_tokens
+    return found
+
+
+def resident_mib(cluster: Steered, name: str) -> float:
+    total = 0
+    for pid in cluster.rank_pids(name):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    return total / 1024

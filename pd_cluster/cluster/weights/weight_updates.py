@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.replaced_weights import check_replacement
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.members.cluster_control import ClusterControl, PauseMode
-from pd_cluster.cluster.members.worker_membership import Membership, MembershipMailbox
+from pd_cluster.cluster.members.cluster_control import PauseMode
 from pd_cluster.cluster.weights.received_folder import ReceivedFolder, remove_received
 from pd_cluster.cluster.weights.weight_receiver import WeightReceiver
 from pd_cluster.errors import ConfigError, DeadlineExceeded, ModelNotFound, Refused, RequestError, told
@@ -36,13 +35,33 @@ DEFAULT_NAME = "default"  # of weights that nobody has named
 Phase = Literal["serving", "started", "checked", "changing"]
 
 
+class WeightMembers(Protocol):
+    """The part of a roster that updates need. `weights`: the version that all instances shall have."""
+
+    instances: list[Instance]
+    weights: wire.WeightVersion
+
+    async def change(self) -> None: ...
+    def change_weights(self, version: wire.WeightVersion) -> None: ...
+    def lacking_weights(self) -> list[Instance]: ...
+    def set_back_lacking(self) -> None: ...
+
+
+class RequestControl(Protocol):
+    async def while_empty(self, mode: PauseMode, job: Callable[[], Awaitable[None]]) -> None:
+        """See ClusterControl."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightRules:
-    """`root`: the folder below which versions lie. `base`: the model's folder. `hosts`: the trainers' addresses."""
+    """`root`: the folder below which versions lie. `base`: the model's folder. `hosts`: the trainers' addresses; None:
+    any. `received`: the folder for tensors; None: `root`.
+    """
 
     root: Path
     base: Path
-    hosts: frozenset[str] = frozenset()
+    hosts: frozenset[str] | None = frozenset()
+    received: Path | None = None
     may_change: bool = True  # False: other schedulers use the same instances
 
 
@@ -50,10 +69,16 @@ class WeightUpdates:
     """`phase`: of the present update."""
 
     def __init__(
-        self, membership: Membership, post: MembershipMailbox, control: ClusterControl, rules: WeightRules
+        self,
+        membership: WeightMembers,
+        send: Callable[[str, wire.Body], None],
+        control: RequestControl,
+        rules: WeightRules,
     ) -> None:
-        self._membership, self._post, self._control, self._rules = membership, post, control, rules
+        """`send`: to an instance's connection."""
+        self._membership, self._send, self._control, self._rules = membership, send, control, rules
         self._root = rules.root.resolve()
+        self._received_root = self._root if rules.received is None else rules.received
         self._one_at_a_time = asyncio.Lock()
         self._number = 0  # of the last check; epochs never repeat
         self._checked: wire.WeightVersion | None = None
@@ -82,7 +107,11 @@ class WeightUpdates:
             self._mode = mode
             self._enter("started")
 
-    async def take_folder(self, name: str) -> None:
+    async def take(self, folder: str, tensors: list[SentTensor]) -> None:
+        """Takes weights from a folder, or if there are tensors from the trainer's group."""
+        await (self._take_tensors(tensors) if tensors else self._take_folder(folder))
+
+    async def _take_folder(self, name: str) -> None:
         """Checks a folder on every instance; nothing changes yet. Raises Refused, RequestError, DeadlineExceeded."""
         async with self._one_at_a_time:
             if self.phase not in ("started", "checked"):
@@ -94,7 +123,7 @@ class WeightUpdates:
 
     async def join(self, trainer: JoinTrainer) -> None:
         """Joins a trainer's group, in place of an earlier one. Raises RequestError, Refused, DeadlineExceeded."""
-        if trainer.address not in self._rules.hosts:
+        if self._rules.hosts is not None and trainer.address not in self._rules.hosts:
             raise RequestError(
                 f"master_address: {trainer.address[:256]!r} is not in --weight-update-hosts", "init_info"
             )
@@ -109,7 +138,7 @@ class WeightUpdates:
         async with self._one_at_a_time:
             await self._leave()
 
-    async def take_tensors(self, tensors: list[SentTensor]) -> None:
+    async def _take_tensors(self, tensors: list[SentTensor]) -> None:
         """Receives tensors of the update. Raises RequestError, Refused, DeadlineExceeded."""
         async with self._one_at_a_time:
             if self.phase not in ("started", "checked"):
@@ -118,7 +147,7 @@ class WeightUpdates:
                 raise Refused("no trainer's group has been joined; POST /init_weight_transfer_engine first")
             if self._received is None:
                 self._number = max(self._number, self.current.epoch) + 1
-                make = partial(ReceivedFolder, self._root, self._rules.base, self._number)
+                make = partial(ReceivedFolder, self._received_root, self._rules.base, self._number)
                 self._received = await asyncio.to_thread(make)
             self._checked = None
             self._enter("started")
@@ -175,7 +204,7 @@ class WeightUpdates:
                 raise
             self._enter("serving")
             self._received = None  # its folder is that of the present weights
-            await asyncio.to_thread(remove_received, self._root, Path(version.path))
+            await asyncio.to_thread(remove_received, self._received_root, Path(version.path))
             self.num_changes += 1
             return version
 
@@ -236,7 +265,7 @@ class WeightUpdates:
         """Raises Refused with the first instance's reason, and DeadlineExceeded."""
         conns = {each.conn for each in self._membership.instances if each.is_ready}
         for conn in conns:
-            self._post.send(conn, wire.CheckWeights(version))
+            self._send(conn, wire.CheckWeights(version))
 
         def lacking() -> list[Instance]:
             return [i for i in self._asked(conns) if i.load.weights.checked != version.epoch]

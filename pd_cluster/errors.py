@@ -2,7 +2,8 @@
 
 PdClusterError
 ├── ConfigError            a flag, a rank table, an environment variable: the operator must fix it
-│   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
+│   ├── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
+│   └── MissingExtra       an optional part of the package is not installed; an ImportError, too
 ├── RequestError           the client must fix it: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
 │   ├── RequestNotFound    404: nothing has this id
@@ -84,6 +85,10 @@ class ConfigError(NamesSettings):
 
 class ModelError(ConfigError):
     """The model folder cannot be served."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """An optional part of the package is not installed."""
 
 
 class RequestError(PdClusterError):

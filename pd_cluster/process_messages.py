@@ -34,7 +34,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: list[str]
     epoch: int
     pid: int
-    rank_pids: list[int] = []  # of the ranks that have started, in order
+    rank_pids: list[int] = []  # pids of the ranks that have started, in order
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""
@@ -124,7 +124,7 @@ class Busy(msgspec.Struct, frozen=True, array_like=True):
     num_requests: int = 0  # over HTTP, from the first byte to the last
     num_streams: int = 0  # routed requests
     num_waiting: int = 0  # requests that wait to be routed
-    num_waiting_tokens: int = 0  # of waiting prompts and their expected answers
+    num_waiting_tokens: int = 0  # tokens of waiting prompts and their expected answers
 
 
 class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
@@ -140,7 +140,7 @@ class AllStats(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
     others: Busy  # all except the receiver
     num_api_processes: int
-    adapters: AdapterUse = AdapterUse()  # of the others
+    adapters: AdapterUse = AdapterUse()  # the other processes' adapters
 
 
 class OthersBusy(msgspec.Struct, frozen=True, tag=True):
@@ -230,8 +230,8 @@ class ApiReport(msgspec.Struct, frozen=True):
     busy: Busy = Busy()
     stats: Stats | None = None
     adapters: AdapterUse = AdapterUse()
-    adapters_version: int = 0  # of the last AdapterNames
-    pause_version: int = 0  # of the last PauseUpdate
+    adapters_version: int = 0  # the version of the last AdapterNames
+    pause_version: int = 0  # the version of the last PauseUpdate
 
 
 # ---- scheduler -> the process that receives a trainer's tensors

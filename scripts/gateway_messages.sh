@@ -1,9 +1,9 @@
 #!/bin/sh
-# Compiles pd_cluster/gateway/messages.proto. The compiler is one whose output every protobuf since 4.21 can load.
+# Compiles pd_cluster/extras/gateway/messages.proto. The compiler is one whose output every protobuf since 4.21 can load.
 set -eu
 cd "$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)"
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 python3 -m venv "$tools"
 "$tools/bin/python" -m pip install -q grpcio-tools==1.62.3 "setuptools<80"
-"$tools/bin/python" -m grpc_tools.protoc -I. --python_out=. pd_cluster/gateway/messages.proto
+"$tools/bin/python" -m grpc_tools.protoc -I. --python_out=. pd_cluster/extras/gateway/messages.proto

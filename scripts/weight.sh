@@ -1,7 +1,7 @@
 #!/bin/sh
-# Lines of the package, the benchmarks and the tests; in the tests, private accesses (outside a test's own helpers)
-# and the sites that build an engine, an LLM or a cluster. Words of the pages, and the largest of them; file names that
-# the package has more than once; its folders with the most entries.
+# Lines of the package's core, its extras, the benchmarks and the tests; in the tests, private accesses (outside a
+# test's own helpers) and the sites that build an engine, an LLM or a cluster. Words of the pages, and the largest of
+# them; file names that the package has more than once; its folders with the most entries.
 #
 #   sh scripts/weight.sh [--by-file]
 #
@@ -70,7 +70,9 @@ package = [path for path in files(root / "pd_cluster", root / "ranktable_tools")
 private, sites = Counter(), Counter()
 for path in tests:
     measure(path, private, sites)
-for name, paths in (("package", package), ("benchmarks", benchmarks), ("tests", tests)):
+extras = files(root / "pd_cluster/extras")
+core = [path for path in package if path not in extras]
+for name, paths in (("core", core), ("extras", extras), ("benchmarks", benchmarks), ("tests", tests)):
     print(f"{name:<12}{num_lines(paths):>8} lines {len(paths):>5} files")
 for folder in sorted(each for each in (root / "tests").iterdir() if each.is_dir() and files(each)):
     print(f"  {folder.name:<10}{num_lines(files(folder)):>8} lines {len(files(folder)):>5} files")

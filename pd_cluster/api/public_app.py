@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from fastapi_offline import FastAPIOffline
 from msgspec import Meta, Struct
+from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
-from pd_cluster.api.dashboard.public_dashboard import PublicDashboard, PublicView, public_pages
+from pd_cluster.api.api_extension import ApiExtension
 from pd_cluster.api.files.files_api import FILE_PATHS, FilesApi
 from pd_cluster.api.middleware.access_log import AccessLog
 from pd_cluster.api.middleware.api_key_auth import ApiKeys
@@ -67,13 +68,12 @@ def public_app(
     drain: Drain,
     totals: Totals | None = None,
     file_keys: FileKeys | None = None,
-    view: PublicView | None = None,
+    extensions: Sequence[ApiExtension] = (),
     owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> FastAPI:
     """`totals`: the counts of all API processes, if there are several. `file_keys`: required for a key file.
 
-    `view`: the content of /dashboard; None: no dashboard. `owner`: this scheduler's name, and whether it owns
-    membership.
+    `extensions`: add layers in front of the API. `owner`: this scheduler's name, and whether it owns membership.
     """
     http, openai = service.settings.http, service.settings.is_openai
     assert bool(http.key_file) == (file_keys is not None), "file_keys and the setting of a key file must agree"
@@ -81,8 +81,8 @@ def public_app(
     app = _app(service)
     keeps_files = openai and bool(http.files.folder)
     install_error_handlers(app, FILE_PATHS if keeps_files else ())
-    pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
-    _put_in_front(app, service, drain, file_keys, pages)
+    layers = [layer for extension in extensions for layer in extension.public_layers(file_keys)]
+    _put_in_front(app, service, drain, file_keys, layers)
     store = ResponseStore(http.responses) if openai and http.responses.folder else None
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
@@ -175,7 +175,7 @@ def _app(service: TextService) -> FastAPI:
 
 
 def _put_in_front(
-    app: FastAPI, service: TextService, drain: Drain, file_keys: FileKeys | None, pages: FastAPI | None
+    app: FastAPI, service: TextService, drain: Drain, file_keys: FileKeys | None, layers: Sequence[Middleware]
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
     http = service.settings.http
@@ -197,8 +197,8 @@ def _put_in_front(
             allow_credentials=http.allow_credentials,
             expose_headers=EXPOSED_HEADERS,
         )
-    if pages is not None:
-        app.add_middleware(PublicDashboard, pages=pages, root_path=http.root_path)
+    for layer in layers:
+        app.add_middleware(layer.cls, *layer.args, **layer.kwargs)
     if http.log.logs_access:
         app.add_middleware(AccessLog, quiet_paths=[http.root_path + path for path in http.log.quiet_paths])
     if http.root_path:

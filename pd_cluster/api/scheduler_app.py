@@ -27,13 +27,10 @@ from pd_cluster.api.admin.metrics_routes import ONLY_ONE, Owner
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timeline_routes import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.admin.weight_routes import weight_routes
+from pd_cluster.api.api_extension import ApiExtension, ClusterView, PublicPort, api_extensions
 from pd_cluster.api.connections.http_server import bind_unix, make_server, serve_until_signal
-from pd_cluster.api.dashboard.dashboard_routes import PublicLinks
-from pd_cluster.api.dashboard.dashboard_sessions import Sessions
-from pd_cluster.api.dashboard.playground_routes import PublicPort
-from pd_cluster.api.dashboard.public_dashboard import PublicView
 from pd_cluster.api.files.files_api import most_nbytes_of
-from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
+from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import in_background, public_app
@@ -58,7 +55,6 @@ from pd_cluster.service.serving_context import ServingContext
 from pd_cluster.settings.log_setup import Logs
 from pd_cluster.settings.process_configs import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.settings.routing_settings import ADMIN_CONNECTIONS
-from ranktable_tools.host_addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +127,6 @@ class SchedulerServer:
         )
         self._weights = extras.weights
         self._book = self._adapter_book(extras.lora_root) if extras.lora_root else None
-        self._public_sessions = Sessions() if config.http.has_public_dashboard else None
 
     async def run(
         self,
@@ -152,17 +147,15 @@ class SchedulerServer:
             commands = control_routes(control, info_of(self._config))
             if self._weights[0]:
                 commands.include_router(weight_routes(self._weight_updates(control)))
-            shown = ShownCluster(
-                self._overview, self._model_name, logs, public, self._public_links(public), self._owner()[0]
-            )
+            extensions = api_extensions(self._view(access, public))
+            shown = ShownCluster(self._overview, self._model_name, logs, extensions, self._owner()[0])
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(self._role_chooser(auto_role), control), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
                 return
-            view = self._public_view(HostNames(access.allowed_hosts, is_loopback(public.host)))
-            await self._serve(admin, failure, view)
+            await self._serve(admin, failure, extensions)
         finally:
             self._edge.mailbox.close()
             if self._join_port is not None:
@@ -170,7 +163,7 @@ class SchedulerServer:
             if self._folder is not None:
                 self._folder.cleanup()
 
-    async def _serve(self, admin: Server, failure: Awaitable[None], view: PublicView | None) -> None:
+    async def _serve(self, admin: Server, failure: Awaitable[None], extensions: Sequence[ApiExtension]) -> None:
         """Serves the public port in this process, too."""
         service = self._edge.service()
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
@@ -178,7 +171,7 @@ class SchedulerServer:
         if self._keys is not None:
             self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
         instances, keys = self.membership.instances, self._file_keys
-        app = public_app(service, instances, drain, file_keys=keys, view=view, owner=self._owner)
+        app = public_app(service, instances, drain, file_keys=keys, extensions=extensions, owner=self._owner)
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields, most_nbytes_of(http)),
             self._listeners[0],
@@ -196,23 +189,15 @@ class SchedulerServer:
     def _model_name(self) -> str:
         return self._config.model_names[0]
 
-    def _public_view(self, hosts: HostNames) -> PublicView | None:
-        if self._public_sessions is None:
-            return None
-        root = self._config.http.root_path
-        return PublicView(
+    def _view(self, access: AdminAccess, public: PublicPort) -> ClusterView:
+        return ClusterView(
             self._overview,
             lambda: [describe(each) for each in self.elastic.instances],
             self._model_name,
-            self._public_sessions,
-            root,
-            hosts,
+            self._config.http,
+            access,
+            public,
         )
-
-    def _public_links(self, public: PublicPort) -> PublicLinks | None:
-        if self._public_sessions is None:
-            return None
-        return PublicLinks(self._public_sessions, f"{public.url}{self._config.http.root_path}")
 
     def _figures(self) -> tuple[Stats, Busy]:
         if self._processes is not None:

@@ -17,11 +17,11 @@ from pd_cluster.bench.outcomes import GapCounts, InstanceSample, Outcome, Slo, g
 from pd_cluster.output_files import write_output
 from pd_cluster.result_tables import Report, Result, counted, percentiles
 
-NUM_INTERVALS = 60  # of the series over time
-BUSY_CLIENT = 0.8  # of a core; above it, the client's own delays affect its times
-LATE_SHARE = 0.1  # of the median TTFT; requests sent later than this change the load
+NUM_INTERVALS = 60  # intervals of the series over time
+BUSY_CLIENT = 0.8  # if the client uses more of a core, its own delays affect its times
+LATE_SHARE = 0.1  # requests that are sent later than this share of the median TTFT change the load
 LEAST_LATE_S = 0.010
-STAGES = ("prefill", "handover", "decode")  # of a request; a handover ends when its KV is at D
+STAGES = ("prefill", "handover", "decode")  # the stages of a request; a handover ends when its KV is at D
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class LoadRun:
     """An ended load. Times are seconds since its start."""
 
     title: str
-    duration_s: float  # from the first request until the last answer
+    duration_s: float  # the time from the first request until the last answer
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)
     slo: Slo = field(default_factory=Slo)

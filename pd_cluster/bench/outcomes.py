@@ -38,12 +38,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first_s: float | None = None  # its first token
     last_s: float | None = None  # its last
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, where it was computed
+    num_cached_tokens: int = 0  # cached tokens of the prompt, where it was computed
     num_output_tokens: int = 0
     longest_gap_s: float = 0.0  # between two of its tokens
     late_s: float = 0.0  # how long after its planned time it was sent
-    prefill_s: float | None = None  # from sending until its prompt was computed
-    handover_s: float | None = None  # from then until its KV cache was at the decode instance
+    prefill_s: float | None = None  # the time from sending until its prompt was computed
+    handover_s: float | None = None  # the time from then until its KV cache was at the decode instance
     prefill: str = ""  # names of its instances
     decode: str = ""
     error: str = ""

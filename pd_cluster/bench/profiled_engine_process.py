@@ -27,7 +27,7 @@ from pd_cluster.types import Role
 MODULE = "pd_cluster.bench.profiled_engine_child"
 MOST_LINE_NBYTES = 64 << 20
 END_S = 5.0
-SPARE_S = 600.0  # for an answer, beyond the steps' time: the first may compile
+SPARE_S = 600.0  # the wait for an answer, in addition to the steps' time: the first step may compile
 NUM_LOG_LINES = 15
 
 

@@ -21,7 +21,7 @@ from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
 from pd_cluster.errors import ConfigError
 from pd_cluster.output_files import write_output
 
-MOST_TOKENS = 1 << 24  # of a prompt or an answer; more is a mistake
+MOST_TOKENS = 1 << 24  # the tokens of a prompt or an answer; more must be a mistake
 MOST_MS = 1 << 43  # 278 years: a timestamp since 1970 is fine
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]

@@ -27,8 +27,8 @@ from pd_cluster.errors import ConfigError
 WorkloadName = Literal["fixed", "log-normal", "shared-prefix", "conversation", "tool-agent"]
 ArrivalProcess = Literal["poisson", "constant"]
 WORKLOAD_NAMES: tuple[str, ...] = get_args(WorkloadName)
-BLOCK_TOKENS = 16  # of the prompts' `hash_ids`; lengths of shared prefixes are whole blocks
-MOST_TOKENS = 1 << 20  # of a message or an answer
+BLOCK_TOKENS = 16  # the block size of the prompts' `hash_ids`; lengths of shared prefixes are whole blocks
+MOST_TOKENS = 1 << 20  # the tokens of a message or an answer
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -38,9 +38,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     name: WorkloadName = "fixed"
     num_requests: int = 100
-    rate_per_s: float = 1.0  # of all requests, turns of sessions included
-    process: ArrivalProcess = "poisson"  # of requests, or of the sessions' beginnings
-    num_prompt_tokens: int = 512  # in a session: of its first message, tools' definitions included
+    rate_per_s: float = 1.0  # the rate of all requests, turns of sessions included
+    process: ArrivalProcess = "poisson"  # how requests arrive, or beginnings of sessions
+    num_prompt_tokens: int = 512  # the length of a session's first message, tools' definitions included
     num_output_tokens: int = 128
     sigma: float = 0.6  # standard deviation of a log-normal length's logarithm
     num_prefixes: int = 4  # different shared prefixes, equally frequent

@@ -86,8 +86,8 @@ class Checkpoint:
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
     part_of: str = ""  # the whole model's model_type, if only a multimodal folder's text model is loaded
     is_unproven: bool = False  # its type is not listed, but --try-unlisted allows it
-    layout: Layout | None = None  # of tensors, unless transformers'; `config` is in transformers' form
-    quantization: Quantization | None = None  # of the files
+    layout: Layout | None = None  # how tensors are stored, if not as in transformers; `config` is in transformers' form
+    quantization: Quantization | None = None  # how the files are quantized
     takes_adapters: bool = False  # LoRA adapters can be loaded
     vision: VisionPart | None = None  # how it reads pictures; None: text only
     head_scheme: str = ""  # quantizes the output layer at load

@@ -1,7 +1,7 @@
 """Reads a LoRA adapter's folder in PEFT's format, without torch: the modules that it changes, and its identity.
 
 The folder is untrusted: nothing outside it is read, sizes are checked before allocation, and a tensor that is not part
-of the adapter is an error that names it. model/lora checks whether the parts fit a model.
+of the adapter is an error that names it. The package model/lora checks whether the parts fit a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CONFIG_NBYTES = 1 << 20
 MAX_HEADER_NBYTES = 16 << 20
 MAX_WEIGHTS_NBYTES = 8 << 30
 MAX_TENSORS = 1 << 16
-NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per element, by safetensors' dtype
+NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per element, by safetensors' dtype
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 

@@ -41,7 +41,10 @@ TEXT_FIELDS = (
     *("vocab_size", "tie_word_embeddings", "use_bias", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
 )
 TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels", "patch_size", "spatial_merge_size")
-TIME_SHARE, ROPE_THETA = 20, 500_000.0  # of half a head; older config.json files lack both
+TIME_SHARE, ROPE_THETA = (
+    20,
+    500_000.0,
+)  # time's part of half a head, and rope's base; older files lack both
 
 
 def may_be(config: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pd_cluster.errors import ModelError
 
-MAX_WHOLE_NBYTES = 256 << 20  # of a file that is read whole; current tokenizers have up to 35 MB
+MAX_WHOLE_NBYTES = 256 << 20  # the largest file that is read whole; current tokenizers have up to 35 MB
 STEP_NBYTES = 1 << 20
 OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 

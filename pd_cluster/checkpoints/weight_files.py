@@ -45,7 +45,7 @@ QUANTIZERS_TENSORS = (
     *("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "W_q"),
     *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
 )
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # of unquantized weights
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # the dtypes of unquantized weights
 NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of weights' names
 # Non-float buffers that earlier versions of transformers saved and modules now compute: masks of GPT-2, GPT-NeoX and
 # similar models, and positions.

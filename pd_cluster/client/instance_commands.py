@@ -17,7 +17,7 @@ from pd_cluster.client.instance_list import fetch_instances
 from pd_cluster.errors import PdClusterError
 
 POLL_S = 0.2
-MARGIN_S = 15.0  # for the steps after the scheduler's own deadline, and for polling
+MARGIN_S = 15.0  # time for the steps after the scheduler's own deadline, and for polling
 JOIN_TIMEOUT_S = 300.0  # a model may have to be loaded first
 
 Entry = dict[str, Any]

@@ -29,23 +29,6 @@ async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark:
     return found
 
 
-async def fetch_link(admin: Admin, public: bool = False) -> tuple[str, float]:
-    """Returns a link to the dashboard, and the seconds for which it is valid. Raises PdClusterError.
-
-    `public`: a link to the dashboard at the public port.
-    """
-    response = await admin.ask("/dashboard/public-codes" if public else "/dashboard/codes", {})
-    raise_unauthorized(response)
-    try:
-        made = response.json()
-        if response.status_code != 200:
-            raise PdClusterError(str(made["error"]["message"]))
-        base = "" if public else admin.url.rstrip("/")
-        return f"{base}{made['path']}", float(made["expires_after_s"])
-    except (ValueError, KeyError, TypeError):
-        raise not_an_admin(response) from None
-
-
 async def fetch_logs(admin: Admin, name: str, limit: int, after: int | None = None) -> tuple[list[str], int]:
     """Returns a process's log lines, and the byte at which the next ones begin. Raises PdClusterError."""
     since = f"&after={after}" if after is not None else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.placement.outside_policy import policy_of
 from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.devices.device import check_name
 from pd_cluster.settings.serve_options import ServeOptions
@@ -15,7 +16,7 @@ from pd_cluster.transport.transport_table import CHOICES
 def check_launch(options: ServeOptions, env: Mapping[str, str]) -> None:
     """Checks the values that every instance of this host will get, and the files that they name. Raises ConfigError."""
     options.check()
-    options.routing(POLICIES)
+    policy_of(options.routing(POLICIES).policy)
     options.handover(CHOICES)
     options.http(env)
     with_source(options.chat())

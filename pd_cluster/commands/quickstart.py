@@ -294,7 +294,7 @@ def _invitation(launch: Launch, dashboard: str) -> str:
         f"serving OpenAI's API at {launch.url}/v1, admin at {launch.admin_url}; Ctrl-C stops everything\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
         "or:  pd-cluster chat; pd-cluster status\n"
-        f"dashboard: {dashboard}"
+        f"dashboard: {dashboard or 'not installed'}"
     )
 
 

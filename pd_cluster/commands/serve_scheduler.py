@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd_cluster import extra_table
 from pd_cluster.cluster.members.cluster_credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.rank_table_place import (
     Place,
@@ -60,8 +61,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         check_alone(frontend, start.timeouts)
     import uvloop
 
+    from pd_cluster.api.api_extension import PublicPort
     from pd_cluster.api.connections.http_server import bind, bind_path, bind_several, raise_descriptor_limit
-    from pd_cluster.api.dashboard.playground_routes import PublicPort
     from pd_cluster.api.middleware.admin_access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
     from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
@@ -154,6 +155,7 @@ def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSetti
     flag = called("public_dashboard")
     if not http.has_public_dashboard:
         return
+    extra_table.load("dashboard", flag)
     if frontend.api_workers > 1:
         count = f"{called('api_workers')} {frontend.api_workers}"
         raise ConfigError(f"{flag}: not with {count}, whose processes share no sessions; leave one of the two out")

@@ -19,7 +19,7 @@ EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the sm
 SHOWS_ALL = "pd_cluster.help_all"  # a key of a context's `meta`
 CLAUSE_END = re.compile(r"[.;:] |, which ")
 LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
-MOST_NUM_CHARS = 80  # of a flag's brief help: two lines next to a flag of usual length
+MOST_NUM_CHARS = 80  # the length of a flag's brief help: two lines next to a flag of usual length
 WIDER = {
     Panel.KV.value: Panel.ENGINE.value,
     Panel.REQUESTS.value: Panel.SCHEDULER.value,

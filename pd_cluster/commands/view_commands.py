@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,28 +59,6 @@ def logs(
         return
 
 
-def dashboard(
-    admin: Annotated[str, ADMIN] = "",
-    admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    public: Annotated[
-        bool, typer.Option("--public", help="Link to the public port's dashboard, which --public-dashboard enables.")
-    ] = False,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the link in this machine's browser.")] = False,
-    json: Annotated[bool, JSON] = False,
-) -> None:
-    """Print a link to the dashboard, valid once, for a minute; it starts a browser session of 12 hours."""
-    from pd_cluster.client.overview_reader import fetch_link
-
-    link, works_s = asyncio.run(fetch_link(_admin(admin, admin_token_file), public))
-    if json:
-        typer.echo(dumps({"link": link, "expires_after_s": works_s}))
-        return
-    typer.echo(link)
-    typer.echo(f"works once, within {works_s:.0f} s", err=True)
-    if open_it:
-        typer.launch(link)
-
-
 def chat(
     question: Annotated[
         str, typer.Argument(help="A single question; default: a conversation, or each line of stdin.")
@@ -122,4 +98,4 @@ def _admin(url: str, token_file: str) -> Admin:
     return Admin.find(url, token_file, os.environ)
 
 
-LOOKING = (status, top, logs, chat, dashboard, collect_env)
+LOOKING = (status, top, logs, chat, collect_env)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pd_cluster.costs.linear_costs import StepCost, StepWork
 
 TERMS = ("prompt_token_s", "step_s", "row_s", "context_token_s", "prompt_pair_s")  # preferred first
-LEAST_PIVOT = 1e-9  # of a matrix with a unit diagonal; below it, columns are equal up to rounding
+LEAST_PIVOT = 1e-9  # with a unit diagonal, smaller pivots mean that columns are equal up to rounding
 LEAST_ERROR = 1e-5  # relative; smaller errors count as equal
 MOST_BREAKPOINTS = 48
 

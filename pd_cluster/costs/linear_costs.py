@@ -19,7 +19,7 @@ class StepWork(NamedTuple):
     num_rows: int = 0  # decoding sequences, one token each
     num_context_tokens: int = 0  # all tokens that these attend to
     num_prompt_tokens: int = 0  # computed prompt tokens
-    num_prompt_pairs: int = 0  # of a prompt token and an earlier one: tokens x context, summed over chunks
+    num_prompt_pairs: int = 0  # pairs of a prompt token and an earlier one: tokens * context, summed over chunks
 
 
 def num_pairs_of(num_tokens: int, num_before: int) -> int:
@@ -28,7 +28,7 @@ def num_pairs_of(num_tokens: int, num_before: int) -> int:
 
 
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
-    """The time of a step: a + b x rows + c x context + d x prompt tokens + e x pairs.
+    """The time of a step: a + b * rows + c * context + d * prompt tokens + e * pairs.
 
     The first `num_flat_rows` rows cost nothing beyond the step itself.
     """
@@ -75,7 +75,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """The factor by which a step slows while an instance of the other role computes on the same host; 1: not at all.
+    """How much a step slows while an instance of the other role computes on the same host: a factor; 1: not at all.
 
     `num_cores`: the host's; 0: unknown. If there are more instances than cores, they share.
     """
@@ -106,7 +106,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host: HostCost = HostCost()
     neighbour: NeighbourCost = NeighbourCost()
     kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # KV cache of all layers on one device of an instance
-    num_blocks: Annotated[int, msgspec.Meta(ge=1)] = 4096  # of an instance's pool
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)] = 4096  # blocks of an instance's pool
     block_size: Annotated[int, msgspec.Meta(ge=1)] = 16
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] = 256
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048

@@ -13,14 +13,14 @@ from pd_cluster.costs.cost_fit import TERMS, columns_of
 from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 
 DECAY = 0.96  # a step's weight halves after 17 more of its kind
-FADE = 0.999  # by a step of another kind
-LEAST_SHARE = 0.05  # of the weight that a kind keeps
+FADE = 0.999  # a step of another kind multiplies a kind's weight by it
+LEAST_SHARE = 0.05  # the least share of its weight that a kind keeps
 MAX_TIME_RATIO = 16.0  # limits how far, as a factor, a step's time may differ from its kind in the weighting
 LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
 
 FIRST_HANDOVERS = 3  # open links and register memory
 LEAST_HANDOVERS = 4
-LEAST_SPREAD = 0.2  # of their sizes, for a slope
+LEAST_SPREAD = 0.2  # the least relative spread of sizes that gives a slope
 
 NUM = len(TERMS)
 PAIRS = [(a, b) for a in range(NUM) for b in range(a, NUM)]

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
 OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # set by the user
-WINDOW_S = 0.5  # of steps over which waiting is measured
-MOST_WAITING = 0.3  # of that time
+WINDOW_S = 0.5  # the time of steps over which waiting is measured
+MOST_WAITING = 0.3  # the largest share of that time
 AWAY_S = 10.0
 MEASURED_AT_ONCE = 4  # threads; with more, not every step is measured
 NS = 1e9
@@ -77,9 +77,9 @@ class CoreAffinity:
 
     cores: frozenset[int]
     all_cores: frozenset[int]
-    node_cores: frozenset[int]  # of these cores' memory nodes
+    node_cores: frozenset[int]  # all cores of these cores' memory nodes
     waited: Waited
-    spread: Spread | None = None  # for a rank of several cores
+    spread: Spread | None = None  # needed for a rank of several cores
     clock: Callable[[], float] = time.monotonic
     may_bind: Callable[[], bool] = always  # called at the beginning of a step
     _may_bind: bool = field(default=True, init=False)
@@ -174,7 +174,7 @@ class _Watch:
     """Measures how long the threads of steps wait for a core, in only some steps if there are many threads."""
 
     waited: Waited
-    threads: list[int] = field(default_factory=list)  # of the last team; empty: only the calling thread
+    threads: list[int] = field(default_factory=list)  # the last team's threads; empty: only the calling thread
     _began_s: float = 0.0
     _before: dict[int, float] = field(default_factory=dict)
     _num_left: int = 0  # steps until the next measured one

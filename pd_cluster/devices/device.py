@@ -1,8 +1,8 @@
 """Devices in torch: kinds, numbers, this process's device, and memory. Only this module names devices to torch.
 
 Imports torch only inside functions: a worker's parent checks names here and never loads it. torch_npu is imported when
-an NPU is requested, by name or because this machine has NPUs and no GPU. streams.py launches work on devices and orders
-it.
+an NPU is requested, by name or because this machine has NPUs and no GPU. device_streams.py launches work on devices and
+orders it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS: tuple[DeviceKind, ...] = tuple(BY_KIND)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that one rank process computes on. `index` counts visible devices; its traits are in kinds.py."""
+    """A device that one rank process computes on. `index` counts visible devices; its traits are in device_kinds.py."""
 
     kind: DeviceKind
     index: int = 0
@@ -268,7 +268,7 @@ def synchronize(device: Device) -> None:
     """Waits for all launched work, of all threads; only before others launch, or between captures.
 
     It invalidates a graph that another thread is capturing on this device, in every mode of capturing. Threads that
-    load something beside the steps wait for a mark (streams.py).
+    load something besides the steps wait for a mark (device_streams.py).
     """
     if device.is_accelerator:
         _module(device).synchronize(device.index)

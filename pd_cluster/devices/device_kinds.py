@@ -20,9 +20,10 @@ class Kind:
     `most_plane_numel`, the numbers of one layer's plane that operators can index, 0 for any.
     Steps: with `large_nbytes` of memory or more, a device takes large ones by default; 0: no device does.
     Attention: `runs_triton`, and FlashInfer with it.
-    Graphs: `graphs_take_any_context` when one serves every length; `captures_at_start_only` when a capture is too long
-    or too risky for a step that clients wait for; `captures_sums` of several ranks, and `spreads_tokens` from rank 0 to
-    the others without the host, unasked; `captures_modules` of transformers.
+    Graphs: `graphs_take_any_context` if one graph serves every length; `captures_at_start_only` if a capture is too
+    long or too risky for a step that clients wait for. `captures_sums`: graphs may contain sums over ranks by default;
+    `spreads_tokens`: rank 0 sends tokens to the others without the host by default; `captures_modules`: graphs may
+    contain modules of transformers.
     """
 
     name: DeviceKind

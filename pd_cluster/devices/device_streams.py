@@ -16,9 +16,9 @@ from pd_cluster.devices.device import Device
 HostValues = Mapping[str, list[int]]  # the values that the host passed to launches, by argument name
 Replay = Callable[..., Any]  # repeats all launches; HostValues replace the values that the host passed before
 
-# torch hands out the 32 streams of a priority in turn, repeatedly. Another thread's launch on the captured stream would
-# become part of the graph instead of running, so copies must not have this priority, nor the highest, which the ranks'
-# sums use in captures (group.py).
+# torch hands out the 32 streams of a priority in turn, repeatedly. If another thread launched on the captured stream,
+# the launch would become part of the graph instead of running. So copies must not have this priority, nor the highest,
+# which the ranks' sums use in captures (model/parallel/rank_group.py).
 CAPTURE_PRIORITY = -1  # a high one
 
 _current = threading.local()  # on NPUs, where querying the current stream is slow

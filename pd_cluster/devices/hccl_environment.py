@@ -22,9 +22,9 @@ from ranktable_tools import Server
 from ranktable_tools.host_addresses import host_key, is_ip, is_loopback
 
 # MB of one communicator's buffer; it takes twice that much device memory.
-GROUP_BUFFER_MB = 200  # for an instance's ranks: HCCL's default, for all-reduces of whole steps
-UNIT_BUFFER_MB = 200  # for the members of a unit: rows of whole steps
-PAIR_BUFFER_MB = 64  # for a KV link: two payloads fit in; a rank has a pair for every rank that it is linked to
+GROUP_BUFFER_MB = 200  # the buffer of an instance's ranks: HCCL's default, for all-reduces of whole steps
+UNIT_BUFFER_MB = 200  # the buffer of a unit's members, for rows of whole steps
+PAIR_BUFFER_MB = 64  # the buffer of a KV link holds two payloads; a rank has one for every rank that it is linked to
 
 BUFFER, NIC, ADDRESS = "HCCL_BUFFSIZE", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP"
 EXPANSION = "HCCL_OP_EXPANSION_MODE"  # AIV: on vector cores, the fastest where it serves

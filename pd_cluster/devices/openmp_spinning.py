@@ -23,13 +23,14 @@ from pd_cluster.native.build import KernelsUnavailable, openmp_runtime
 
 log = logging.getLogger(__name__)
 
-PARKED = {"OMP_WAIT_POLICY": "passive"}  # for our own processes
-OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of the user
+PARKED = {"OMP_WAIT_POLICY": "passive"}  # the environment of this package's own processes
+OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that the user may have set
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25  # over which waiting is measured
-MOST_COST = 0.01  # of the time, for measuring
-BEGINS, ENDS = 0.2, 0.1  # of a window that the longest-waiting thread had no core
-QUIET_S = 10.0  # at least, before spinning is tried again
+MOST_COST = 0.01  # the share of time that measuring may take
+# Quiet begins above, and ends below, this share of a window in which the longest-waiting thread had no core.
+BEGINS, ENDS = 0.2, 0.1
+QUIET_S = 10.0  # the least time before spinning is tried again
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Process groups over accelerators: NCCL's on CUDA, HCCL's on NPUs. Only this module distinguishes them.
 
 Knows nothing of what is sent or summed. torch's classes for both come from device.py; HCCL's environment comes from
-hccl.py through the parent of this process.
+hccl_environment.py through the parent of this process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Devic
     """Creates the group of one instance's ranks. An error in it, or a call longer than the timeout, ends the process.
 
     NCCL's sums are captured together with their steps, so their stream, too, must have a priority that no copy has; see
-    streams.py.
+    device_streams.py.
     """
     return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
 

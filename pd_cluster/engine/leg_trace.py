@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.types import Note, Request
 
-MAX_EVENTS = 20_000  # of all transfers between two messages to a scheduler; the oldest are dropped first
+MAX_EVENTS = 20_000  # events between two messages to a scheduler; the oldest are dropped first
 
 
 class Tracer:

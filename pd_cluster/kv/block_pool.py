@@ -15,9 +15,9 @@ from pd_cluster.types import Tier
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves it. With `rests`, the free block that was released first is
-    taken first, so that each block rests as long as possible; otherwise the last one, whose memory is still in caches.
-    Cached blocks are taken after all free ones, least recently used first.
+    num_blocks = free + cached + held; `check()` proves it. `take` returns free blocks before cached ones, and cached
+    blocks in the order of their last use. With `rests`, it takes free blocks in the order of their release, so that
+    each rests as long as possible; otherwise in reverse order, because the memory of the last is still in caches.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:

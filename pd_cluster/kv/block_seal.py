@@ -58,7 +58,7 @@ class Seal:
         return [key.name(content) for key in self._keys]
 
     def content_of(self, name: str) -> bytes | None:
-        """Returns the content of a name; None: no secret here has made the name."""
+        """Returns the content of a name; None if no secret here has made the name."""
         return next((found for key in self._keys if (found := key.content(name)) is not None), None)
 
     def seal(self, content: bytes, block: memoryview) -> bytearray:

@@ -15,7 +15,7 @@ from pd_cluster.devices.device import has_triton
 from pd_cluster.kv.pool_memory import ids_on
 
 WORD_NBYTES = 8
-MAX_COPIES = 4  # up to this many stretches that are contiguous at both ends are copied one by one, by the driver
+MAX_COPIES = 4  # up to this many stretches, contiguous at both ends, the driver copies them one by one
 
 Runs = list[tuple[int, int, int]]
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]

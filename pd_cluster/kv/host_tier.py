@@ -15,7 +15,7 @@ from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.types import Tier
 
 WEIGHT = 0.2  # the weight of the newest measurement
-FADING = 0.99  # of a load's cost with each computing step, so that expensive loads are tried again
+FADING = 0.99  # each computing step multiplies a load's cost by it, so that expensive loads are tried again
 
 Emit = Callable[[Literal["out", "in"], int, int], None]
 

@@ -35,10 +35,10 @@ class AlikeLayers(NamedTuple):
 class KVLayout:
     """One rank's share of a block has, in each layer, the layer's planes in order, each [block_size, heads, width].
 
-    `plane_layers`: for each plane the layers that have it, ascending; () if every layer has every plane. num_kv_heads
-    counts the whole model's heads; a plane whose `num_heads` is not 0 has its own number, which divides num_kv_heads.
-    The heads of each plane are split evenly over tp_size ranks; with more ranks than heads each head is replicated on
-    tp_size / heads ranks. `dtype` is the pool's, which may be narrower than the model's: see `stored_width`. The last
+    `plane_layers`: for each plane the layers that have it, ascending; () if every layer has every plane. `num_kv_heads`
+    counts the whole model's heads. A plane whose `num_heads` is not 0 has its own number, which divides
+    `num_kv_heads`. The heads of each plane are split evenly over `tp_size` ranks; with more ranks than heads each head
+    is on several ranks. `dtype` is the pool's, which may be narrower than the model's: see `stored_width`. The last
     `num_draft_layers` layers belong to a draft head; `draft_head` identifies everything besides the model that
     determines their contents, and is "" without a draft head.
 

@@ -28,7 +28,7 @@ from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory, runs
 from pd_cluster.wire import KVPiece
 
-NUM_EXTRA_BLOCKS = 3  # after the pool's own: one receives the writes of padding, two prove links
+NUM_EXTRA_BLOCKS = 3  # blocks after the pool's own: one receives the writes of padding, two prove links
 
 
 class KVPool:

@@ -3,8 +3,9 @@
 A coded vector is its codes, then one float32 scale, as bytes: a value is code * scale. Scales are symmetric, one for
 each token and head, so a vector's bytes depend on that vector alone. native/pool_vectors.h makes the same bytes.
 
-- int8: codes -127 to 127; int4: -7 to 7, stored plus 8: codes of the vector's first half in the low bits of the bytes,
-  codes of its second half in the high bits; fp8_e4m3: codes up to 448.
+- int8: codes from -127 to 127. fp8_e4m3: codes up to 448.
+- int4: codes from -7 to 7, stored plus 8. The low bits of the bytes hold the codes of the vector's first half, the high
+  bits those of its second half.
 - A vector with an infinity or NaN gets the scale NaN. A vector whose largest magnitude is below 2^-100 becomes zeros.
 """
 

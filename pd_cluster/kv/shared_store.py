@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PREFIX = "pd-cluster:kv:"
-CALL_TIMEOUT_S = 0.5  # for connecting, and for each answer
+CALL_TIMEOUT_S = 0.5  # the time to connect, and for each answer
 FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 GET_BLOCKS = 4  # blocks per call, whose answer is in memory at once

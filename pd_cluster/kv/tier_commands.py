@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 LowerKind = Literal["disk", "shared"]
-UNKNOWN = -1  # a rank reports it for a command that it could not try, which does not prove what its store has
+UNKNOWN = -1  # the report for a command that a rank could not try; it proves nothing about the rank's store
 
 
 class TierCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):

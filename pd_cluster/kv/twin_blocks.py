@@ -21,7 +21,7 @@ class _TwinTokens(NamedTuple):
 
 
 class _ValidTokens(NamedTuple):
-    """The valid tokens of a sequence, with its table at that time. Only the table's last blocks are ever replaced."""
+    """The valid tokens of a sequence, and its table at that time. Only the last blocks of a table are ever replaced."""
 
     block_table: list[int]
     num_valid: int

@@ -21,7 +21,7 @@ class FolderFields:
     config: Mapping[str, Any]
     file: Path
     preprocessor: Mapping[str, Any]
-    processor: Mapping[str, Any]  # of processor_config.json and tokenizer_config.json together
+    processor: Mapping[str, Any]  # the fields of processor_config.json and tokenizer_config.json together
     token_id_of: Callable[[str], int | None]
     video: tuple[Path, Mapping[str, Any]]  # the video preprocessor's file and content
 

@@ -21,7 +21,7 @@ from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.types import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 64 << 20  # of a file, before it is resized
+MAX_PIXELS = 64 << 20  # the pixels of a file, before it is resized
 HAVE_ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
 

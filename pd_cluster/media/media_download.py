@@ -21,7 +21,7 @@ from urllib.parse import urljoin, urlsplit
 
 from pd_cluster.errors import RequestError
 
-TIMEOUT_S = 10.0  # in all
+TIMEOUT_S = 10.0  # the time for a whole download
 MAX_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}

@@ -20,7 +20,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.media.media_download import Downloads, downloaded
 
 MAX_FILE_NBYTES = 24 << 20
-FRAMES = "video/jpeg"  # for data: URLs with the frames of a video
+FRAMES = "video/jpeg"  # the media type of data: URLs with the frames of a video
 DATA = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)*(?P<is_base64>;base64)?,", re.ASCII)
 FILE = "file://"
 

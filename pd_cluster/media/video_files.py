@@ -26,7 +26,7 @@ from pd_cluster.types import Image
 
 MAX_FILE_FRAMES = 20_000
 MAX_SECONDS = 3600.0
-MAX_FRAME_PIXELS = 36 << 20  # of a frame, before it is resized: 8192 x 4608
+MAX_FRAME_PIXELS = 36 << 20  # the pixels of a frame, before it is resized: 8192 x 4608
 MAX_FPS = 1000.0
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
 # First bytes of files and their offset -> FFmpeg's name of the container

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-DEFAULT_FPS = 24.0  # of frames without a rate, as in transformers
+DEFAULT_FPS = 24.0  # the rate of frames that state none, as in transformers
 
 
 class MediaWithOptions(NamedTuple):

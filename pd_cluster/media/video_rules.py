@@ -12,7 +12,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import Image
 
 MAX_ASPECT_RATIO = 200
-MAX_PIXELS = 12 << 20  # of all resized frames of a video
+MAX_PIXELS = 12 << 20  # the pixels of all resized frames of a video
 
 
 class Video(msgspec.Struct, frozen=True):
@@ -36,16 +36,16 @@ class TimestampStyle(enum.Enum):
     """How a prompt states the time of each picture of a video."""
 
     NONE = "none"
-    BEFORE = "before"  # in tenths of a second, the middle of its frames
-    BEHIND = "behind"  # in whole seconds, the first of its frames
+    BEFORE = "before"  # before the picture: the middle of its frames, in tenths of a second
+    BEHIND = "behind"  # after the picture: its first frame, in whole seconds
 
 
 class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a model reads videos. `token_id`: a video's placeholder and tokens.
 
     `together`: frames that the tower reads as one picture. `min_pixels` and `max_pixels` bound a frame's area, or with
-    `shares_area` that of all frames together. With `stamps`, each picture stands between `start_id` and `end_id` beside
-    its time in words; otherwise they follow each other, and their positions in time differ by `tokens_per_second`, or
+    `shares_area` that of all frames together. With `stamps`, each picture is between `start_id` and `end_id`, next to
+    its time in words. Otherwise pictures are consecutive, and their positions in time differ by `tokens_per_second`, or
     by one if that is 0. `pad_id`: the token of a picture in a video, if it is not the placeholder. `font`: the file of
     a font in which its time is drawn into each frame; "": nothing is drawn.
     """

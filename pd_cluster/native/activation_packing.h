@@ -1,12 +1,12 @@
-// Activations of packed products: float32 rows become padded rows of numbers, of bfloat16 or of int8 codes.
+// Packs the activations of products: float32 rows become padded rows of float32, bfloat16 or int8 codes.
 #pragma once
 #include "packed_weights.h"
 
-#define SQUARES ((BLOCK_ROWS + VL - 1) / VL) // vectors that hold a number of each row of a block
-#define SEGMENT 512 // inputs of a block that are prepared at once
-#define SMALLEST_ROW 0x0d800000 // 2^-100 as bits: codes of smaller rows are zeros
+#define SQUARES ((BLOCK_ROWS + VL - 1) / VL) // vectors that hold one number of each row of a block
+#define SEGMENT 512 // inputs of a block that are prepared together
+#define SMALLEST_ROW 0x0d800000 // the bits of 2^-100: rows whose values are all smaller get codes of zero
 
-// Rounds to the nearest bfloat16, ties to even, with the bits of a float32. NaN stays NaN.
+// Rounds to the nearest bfloat16, ties to even, stored as a float32. NaN stays NaN.
 INLINE uint32_t round_to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -14,7 +14,7 @@ INLINE uint32_t round_to_bf16(float x) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : rounded;
 }
 
-// Returns the largest magnitude's bits: as integers, infinities and then NaN are the largest.
+// Returns the bits of the largest magnitude. Compared as integers, NaN is above infinity, and infinity above numbers.
 static int32_t largest(const float *x, int64_t n) {
     int32_t most = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -26,7 +26,7 @@ static int32_t largest(const float *x, int64_t n) {
     return most;
 }
 
-// Chooses codes round(x * inverse), the largest `most_code`. Returns a code's worth: NaN if one of x is not finite.
+// Writes codes round(x * inverse), at most `most_code`. Returns the scale of a code: NaN if any x is not finite.
 static float set_scale(const float *x, int64_t n, float most_code, float *inverse) {
     int32_t bits = largest(x, n);
     float most;
@@ -49,7 +49,7 @@ static int32_t to_codes(const float *x, int64_t n, float inverse, int8_t *codes)
     return sum;
 }
 
-// Sums 16 interleaved parts, then these in order.
+// Sums 16 interleaved parts, then adds the parts in order.
 static float sum_in_order(const float *x, int64_t n) {
     float parts[16] = {0}, sum = 0;
     int64_t i = 0;
@@ -71,7 +71,7 @@ INLINE vf vector_to_bf16(vf x) {
     return pick((bits & 0x7fffffff) > 0x7f800000, (vf)(0x7fc00000 - (vi){0}), (vf)rounded);
 }
 
-// Sets the sum of a span's numbers, as they are multiplied.
+// Sets the sum of a span's values in the form in which they are multiplied.
 static void set_sum(const Product *p, const float *x, int64_t n, int32_t *sum) {
     float total = 0;
     if (p->activations == AS_FLOATS) total = sum_in_order(x, n);
@@ -79,7 +79,7 @@ static void set_sum(const Product *p, const float *x, int64_t n, int32_t *sum) {
     memcpy(sum, &total, 4);
 }
 
-// Returns the first input of a span, and how many of its inputs there are.
+// Returns the first input of a span, and the number of its inputs without padding.
 static int64_t inputs_of_span(const Product *p, int64_t span, int64_t *n) {
     int64_t in_group = span % p->spans_of_group * p->span_inputs;
     int64_t first = span / p->spans_of_group * p->group + in_group;
@@ -87,7 +87,7 @@ static int64_t inputs_of_span(const Product *p, int64_t span, int64_t *n) {
     return first;
 }
 
-// Writes `padded` numbers to multiply: the first n from x, then zeros. Returns the sum of codes.
+// Writes `padded` values to be multiplied: n from x, then zeros. Returns the sum of the codes.
 static int32_t write_numbers(const Packed *w, const float *x, int64_t n, int64_t padded, float inverse, uint8_t *to) {
     int32_t sum = 0;
     if (w->p->activations == AS_CODES)
@@ -119,7 +119,7 @@ static void prepare_row(const Packed *w, int64_t row) {
     }
 }
 
-// Returns a span of a block of rows, [word][row]. Blocks of a span follow each other.
+// Returns a span of a block of rows, [word][row]. The blocks of a span are consecutive.
 INLINE int32_t *block_at(const Packed *w, int64_t block, int64_t span) {
     return (int32_t *)(w->x + (span * (w->ready_rows / w->together) + block) * w->span_nbytes);
 }
@@ -133,7 +133,7 @@ static void interleave(const int32_t **rows, int64_t m, int64_t num_words, int32
             UNROLL for (int r = 0; r < VL; r++) square[s][r] = load((const float *)rows[s * VL + r] + k);
             transpose(square[s]);
         }
-        int is_last = k + 2 * VL > num_words; // what is written too much is overwritten, except at the end
+        int is_last = k + 2 * VL > num_words; // each write overlaps the next, so only the last must stop at the end
         for (int i = 0; i < VL; i++, to += m) for (int s = 0; s < SQUARES && s * VL < m; s++) {
             if (is_last) memcpy(to + s * VL, &square[s][i], (size_t)MIN(VL, m - s * VL) * 4);
             else store((float *)to + s * VL, square[s][i]);

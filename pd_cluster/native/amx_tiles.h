@@ -1,6 +1,6 @@
-// AMX: tiles of 16 rows by 64 bytes of activations times tiles of 64 bytes by 16 outputs.
+// AMX multiplies tiles of 16 rows by 64 bytes of activations with tiles of 64 bytes by 16 outputs.
 //
-// The same instruction serves every number of rows; rows that are missing are zeros, or the one row again.
+// Every number of rows uses the same instruction; missing rows are zeros, or copies of the only row.
 #pragma once
 #include "packed_weights.h"
 
@@ -10,11 +10,11 @@
 #define TILE_ROWS 16
 #define TILE_WORDS 16
 #ifndef TILE_STATE
-#define TILE_STATE 18 // the kernel's number of the tiles' registers, asked for once per process
+#define TILE_STATE 18 // Linux's number for the tile registers, which each process must request once
 #endif
 
 static int have_tiles(void) {
-    static int state; // 0: not asked yet
+    static int state; // 0: not requested yet
     int known = __atomic_load_n(&state, __ATOMIC_RELAXED);
     if (!known) {
         known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, TILE_STATE) ? 2 : 1;
@@ -23,8 +23,8 @@ static int have_tiles(void) {
     return known == 1;
 }
 
-// Tiles 0 to 3 have results, 4 and 5 activations, 6 and 7 weights; a step takes `words` words, at most TILE_WORDS. Each
-// row of a tile is computed by itself.
+// Tiles 0 to 3 hold results, 4 and 5 activations, 6 and 7 weights. A step multiplies `words` words, at most TILE_WORDS.
+// The rows of a tile do not affect each other.
 static void set_tiles(int64_t rows, int64_t words) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -52,7 +52,7 @@ INLINE void prefetch_tile(const int32_t *at) {
     UNROLL for (int i = 0; i < TILE_WORDS; i++) __builtin_prefetch(at + i * PANEL);
 }
 
-// Computes c for at most 16 rows and four panels. x_nbytes is the distance of rows. `far`: weights come from memory.
+// Computes c for at most 16 rows and four panels. Rows are x_nbytes apart. `far`: the weights are not cached.
 INLINE void wide_tiles(int codes, int64_t num_panels, const uint8_t *x, int64_t x_nbytes, const int32_t *words,
                        int64_t panel_stride, int64_t num_words, int64_t step, int far, float *c) {
     const int64_t width = MOST_PANELS * PANEL * 4;

@@ -1,14 +1,14 @@
-// One query token: a run of KV heads of one sequence goes over the keys together, some keys at a time, so that memory
-// is read in the order it lies in, once, and fetched ahead. Sequences that share a block table and begin at the same
-// key go together: their query heads are more heads of a group. A head's sums do not depend on the heads beside it.
+// Attention of one query token. Consecutive KV heads of a sequence are computed together, some keys at a time, so that
+// memory is read once, in order, and prefetched. Sequences that share a block table and begin at the same key are also
+// computed together: their query heads join the same group. A head's sums do not depend on other heads.
 #pragma once
 #include "attention_many_heads.h"
 
-// Memory of a function's stack that begins with a line of the cache: vectors that cross lines take twice the time.
+// Allocates stack memory aligned to a cache line, because vectors that cross lines take twice the time.
 #define LINES(nbytes) (void *)(((uintptr_t)alloca((size_t)(nbytes) + 64) + 63) & ~(uintptr_t)63)
-#define AHEAD_HINT 2 // the L2 cache: a chunk of all heads exceeds L1
+#define AHEAD_HINT 2 // prefetch to the L2 cache: a chunk of all heads exceeds L1
 
-// A prefetch in progress: rows of `pieces` heads each, one after the other.
+// A prefetch in progress: rows of `pieces` heads each, row by row.
 typedef struct {
     const char **rows;
     int64_t row, end, piece, pieces;
@@ -21,18 +21,18 @@ INLINE void fetch(Ahead *ahead, int64_t dim) {
     if (++ahead->piece == ahead->pieces) ahead->piece = 0, ahead->row++;
 }
 
-// Has the processor look up addresses of vectors, one of each page, before they are fetched one by one.
+// Makes the processor translate one address of each page before the vectors are fetched.
 INLINE void look_up(const char **k, const char **v, int64_t n, int64_t row_stride) {
     for (int64_t j = 0; j < n; j += MAX(1, PAGE_NBYTES / row_stride))
         __builtin_prefetch(k[j], 0, AHEAD_HINT), __builtin_prefetch(v[j], 0, AHEAD_HINT);
 }
 
-// Part of a vector as the pool has it, or taken as floats.
+// Part of a vector in the pool's dtype, or converted to floats.
 INLINE vf numbers_of(const char *p, int64_t d, int64_t dim, int is_taken) {
     return is_taken ? load((const float *)p + d) : numbers_at(p, d, dim);
 }
 
-// Takes n vectors as floats, and their factors, rounded up to a whole PAD.
+// Converts n vectors, rounded up to a whole PAD, to floats; also returns their factors.
 INLINE void take_vectors(int64_t dim, const char **stored, int64_t at, int64_t n, const char **taken, float *factors) {
     for (int64_t j = 0; j < (n + PAD - 1) / PAD * PAD; j++) {
         UNROLL for (int64_t d = 0; d < dim; d += VL)
@@ -137,7 +137,7 @@ INLINE void soften_heads(int64_t heads, float (*scores)[DECODE_CHUNK], int64_t n
     store(fade, fades);
 }
 
-// Computes scores as score_keys does, of keys that lie as floats, and prefetches next_k and next_v.
+// Computes scores like score_keys, for keys stored as floats, and prefetches next_k and next_v.
 INLINE void score_many(int64_t dim, int64_t heads, const float *q, const char **k, int64_t at, int64_t n,
                        const float *factors, float (*scores)[DECODE_CHUNK], Ahead *next_k, Ahead *next_v) {
     int64_t fetched = 0, step = 1;
@@ -164,8 +164,8 @@ INLINE void score_many(int64_t dim, int64_t heads, const float *q, const char **
     }
 }
 
-// Processes one chunk for one KV head and `heads` query heads; m and l as above. Prefetches next_k and next_v. Where
-// there are many heads, vectors are `taken` from the pool as floats, once for all.
+// Processes one chunk for one KV head and `heads` query heads; m and l as above. Prefetches next_k and next_v. For
+// many heads, `taken` holds the vectors as floats, converted once.
 INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, const float *q, const char **k,
                          const char **v, int64_t at, int64_t n, const char **taken, float *acc, float *m, float *l,
                          Ahead *next_k, Ahead *next_v) {
@@ -204,13 +204,13 @@ INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, c
 #undef ADD
 }
 
-// The queries of an item, scaled, and their sums: [KV head][row][head of the group].
+// The scaled queries of an item and their sums: [KV head][row][head of the group].
 typedef struct {
     float *q, *acc; // [...][dim]
     float *m, *l;   // [...]
 } Queries;
 
-// Processes one chunk for one KV head: keys [start, start + n), of which each row sees those before its end.
+// Processes one chunk for one KV head: keys [start, start + n). Each row sees the keys before its own end.
 INLINE void attend_group(const Layer *y, int64_t dim, const Item *item, const Queries *of, int64_t head, int many,
                          const char **k, const char **v, int64_t start, int64_t n, const char **taken, Ahead *next_k,
                          Ahead *next_v) {
@@ -271,7 +271,7 @@ INLINE void decode_item(const Layer *y, int many, const Item *item, const Item *
     }
 }
 
-// Functions of their own: what is allocated on their stack is released after each item.
+// These are separate functions so that their stack memory is released after each item.
 static __attribute__((noinline)) void decode_few(const Layer *y, const Item *item, const Item *after) {
     decode_item(y, 0, item, after);
 }
@@ -280,7 +280,7 @@ static __attribute__((noinline)) void decode_many(const Layer *y, const Item *it
     decode_item(y, 1, item, after);
 }
 
-// `after` is this thread's next item, if known: its first keys are prefetched with this item's last ones.
+// `after` is this thread's next item, if known: its first keys are prefetched during this item's last chunk.
 static void decode(const Layer *y, const Item *item, const Item *after) {
     if (item->num_rows > 1 && item->num_rows * y->num_heads > GT * y->num_kv_heads) decode_many(y, item, after);
     else decode_few(y, item, after);

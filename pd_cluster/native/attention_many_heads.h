@@ -1,11 +1,11 @@
-// Decode of many query heads of one KV head: they share what is read of keys and values, which lie as floats. The sums
-// are those of attention_decode.h, to the bit.
+// Decodes many query heads of one KV head: keys and values, stored as floats, are read once for all of them. The sums
+// are bitwise equal to those of attention_decode.h.
 #pragma once
 #include "attention_step.h"
 
-#define PAGE_NBYTES 4096 // of memory; keys that lie so far apart share a few lines of the L1 cache
+#define PAGE_NBYTES 4096 // a page of memory; keys at this distance compete for a few lines of the L1 cache
 
-// Returns the products of a query with VL keys, which lie as floats: those of score_keys, to the bit.
+// Returns the products of a query with VL keys stored as floats, bitwise equal to those of score_keys.
 INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
     vf sum[VL], part[QT] = {load(q)};
     int64_t d = VL;
@@ -26,8 +26,8 @@ INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
 }
 
 #if VL == 16
-#define TQ 6 // query heads whose sums find room in registers: four vectors of each
-#define LEAST_TO_TRANSPOSE 18 // query heads that share the work; TQ are enough where keys do not stay in the cache
+#define TQ 6 // query heads whose sums fit in registers: four vectors each
+#define LEAST_TO_TRANSPOSE 18 // query heads that share a transposition; TQ are enough if keys do not stay in the cache
 
 // Writes VL keys as [dim][key].
 static __attribute__((noinline)) void transpose_keys(int64_t dim, const char **k, int64_t at, float (*to)[VL]) {
@@ -39,8 +39,8 @@ static __attribute__((noinline)) void transpose_keys(int64_t dim, const char **k
     }
 }
 
-// Computes the products of TQ queries with VL transposed keys. What are lanes in score_query are sums here, four at a
-// time, which are added in the order of sums_of. dim is more than VL: otherwise compilers could fuse these additions.
+// Computes the products of TQ queries with VL transposed keys. Each lane of score_query is a separate sum here, four at
+// a time; they are added in the order of sums_of. dim exceeds VL: otherwise compilers could fuse these additions.
 INLINE void score_six(int64_t dim, const float *q, float (*k)[VL], float (*scores)[DECODE_CHUNK]) {
     float ALIGNED parts[4][TQ][VL];
     for (int64_t part = 0; part < 4; part++, q += 4, k += 4) {
@@ -58,7 +58,7 @@ INLINE void score_six(int64_t dim, const float *q, float (*k)[VL], float (*score
         store(scores[g], (load(parts[0][g]) + load(parts[2][g])) + (load(parts[1][g]) + load(parts[3][g])));
 }
 
-// Adds to acc [TQ][dim], after a multiplication by fade, the products of n values with their weights.
+// Multiplies acc [TQ][dim] by fade, then adds the products of n values with their weights.
 INLINE void add_six(int64_t dim, const char **v, int64_t at, int64_t n, float (*weights)[DECODE_CHUNK],
                     const float *fade, float *acc) {
     for (int64_t d = 0; d < dim; d += 4 * VL) {
@@ -77,7 +77,7 @@ INLINE void add_six(int64_t dim, const char **v, int64_t at, int64_t n, float (*
     }
 }
 
-// Functions of their own, because compilers keep the sums of loops inside larger ones in memory.
+// These are separate functions, because compilers keep the sums of inlined loops in memory.
 #define SIX(name, DIM)                                                                                                 \
     static __attribute__((noinline)) void score_##name(const float *q, float (*k)[VL],                                 \
                                                        float (*scores)[DECODE_CHUNK]) {                                \
@@ -91,7 +91,7 @@ SIX(six_of_64, 64) SIX(six_of_128, 128)
 #define HAS_SIX(dim) (dim == 64 || dim == 128)
 #define SIX_OF(part, dim, ...) (dim == 64 ? part##_six_of_64 : part##_six_of_128)(__VA_ARGS__)
 
-// Whether query heads are scored TQ at a time; the last of them may be those before again.
+// Whether query heads are scored TQ at a time; the last TQ may repeat earlier heads.
 INLINE int scores_six(int64_t dim, int64_t heads, const char **k) {
     return HAS_SIX(dim) && heads >= ((k[1] - k[0]) % PAGE_NBYTES ? LEAST_TO_TRANSPOSE : TQ);
 }

@@ -1,10 +1,10 @@
-// Several queries: rows (token, head of the group) are the lanes of vectors.
+// Attention of several queries: each row (token, head of the group) is a lane of the vectors.
 #pragma once
 #include "attention_step.h"
 
 typedef struct {
     int64_t dim, num_rows;       // num_rows is at most LANES
-    vi position[2], last[2];     // of each lane's token, and of the last key that it sees
+    vi position[2], last[2];     // each lane's token, and the last key that it sees
     float (*q)[LANES];           // transposed and scaled: [dim][lane]
     float (*acc)[LANES];         // sums of values, transposed: [dim][lane]
     ALIGNED float p[CHUNK][LANES]; // scores, then weights: [key][lane]
@@ -23,7 +23,7 @@ INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim,
     }
 }
 
-// Computes p[j] = k[j] . q for all lanes, KR keys at a time. A key goes on with `more_dim` numbers of more[j].
+// Computes p[j] = k[j] . q for all lanes, KR keys at a time. Key j continues with `more_dim` numbers at more[j].
 INLINE void score_lanes(Tile *t, int lv, const float **k, const float **more, int64_t more_dim, int64_t n) {
     for (int64_t j = 0; j < n; j += KR) {
         vf sum[KR][2];
@@ -60,7 +60,7 @@ INLINE void add_lanes(Tile *t, int lv, const float **v, int64_t n, const vf *fad
     }
 }
 
-// Sets scores of keys that a lane does not see, later ones or those outside its window, to minus infinity.
+// Sets scores to minus infinity where a lane does not see the key: later keys, and keys outside its window.
 INLINE void mask_lanes(Tile *t, int lv, int64_t first_key, int64_t n, int64_t window) {
     for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++) {
         vi key = (int32_t)(first_key + j) - (vi){0};
@@ -84,7 +84,7 @@ INLINE void soften_lanes(Tile *t, int c, int64_t n, vf *fade) {
     t->m[c] = most;
 }
 
-// Makes float32 rows of a chunk's vectors; those of a float32 pool are taken where they lie.
+// Converts a chunk's vectors to float32 rows; the vectors of a float32 pool are used in place.
 INLINE void as_numbers(int64_t dim, const char **stored, int64_t n, float *numbers, const float **rows) {
     for (int64_t j = 0; j < (n + PAD - 1) / PAD * PAD; j++) {
         if (POOL == POOL_FLOAT32) {

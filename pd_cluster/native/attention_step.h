@@ -1,4 +1,4 @@
-// What both forms of attention (see paged_attention.h) share: a step and a layer as they are passed in, and the pool's rows.
+// Types and functions of both forms of attention (see paged_attention.h): the step, the layer, and rows of the pool.
 #pragma once
 #include <alloca.h>
 #include <math.h>
@@ -6,28 +6,29 @@
 #include "pool_vectors.h"
 
 #define MAX_DIM 256
-#define MAX_GROUP 8 // larger groups fill the lanes by themselves
-#define CHUNK 64    // keys at a time
+#define MAX_GROUP 8 // larger groups fill the lanes without other rows
+#define CHUNK 64    // keys that are processed at a time
 #ifndef DECODE_CHUNK
-#define DECODE_CHUNK 32 // of all heads of a sequence
+#define DECODE_CHUNK 32 // keys at a time, for all heads of a sequence
 #endif
-#define PAD 16      // what is done at once with keys: at most this many
-// What an item that decodes has at most: sequences, their query heads of a KV head, and bytes of queries and sums.
+#define PAD 16      // the largest number of keys that one operation processes
+// Limits of a decode item: sequences, their query heads per KV head, and bytes of queries and sums.
 #define MOST_ROWS_TOGETHER 16
 #define MOST_HEADS_TOGETHER 64
 #define TOGETHER_NBYTES (1 << 18)
 #define LANES (2 * VL)
 _Static_assert(CHUNK % PAD == 0 && DECODE_CHUNK % PAD == 0 && PAD % VL == 0 && PAD % KR == 0, "tiles fit");
-#define NEVER -1e30f // below every score, and finite: differences stay numbers
+#define NEVER -1e30f // below every score, but finite, so that differences are never NaN
 #define LOG2E 1.44269504f
 
 typedef struct {
     int64_t num_tokens, num_seqs, num_threads;
     const int32_t *query_starts, *context_lens, *block_table, *table_starts, *order;
-    const int32_t *together; // [num_seqs] or none: how many in `order` share a table, the shortest first; then 0
+    // [num_seqs] or null: how many sequences of `order` share a table, shortest first; 0 for all but the first of them.
+    const int32_t *together;
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
-    const int32_t *key_limits; // [num_tokens] or none: the end of the keys that a token sees, which is behind itself
+    const int32_t *key_limits; // [num_tokens] or null: the end of the keys that a token sees, which is after the token
 } Step;
 
 typedef struct {
@@ -35,7 +36,7 @@ typedef struct {
     int64_t block_stride, key_offset, value_offset; // bytes
     float scaling, softcap, eps;
     const float *q_norm, *k_norm;
-    const float *sinks; // [num_heads] or none: scores of one more key, whose value is zero
+    const float *sinks; // [num_heads] or null: scores of one more key, whose value is zero
 } Layer;
 
 typedef struct {
@@ -45,8 +46,8 @@ typedef struct {
     float *qkv, *out;
     int64_t token_counter, item_counter;
     const int64_t *item_starts; // in the step's order
-    int64_t decode_parts;       // items that the KV heads of a decoding sequence are shared among
-    int64_t row_parts;          // likewise, rows of one table
+    int64_t decode_parts;       // number of items into which the KV heads of a decoding sequence are divided
+    int64_t row_parts;          // number of items into which the rows of one table are divided
 } Work;
 
 // ---- before attention
@@ -97,19 +98,19 @@ typedef struct {
     int64_t block_stride, row_stride, block_size; // strides in bytes
 } Source;
 
-// Some KV heads of one sequence, or of several that decode over one table, the shortest first. One KV head unless they
-// decode: of query_len * group rows those from first_row on.
+// Some KV heads of one sequence, or of several that decode with one table, shortest first. Without decode, one KV head:
+// the rows from first_row on, out of query_len * group.
 typedef struct {
     Source source;
     const float *q; // at the group's first head, of the step's first token
     float *out;
-    const float *sinks; // at the group's first head, or none
-    const int32_t *key_limits; // at the first token, or none
+    const float *sinks; // at the group's first head, or null
+    const int32_t *key_limits; // at the first token, or null
     int64_t num_heads, query_len, first_row, num_rows;
     int64_t tokens[MOST_ROWS_TOGETHER], context_lens[MOST_ROWS_TOGETHER]; // [num_rows]: first tokens
 } Item;
 
-// Addresses of keys and values [start, start + n); the last is repeated up to a whole PAD.
+// Returns addresses of keys and values [start, start + n); the last is repeated up to a whole PAD.
 static void locate(const Source *s, int64_t start, int64_t n, const char **k, const char **v) {
     int64_t block = start / s->block_size, offset = start % s->block_size;
     for (int64_t j = 0; j < n;) {
@@ -125,7 +126,7 @@ static void locate(const Source *s, int64_t start, int64_t n, const char **k, co
     for (int64_t j = n; j < (n + PAD - 1) / PAD * PAD; j++) k[j] = k[n - 1], v[j] = v[n - 1];
 }
 
-// softcap * tanh(score / softcap) in units of log 2, where x is 2 * log2(e) * score / softcap.
+// Returns softcap * tanh(score / softcap) in units of log 2; x is 2 * log2(e) * score / softcap.
 INLINE vf cap(vf x, float softcap) {
     vf e = exp2v(-vmax(splat(-126.0f), -x));
     return (1.0f - 2.0f / (e + 1.0f)) * (softcap * LOG2E);

@@ -1,6 +1,7 @@
 """Compiles the kernels once for this machine, and caches the result in the user's cache folder.
 
-The file's name identifies all its inputs; of concurrent processes, one builds it. Unfinished files are never visible.
+The file's name identifies all its inputs. Only one of several concurrent processes builds it, and the others never see
+an unfinished file.
 Knows nothing of tensors.
 """
 
@@ -24,7 +25,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # infinities and NaN keep their meaning
 )
-COMPILE_DEADLINE_S = 180.0  # usually seconds, but more if many processes share a core
+COMPILE_DEADLINE_S = 180.0  # compiling usually takes seconds, but longer if many processes share a core
 VERSION_DEADLINE_S = 60.0
 POLL_S = 0.05
 MOST_TRIES = 3  # compilations while sources change
@@ -147,7 +148,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> bool:
-    """Makes `target`, unless a source changes meanwhile, so that its name would be wrong.
+    """Makes `target`. If a source changes meanwhile, `target` is not made, because its name would be wrong.
 
     Returns whether it exists.
     """

@@ -1,33 +1,34 @@
-// Products whose weights are decoded once for many blocks of rows: some spans of one or two panels at a time, to a
-// cache near the processor. Weights that are numbers are read where they are, and the next ones fetched meanwhile. A result is one chain over each span and one over the spans, as in span_products.h: the same bits.
+// Products whose weights are decoded once for many blocks of rows: some spans of one or two panels at a time, into the
+// cache. Weights stored as floats are read in place, and the next ones prefetched. A result is one chain of additions
+// over each span and one over the spans, as in span_products.h, so the bits are the same.
 #pragma once
 #include "register_blocks.h"
 
 #if VL == 16
-#define NEAR_NBYTES 32768 // of decoded weights
-#define NEAR_ROWS 528     // of an item, at most: x of these spans stays in the L2 cache
+#define NEAR_NBYTES 32768 // bytes of decoded weights
+#define NEAR_ROWS 528     // the most rows of an item: x of these spans stays in the L2 cache
 #else
 #define NEAR_NBYTES 16384
 #define NEAR_ROWS 264
 #endif
-#define NEAR_X_NBYTES (2 << 20) // of rows that are prepared and multiplied before the next
-#define LEAST_NEAR_ROWS 96      // of these, however wide: for each part, weights are decoded anew
+#define NEAR_X_NBYTES (2 << 20) // bytes of rows that are prepared and multiplied before the next ones
+#define LEAST_NEAR_ROWS 96      // the fewest of these rows, at any width: weights are decoded again for each part
 #define NEAR_PANELS (BLOCK_SUMS / BLOCK_ROWS / PARTS)
 
 typedef struct {
-    const int32_t *x, *sums; // of the first block [span][block][word][row]; of its rows [row][span]
+    const int32_t *x, *sums; // x of the first block: [span][block][word][row]; sums of its rows: [row][span]
     int64_t num_blocks, x_stride, sum_stride, num_spans, num_words;
     int64_t in_group, spans_of_group, num_groups; // in_group: the first span's number in its group
-    const int32_t *words, *ahead;                 // [panel][span][word][PANEL]; what is fetched
-    int64_t panel_stride, step;                   // step: numbers that are fetched for four words of a block
-    const float *scales, *zeros;                  // of the first panel and group; zeros may be none
-    float *totals, *to; // of the first row and panel, rows `stride` apart; where the new ones go, `to_stride` apart
+    const int32_t *words, *ahead;                 // [panel][span][word][PANEL]; ahead: the words to prefetch
+    int64_t panel_stride, step;                   // step: numbers prefetched per four words of a block
+    const float *scales, *zeros;                  // of the first panel and group; zeros may be null
+    float *totals, *to; // old totals at the first row and panel, rows `stride` apart; new totals, `to_stride` apart
     int64_t stride, to_stride;
 } Near;
 
 typedef void NearKernel(const Near *s);
 
-// Adds a span's sums to totals, scaled: from rows `stride` apart to rows `to_stride` apart.
+// Adds a span's scaled sums to totals: reads rows `stride` apart, writes rows `to_stride` apart.
 INLINE void add_scaled(int has_zeros, int m, int v, const float *sums, const float *scales, const float *zeros,
                        int64_t scale_stride, const int32_t *of_x, int64_t sum_stride, const float *totals,
                        int64_t stride, float *to, int64_t to_stride) {
@@ -43,7 +44,7 @@ INLINE void add_scaled(int has_zeros, int m, int v, const float *sums, const flo
     }
 }
 
-// A kernel for blocks of m rows and v panels.
+// The kernel for blocks of m rows and v panels.
 INLINE void multiply_near(Way y, int m, int v, const Near *s) {
     float ALIGNED kept[BLOCK_ROWS * NEAR_PANELS * PANEL];
     int64_t num_words = s->num_words, panel_stride = s->panel_stride, num_spans = s->num_spans, half = s->step / 2;
@@ -65,7 +66,7 @@ INLINE void multiply_near(Way y, int m, int v, const Near *s) {
                     __builtin_prefetch(ahead + q * panel_stride + half);
                 }
                 ahead += s->step;
-                UNROLL for (int i = 0; i < 4; i++, x += m, w += PANEL) { // there is a multiple of four words
+                UNROLL for (int i = 0; i < 4; i++, x += m, w += PANEL) { // the number of words is a multiple of four
                     vi words[NEAR_PANELS * PARTS];
                     UNROLL for (int q = 0; q < v * PARTS; q++)
                         words[q] = load_words(w + q / PARTS * panel_stride + q % PARTS * VL);
@@ -76,7 +77,7 @@ INLINE void multiply_near(Way y, int m, int v, const Near *s) {
                     }
                 }
             } while (w < end);
-            // They are read from memory from here on: otherwise compilers copy registers in the loop.
+            // From here on they are read from memory: otherwise compilers copy registers in the loop.
             UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
                 store(kept + (r * v * PARTS + q) * VL, (vf)sums[r][q]);
             __asm__ volatile("" : : "r"(kept) : "memory");
@@ -94,7 +95,7 @@ INLINE void multiply_near(Way y, int m, int v, const Near *s) {
     }
 }
 
-// Kernels for some numbers of rows only: compiling takes its time.
+// Only some numbers of rows have kernels, to save compile time.
 #undef KIND
 #undef KERNEL
 #undef PANELS_OF

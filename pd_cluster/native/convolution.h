@@ -1,19 +1,19 @@
-// A short causal convolution over each channel, from the last inputs that a state holds. A number's sum begins with its
-// bias and adds the oldest input first, wherever a step begins.
+// A short causal convolution of each channel that continues from the inputs in a state. Each sum begins with the
+// bias and adds the oldest input first, so it does not depend on where a step begins.
 #pragma once
 #include "state_segments.h"
 
 #define MOST_KERNEL 8
-#define CHANNELS_AT_ONCE 1024 // their inputs and weights stay in the nearest cache
+#define CHANNELS_AT_ONCE 1024 // their inputs and weights stay in the L1 cache
 
-// Channels that are cut apart together. A block holds of each head [kernel - 1][channels], the oldest input first.
+// Channels that one state plane holds. For each head a block has [kernel - 1][channels], the oldest input first.
 typedef struct {
     int64_t num_heads, channels, first_channel;
     StatePlane kept;
 } ConvPart;
 
 typedef struct {
-    int64_t num_parts, kernel, num_channels, is_gated; // is_gated: by its own sigmoid (silu)
+    int64_t num_parts, kernel, num_channels, is_gated; // is_gated: the result is multiplied by its own sigmoid (silu)
     const ConvPart *parts;
     const float *weight; // [kernel][num_channels], for the oldest input first
     const float *bias;   // [num_channels]; null: zeros
@@ -43,17 +43,17 @@ static __attribute__((noinline)) void convolve_channels(const Convolution *c, co
     }
 }
 
-// Writes the last inputs once `num_rows` rows from x on have followed those in `from`; `from` may be `to`.
+// Writes to `to` the last inputs after the inputs in `from` and `num_rows` rows of x; `from` may equal `to`.
 static void keep_inputs(const Convolution *c, const float *from, const float *x, int64_t num_rows, int64_t channels,
                         float *to) {
     int64_t num_kept = c->kernel - 1;
     for (int64_t j = 0; j < num_kept; j++) {
-        int64_t at = j + num_rows - num_kept; // of the rows
+        int64_t at = j + num_rows - num_kept; // index of the row
         memmove(to + j * channels, at < 0 ? from + (j + num_rows) * channels : x + at * c->x_stride, (size_t)channels * 4);
     }
 }
 
-// Computes some heads of a part in a row of a sequence that begins at row `first`, whose past is in `own`.
+// Computes some heads of a part in one row. The sequence begins at row `first`; `own` holds its earlier inputs.
 static void convolve_row(const Convolution *c, const ConvPart *part, const float *own, int64_t first, int64_t row,
                          int64_t head, int64_t num_heads, float *out) {
     int64_t channels = part->channels, channel = part->first_channel + head * channels, oldest = row - (c->kernel - 1);
@@ -75,14 +75,14 @@ INLINE int64_t num_spans_of(const ConvPart *part) {
     return (part->num_heads + heads_at_once(part) - 1) / heads_at_once(part);
 }
 
-// Returns how many spans of channels there are: heads that are computed at once.
+// Returns the number of spans; a span is the channels of the heads that are computed together.
 static int64_t num_conv_spans(const Convolution *c) {
     int64_t spans = 0;
     for (int64_t i = 0; i < c->num_parts; i++) spans += num_spans_of(c->parts + i);
     return spans;
 }
 
-// Returns the part of a span, its first head and how many they are.
+// Returns a span's part, its first head, and its number of heads.
 static const ConvPart *conv_span(const Convolution *c, int64_t span, int64_t *head, int64_t *num_heads) {
     const ConvPart *part = c->parts;
     for (; span >= num_spans_of(part); part++) span -= num_spans_of(part);
@@ -91,7 +91,7 @@ static const ConvPart *conv_span(const Convolution *c, int64_t span, int64_t *he
     return part;
 }
 
-// Computes a span of channels in rows [start, stop) of the step, of whichever sequences; `out` is that of row 0.
+// Computes a span of channels in rows [start, stop) of the step, over all sequences; `out` is for row 0.
 static void convolve_rows(const Convolution *c, const Sequences *s, int64_t span, int64_t start, int64_t stop, float *out) {
     int64_t head, num_heads;
     const ConvPart *part = conv_span(c, span, &head, &num_heads);
@@ -103,7 +103,7 @@ static void convolve_rows(const Convolution *c, const Sequences *s, int64_t span
     }
 }
 
-// Keeps the last inputs of a sequence's span once all of its rows are computed.
+// Stores the last inputs of a sequence's span in its state, after all its rows are computed.
 static void keep_span(const Convolution *c, const Sequences *s, int64_t item) {
     int64_t spans = num_conv_spans(c), of = item / spans, head, num_heads;
     const ConvPart *part = conv_span(c, item % spans, &head, &num_heads);

@@ -1,16 +1,16 @@
-// Weights of a span as numbers or as codes of 8 bits: a word in registers, or a whole panel for many rows.
+// Decodes a span's weights to numbers or 8-bit codes: one word in registers, or a whole panel for many rows.
 #pragma once
 #include "packed_weights.h"
 
-// Returns inputs 2i and 2i + 1 of each word as bfloat16s, which have every code.
+// Returns inputs 2i and 2i + 1 of each word as bfloat16, which represents every code exactly.
 INLINE vi pair(int form, vi word, int i) {
     vi low = (vi)number(form, word, 2 * i) >> 16 & 0xffff, high = (vi)number(form, word, 2 * i + 1);
     return low | (high & (int32_t)0xffff0000);
 }
 
 #if VL == 16
-// The same for codes of 4 bits, by a table from which the lowest five bits choose; the fifth is ignored. `in_order`:
-// words whose bytes are inputs 0, 2, 1, 3.
+// The same for 4-bit codes, through a table indexed by the lowest five bits, where the fifth has no effect. `in_order`:
+// the bytes of words are inputs 0, 2, 1, 3.
 INLINE vi pair4(vi in_order, int i) {
     const __m256i codes = _mm256_set_epi16(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes));
@@ -44,7 +44,7 @@ INLINE void decode_pairs(int form, const int32_t *words, int64_t num_words, int3
     }
 }
 
-// Decodes a span of one panel to bfloat16s, and fetches as many words from `ahead` on.
+// Decodes a span of one panel to bfloat16, and prefetches as many words from `ahead` on.
 static void decode_to_bf16s(int64_t form, const int32_t *words, int64_t num_words, int32_t *out,
                             const int32_t *ahead) {
     switch (form) {
@@ -63,7 +63,7 @@ INLINE void decode_form(int form, const int32_t *words, int64_t num_words, float
     }
 }
 
-// The same to numbers.
+// The same, but to float32.
 static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_words, float *out, const int32_t *ahead) {
     switch (form) {
     case BF16S: decode_form(BF16S, words, num_words, out, ahead); break;
@@ -73,7 +73,7 @@ static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_wor
     }
 }
 
-// Decodes a span of one panel of codes of 4 bits to codes of 8; their offset stays 8.
+// Decodes a span of one panel from 4-bit to 8-bit codes; their offset stays 8.
 static void decode_to_codes(const int32_t *words, int64_t num_words, int32_t *out) {
     const int32_t taken_off = KEEPS_OFFSET ? 0 : (int32_t)0x80808080;
     for (int64_t k = 0; k < num_words * PANEL; k += VL) {

@@ -1,16 +1,16 @@
-// Decoder layers of a step in one parallel region: what their parts compute one by one, to the bit, with barriers in
-// between. For one row, waking threads and returning to the caller after each part took a quarter of a step.
+// Computes the decoder layers of a step in one parallel region, with barriers between their parts; bitwise equal to
+// the separate parts. For one row, waking threads and returning to the caller after each part took a quarter of a step.
 #pragma once
 #include "paged_attention.h"
 #include "packed_products.h"
 #include "row_kernels.h"
 
-#define FEW_TO_MAKE 4 // up to so many rows are normed or gated where they are prepared for a product, without a barrier
+#define FEW_TO_MAKE 4 // up to this many rows, norm or gate is computed while a product packs its input
 
 typedef void AttendPlan(const Step *, const Layer *, char *, float *, float *, int64_t *, Work *);
 
 typedef struct {
-    Product qkv, output, gate_up, down; // without rows, threads, x, out and scratch
+    Product qkv, output, gate_up, down; // their rows, threads, x, out and scratch are not set
     const Layer *attention;
     const float *input_norm, *mlp_norm;
     float input_eps, mlp_eps;
@@ -25,7 +25,7 @@ typedef struct {
     void (*attend)(void *);
     char *const *pools; // [num_layers]
     float *x, *delta;  // [num_rows, hidden_size]; delta is the last layer's at the end
-    int64_t has_delta; // delta is to be added first
+    int64_t has_delta; // delta must be added first
     uint8_t *scratch;  // pd_layers_nbytes, at a multiple of 64
 } Layers;
 
@@ -35,7 +35,7 @@ typedef struct {
     NormWork norms[2];
     GateWork gate;
     Work attention;
-    int makes; // norms and gate are rows of the products' own preparation
+    int makes; // norms and gate are computed while products pack their input
 } LayerWork;
 
 typedef struct {
@@ -64,7 +64,7 @@ static Places places_of(const Layers *a) {
         attended = MAX(attended, y->output.inputs), gated = MAX(gated, y->down.inputs);
         for (int j = 0; j < 4; j++) {
             Product p = product_of(each[j], a);
-            product = MAX(product, scratch_nbytes(p, p.num_rows)); // of all rows at once
+            product = MAX(product, scratch_nbytes(p, p.num_rows)); // for all rows at once
         }
     }
     int64_t row = a->num_rows * 4;
@@ -107,7 +107,7 @@ static void plan_layer(const Layers *a, const Places *at, int64_t i, LayerWork *
         begin_product(w->products + j, w->packed + j);
     }
     w->makes = a->num_rows <= FEW_TO_MAKE;
-    for (int j = 0; j < 4; j++) w->makes &= w->packed[j].by != BY_TILES; // which read rows of others
+    for (int j = 0; j < 4; j++) w->makes &= w->packed[j].by != BY_TILES; // tiles read rows of other threads
     if (w->makes) {
         w->packed[0].make = make_normed, w->packed[0].maker = w->norms;
         w->packed[2].make = make_normed, w->packed[2].maker = w->norms + 1;

@@ -1,4 +1,4 @@
-// Products of words: four int8 codes of activations with four of weights, exactly, or two bfloat16s with two.
+// Products of words: four int8 codes of activations with four of weights, exactly, or two bfloat16 values with two.
 #pragma once
 #include "packed_weights.h"
 #if defined(__aarch64__)
@@ -11,16 +11,16 @@
 #define HAVE_BF16_DOTS 0
 #endif
 
-// Adds to each lane the products of its four unsigned codes with the four signed ones of x. `small`: codes up to 15.
+// Adds to each lane the products of its four unsigned codes with four signed codes of x. `small`: codes are at most 15.
 INLINE vi add_dots(vi acc, vi codes, vi x, int small) {
 #if VL == 16 && defined(__AVX512VNNI__)
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x)); // compilers copy the sums of its intrinsic
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x)); // with the intrinsic, compilers copy the sums
     return acc;
 #elif VL == 8 && defined(__AVXVNNI__)
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
 #elif VL == 16
     __m512i y = (__m512i)x, w = (__m512i)codes;
-    if (!small) { // |codes - 128| times x with the sign: two such products fit 16 bits
+    if (!small) { // |codes - 128| times x with the sign of codes - 128: two such products fit in 16 bits
         w = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
         y = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(w), _mm512_setzero_si512(), y);
         w = _mm512_abs_epi8(w);

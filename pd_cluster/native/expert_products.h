@@ -1,26 +1,26 @@
-// The experts of a block in one call: each row goes through those that it chose, and what they return, times its
-// weights, is added in the order of the experts. Products are those of packed_products.h, so a row has the bits that it has
-// when each expert is called by itself. A thread reads an expert's weights once for all rows that chose it.
+// Computes the experts of a block in one call: each row goes through its chosen experts, and their outputs, times the
+// row's weights, are added in the order of the experts. The products are those of packed_products.h, so results are
+// bitwise equal to separate calls per expert. A thread reads an expert's weights once for all rows that chose it.
 #pragma once
 #include "packed_products.h"
 #include "row_kernels.h"
 
-#define MOST_PARTS 64             // that are computed together
-#define PARTS_NBYTES (8 << 20)    // of their memory, at most: it stays in the cache
-#define PART_ROWS 256             // of an expert that are computed together
+#define MOST_PARTS 64             // parts that are computed together
+#define PARTS_NBYTES (8 << 20)    // the most memory that they use: it stays in the cache
+#define PART_ROWS 256             // rows of an expert that are computed together
 
 typedef struct {
     int64_t num_rows, top_k, num_experts, num_threads, activation;
-    const Product *const *gate_ups, *const *downs; // [num_experts], without rows, threads, x, out and scratch
-    const int64_t *chosen;                         // [num_rows, top_k]; numbers from num_experts on are left out
+    const Product *const *gate_ups, *const *downs; // [num_experts]; rows, threads, x, out and scratch are not set
+    const int64_t *chosen;                         // [num_rows, top_k]; numbers from num_experts on are skipped
     const float *weights;                          // [num_rows, top_k]
     const float *x;                                // [num_rows, inputs of gate_ups]
-    float *out;                                    // [num_rows, outputs of downs], to which is added
+    float *out;                                    // [num_rows, outputs of downs]; results are added to it
     int64_t *starts;                               // [num_experts + 1]: set by pd_experts_nbytes
     uint8_t *scratch;                              // pd_experts_nbytes, at a multiple of 64
 } Experts;
 
-// Rows of one expert.
+// Some rows of one expert.
 typedef struct {
     Product products[2]; // gate_up, down
     Packed packed[2];
@@ -34,11 +34,11 @@ enum { PREPARE_UP, MULTIPLY_UP, PREPARE_DOWN, GATE, ADD_DOWN, NUM_PHASES };
 typedef struct {
     const Experts *e;
     Part *parts;
-    int64_t num_parts, nbytes, panels, num_panels; // panels: of an item of ADD_DOWN
-    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES], gates; // gates: GATE is a phase of its own
+    int64_t num_parts, nbytes, panels, num_panels; // panels: per item of ADD_DOWN
+    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES], gates; // gates: GATE is a separate phase
 } Batch;
 
-// The expert that is next, and its first row that is.
+// The next expert, and its next row.
 typedef struct {
     int64_t expert, row;
 } Place;
@@ -49,7 +49,7 @@ static Product rows_of_product(const Product *of, int64_t num_rows) {
     return p;
 }
 
-// Returns how many of an expert's rows are computed together: about as many each time.
+// Returns how many of an expert's rows form a part; its parts have about equal numbers of rows.
 static int64_t rows_of_experts_part(const Experts *e, int64_t expert) {
     int64_t num_rows = e->starts[expert + 1] - e->starts[expert];
     Product up = rows_of_product(e->gate_ups[expert], num_rows), down = rows_of_product(e->downs[expert], num_rows);
@@ -58,7 +58,7 @@ static int64_t rows_of_experts_part(const Experts *e, int64_t expert) {
     return (num_rows + parts - 1) / parts;
 }
 
-// The memory of a part, from its first byte on.
+// Lays out the memory of a part from its first byte on.
 typedef struct {
     int64_t gate_up, gated, up, down, end;
 } PartPlaces;
@@ -73,7 +73,7 @@ static PartPlaces places_of_part(const Product *up, const Product *down) {
     return at;
 }
 
-// Returns the memory of the lists of chosen rows and of their weights, by experts.
+// Returns the size of the lists of rows and weights by expert.
 static int64_t lists_nbytes(const Experts *e) { return 2 * whole_lines(e->num_rows * e->top_k * 8); }
 
 static void plan_part(const Experts *e, Place at, int64_t num_rows, uint8_t *memory, Part *part) {
@@ -89,11 +89,11 @@ static void plan_part(const Experts *e, Place at, int64_t num_rows, uint8_t *mem
     for (int i = 0; i < 2; i++) begin_product(part->products + i, part->packed + i);
     part->packed[0].from = rows, part->packed[1].to = rows, part->packed[1].times = times;
     part->gate = (GateWork){gate_up, gated, num_rows, down->inputs, 0, 1, (int)e->activation};
-    if (part->packed[1].by == BY_TILES) return; // which read rows of others
+    if (part->packed[1].by == BY_TILES) return; // tiles read rows of other threads
     part->packed[1].make = make_gated, part->packed[1].maker = &part->gate;
 }
 
-// Plans the next parts; without memory only how much they need. Returns whether there are any.
+// Plans the next parts; without memory it only computes their size. Returns whether there are any.
 static int plan_parts(const Experts *e, Place *at, uint8_t *memory, Batch *b) {
     *b = (Batch){.e = e, .parts = b->parts};
     while (at->expert < e->num_experts && b->num_parts < MOST_PARTS) {
@@ -118,7 +118,7 @@ static int64_t times_to_prepare(const Packed *w) {
     return (w->ready_rows + rows - 1) / rows;
 }
 
-// Cuts the work of the parts into items.
+// Divides the work of the parts into items.
 static void cut_parts(Batch *b) {
     int64_t share = (b->e->num_threads + b->num_parts - 1) / b->num_parts;
     for (int64_t i = 0; i < b->num_parts; i++) {
@@ -133,7 +133,7 @@ static void cut_parts(Batch *b) {
     b->num_panels = b->parts->packed[1].num_panels;
 }
 
-// Returns the part, from `part` on, that has this item of a phase.
+// Returns the first part from `part` on that contains this item of a phase.
 static const Part *part_of(const Batch *b, int phase, const Part *part, int64_t item) {
     while (part + 1 < b->parts + b->num_parts && part[1].begins[phase] <= item) part++;
     return part;
@@ -148,7 +148,7 @@ static void prepare_parts(Batch *b, int phase, int product) {
     }
 }
 
-// Multiplies some rows and panels of a part, with tiles where they are used.
+// Multiplies some rows and panels of a part, with tiles if the product uses them.
 static void multiply_part(const Packed *w, const Cut *c, int64_t row, int64_t panel, const int32_t *next) {
     if (w->by == BY_TILES) set_tiles(w->p->num_rows, tile_step(w->span_nbytes / 4));
     multiply(w, c, row, panel, next);
@@ -179,7 +179,7 @@ static void gate_parts(Batch *b) {
         if (!b->parts[i].packed[1].make) make_gated(&b->parts[i].gate, 0, b->parts[i].gate.num_rows);
 }
 
-// An item is some panels of all parts, in their order.
+// An item covers some panels of all parts, in the order of the parts.
 static void add_downs(Batch *b) {
     int64_t *counter = b->counters + ADD_DOWN, panel = next_items(counter, b->panels);
     for (int64_t after; panel < b->num_panels; panel = after) {
@@ -214,7 +214,7 @@ static void experts_work(void *data) {
     add_downs(b);
 }
 
-// Lists rows and weights by experts, rows in ascending order. Moves `starts` up by one expert meanwhile.
+// Lists rows and weights by expert, rows ascending. Each entry of `starts` becomes the start of the next expert.
 static void list_rows(const Experts *e) {
     int64_t n = e->num_rows * e->top_k, *rows = (int64_t *)e->scratch;
     float *times = (float *)(e->scratch + whole_lines(n * 8));
@@ -227,7 +227,7 @@ static void list_rows(const Experts *e) {
     e->starts[0] = 0;
 }
 
-// Counts the rows of each expert. Returns the memory that they need.
+// Counts the rows of each expert. Returns the scratch memory that the call needs.
 int64_t pd_experts_nbytes(const Experts *e) {
     memset(e->starts, 0, (size_t)(e->num_experts + 1) * 8);
     for (int64_t i = 0; i < e->num_rows * e->top_k; i++)
@@ -239,7 +239,7 @@ int64_t pd_experts_nbytes(const Experts *e) {
     return lists_nbytes(e) + most;
 }
 
-// Adds to out what the experts return. All of them have as many outputs.
+// Adds the experts' outputs to out. All experts have the same number of outputs.
 void pd_experts(const Experts *e) {
     Part parts[MOST_PARTS];
     Batch b = {.parts = parts};

@@ -1,6 +1,6 @@
 """Computes the experts of a block in one call of the C kernels, for experts with packed products (packed_products.py).
 
-Bitwise equal to expert by expert, but faster: threads share the work of all chosen experts.
+Results are bitwise equal to separate calls per expert. It is faster: threads share the work of all chosen experts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ExpertProducts:
 
 
 def experts_at_once(gate_ups: Sequence[Linear], downs: Sequence[Linear], activation: int) -> ExpertProducts | None:
-    """`activation`: its number in row_kernels.h. None: some of the layers are not packed."""
+    """Returns the experts' kernel; None if some of the layers are not packed. `activation`: see row_kernels.h."""
     firsts = [each for each in gate_ups if isinstance(each, PackedProduct)]
     seconds = [each for each in downs if isinstance(each, PackedProduct)]
     if not firsts or (len(firsts), len(seconds)) != (len(gate_ups), len(downs)):

@@ -1,36 +1,36 @@
-// Products of a few float32 rows with a weight that oneDNN has packed for AVX-512: [line of 64 outputs][input][output],
-// inputs up to a multiple of 16. Each result is a chain over the inputs of a span, spans are added in order, then the
-// bias, as oneDNN adds: the bits are its own. It is faster because it fetches weights while it multiplies.
+// Multiplies a few float32 rows with a weight that oneDNN has packed for AVX-512: [line of 64 outputs][input][output],
+// inputs padded to a multiple of 16. Each result is one chain over the inputs of a span; spans are added in order, then
+// the bias. oneDNN adds in the same order, so the bits are equal. This is faster: weights are prefetched meanwhile.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
 
 #if VL == 16
-#define LINE 64 // outputs that lie side by side
+#define LINE 64 // adjacent outputs
 #define LINE_INPUTS 16
 #define MOST_ROWS_OF_FLOATS 96
-#define ROWS_AT_ONCE 7 // whose sums find room in registers, beside a line of weights
-#define PART 64        // inputs that are multiplied with all rows before the next: they stay in the L1 cache
-#define FAR_PART 32    // likewise, where the next ones are fetched to the L2 cache only
-#define LEAST_FAR 5    // rows from which on, and up to which, that is faster: multiplying takes about as long as reading
+#define ROWS_AT_ONCE 7 // rows whose sums fit in registers, together with a line of weights
+#define PART 64        // inputs that are multiplied with all rows before the next inputs: they stay in the L1 cache
+#define FAR_PART 32    // the same if the next ones are prefetched to the L2 cache only
+#define LEAST_FAR 5    // FAR_PART is faster for 5 to 18 rows, where multiplying takes about as long as reading
 #define MOST_FAR 18
-#define PAGE 1024      // floats
-#define PAGES_AHEAD 32 // addresses are looked up so early: a line that is fetched would wait for that
-#define SHARES 6       // of a thread's lines: one that is late leaves the others to the rest
+#define PAGE 1024      // floats per page of memory
+#define PAGES_AHEAD 32 // how early addresses are translated, because a prefetch would wait for the translation
+#define SHARES 6       // shares of a thread's lines: other threads take the remaining shares of a late thread
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs
-    const float *x, *words, *bias;                        // [num_rows, inputs]; the weight; [all lines' outputs], or none
+    const float *x, *words, *bias;                        // [num_rows, inputs]; weight; [outputs of all lines] or null
     float *out;                                           // [num_rows, outputs]
 } Floats;
 
 typedef struct {
     const Floats *p;
-    int64_t num_lines, line_size, at_once, next_line; // at_once: lines that a thread takes, which follow each other
+    int64_t num_lines, line_size, at_once, next_line; // at_once: consecutive lines that a thread takes
 } Lines;
 
-// Adds to sums [m][LINE] the products of n inputs of m rows, whose x is `stride` apart. Fetches `step` floats for each
-// input, from `ahead` on, to the L1 cache or, `far`, to the L2 cache.
+// Adds the products of n inputs of m rows to sums [m][LINE]; rows of x are `stride` apart. Prefetches `step` floats per
+// input, from `ahead` on, to the L1 cache, or with `far` to the L2 cache.
 typedef void Adder(const float *x, int64_t stride, const float *words, int64_t n, const float *ahead, int64_t step,
                    float *sums, int begins);
 
@@ -56,7 +56,7 @@ INLINE void add_inputs(int m, int far, const float *x, int64_t stride, const flo
         store(to + r * LINE + q * VL, sums[r][q]);
 }
 
-// Functions of their own, because compilers keep the sums of loops inside larger ones in memory.
+// These are separate functions, because compilers keep the sums of inlined loops in memory.
 #define ADDER(name, m, far)                                                                                            \
     static __attribute__((noinline)) void name##_##m(const float *x, int64_t stride, const float *words, int64_t n,    \
                                                      const float *ahead, int64_t step, float *to, int begins) {        \
@@ -65,12 +65,12 @@ INLINE void add_inputs(int m, int far, const float *x, int64_t stride, const flo
 #define ADDERS_FROM_4(name, far) ADDER(name, 4, far) ADDER(name, 5, far) ADDER(name, 6, far) ADDER(name, 7, far)
 #define NAMES_FROM_4(name) name##_4, name##_5, name##_6, name##_7
 ADDER(add_near, 1, 0) ADDER(add_near, 2, 0) ADDER(add_near, 3, 0) ADDERS_FROM_4(add_near, 0)
-ADDERS_FROM_4(add_far, 1) // fewer rows are always near
+ADDERS_FROM_4(add_far, 1) // fewer rows never use `far`
 static Adder *const adders[2][ROWS_AT_ONCE] = {{add_near_1, add_near_2, add_near_3, NAMES_FROM_4(add_near)},
                                                {0, 0, 0, NAMES_FROM_4(add_far)}};
 _Static_assert(LEAST_FAR >= 4 && ROWS_AT_ONCE >= 7, "blocks of rows that are far have at least four");
 
-// Sets sums [num_rows][LINE] to those over n inputs. Blocks of rows share the fetching of the part after this one.
+// Sets sums [num_rows][LINE] over n inputs. Blocks of rows share the prefetching of the next part.
 static void add_span(const Floats *p, const float *x, const float *words, int64_t n, float *sums) {
     int64_t blocks = (p->num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, step = LINE / blocks;
     int far = p->num_rows >= LEAST_FAR && p->num_rows <= MOST_FAR;
@@ -79,7 +79,7 @@ static void add_span(const Floats *p, const float *x, const float *words, int64_
         const float *at = words + k * LINE;
         int64_t part = MIN(most, n - k), row = 0;
         for (int64_t i = 0; i < most * LINE; i += PAGE) __builtin_prefetch(at + PAGES_AHEAD * PAGE + i);
-        for (int64_t block = 0; block < blocks; block++) { // about as many rows in each
+        for (int64_t block = 0; block < blocks; block++) { // blocks of about equal size
             int64_t m = (p->num_rows - row + blocks - block - 1) / (blocks - block);
             adders[far][m - 1](x + row * p->inputs + k, p->inputs, at, part, at + most * LINE + block * part * step,
                                step, sums + row * LINE, k == 0);

@@ -1,4 +1,4 @@
-"""Multiplies a few float32 rows in C with weights packed by oneDNN: bitwise equal to oneDNN, but faster.
+"""Multiplies a few float32 rows in C with weights packed by oneDNN; bitwise equal to oneDNN, but faster.
 
 For processors with AVX-512. oneDNN guarantees neither its packing nor its order of addition, so compare results.
 """
@@ -15,7 +15,7 @@ from pd_cluster.native import build
 
 MOST_ROWS = 96  # float_products.h
 LINE, LINE_INPUTS = 64, 16
-SPAN, NARROW_SPAN = 1024, 512  # inputs that oneDNN adds at a time; for weights of up to SPAN inputs
+SPAN, NARROW_SPAN = 1024, 512  # inputs that oneDNN adds at a time; NARROW_SPAN for weights of up to SPAN inputs
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -47,7 +47,7 @@ def can_run() -> bool:
 
 
 class FloatProducts:
-    """x [..., K] float32 times weight [N, K], transposed, plus the bias [N], for 1 to MOST_ROWS rows."""
+    """Maps x [..., K] float32 to x @ weight.T + bias, weight [N, K], bias [N], for 1 to MOST_ROWS rows."""
 
     __slots__ = ("_call", "_kept", "_run")
 
@@ -76,8 +76,10 @@ class FloatProducts:
 
 
 def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FloatProducts | None:
-    """Makes the layer of a weight [N, K] packed by oneDNN; None without kernels or AVX-512, or if its size shows
-    another packing. Results must be compared with oneDNN's before use."""
+    """Makes the layer of a weight [N, K] packed by oneDNN. Results must be compared with oneDNN's before use.
+
+    Returns None without kernels or AVX-512, or if the packed size shows another packing.
+    """
     function = _function()
     nbytes = -(-shape[0] // LINE) * LINE * -(-shape[1] // LINE_INPUTS) * LINE_INPUTS * 4
     if function is None or torch.ops.mkldnn._nbytes(packed) != nbytes:

@@ -1,15 +1,15 @@
-// The gated delta rule, token by token, for prompts and single tokens alike. A head's state S has a row for each channel
-// of a key and a column for each of a value: S is multiplied by its decays, one for each row, then k (v - S^T k)^T times
-// beta is added, and S^T q is what the token gets. Columns do not meet, and rows are added in order, so that bits depend
-// neither on how columns are grouped nor on where a step begins.
+// The gated delta rule, token by token, in prompts and in decode. A head's state S has a row for each channel of a key
+// and a column for each channel of a value. For each token, S is multiplied by its decays, one per row; then beta times
+// k (v - S^T k)^T is added; the token's output is S^T q. Columns are independent, and rows are added in order, so the
+// bits depend neither on how columns are grouped nor on where a step begins.
 #pragma once
 #include "state_segments.h"
 
 #define MOST_KEY_WIDTH 256
-#define DELTA_TOKENS 16 // that are prepared together
+#define DELTA_TOKENS 16 // tokens that are prepared together
 #if VL == 16
-#define WIDE 8   // vectors of a row that a single token takes at once
-#define NARROW 4 // that several tokens do, whose sums stay in registers with those of the next token
+#define WIDE 8   // vectors of a row that a single token processes at once
+#define NARROW 4 // the same for several tokens, whose sums stay in registers with those of the next token
 #elif VL == 8
 #define WIDE 4
 #define NARROW 2
@@ -20,23 +20,23 @@
 
 typedef struct {
     int64_t num_heads, num_key_heads, key_width, value_width;
-    int64_t has_channel_decays; // a decay for each row of a state; otherwise one for each head
+    int64_t has_channel_decays; // one decay per row of a state; otherwise one per head
     StatePlane state;           // [head][key_width][value_width]
     const float *qkv;           // [num_rows][queries, keys, values of all heads], from row 0 on
     int64_t qkv_stride;
     const float *decays; // [num_rows][num_heads], or [num_rows][num_heads][key_width]: before softplus, without bias
     const float *betas;  // [num_rows][num_heads]: before their sigmoid
     int64_t decays_stride, betas_stride;
-    const float *decay_bias; // as one row of decays
+    const float *decay_bias; // shaped like one row of decays
     const float *rates;      // [num_heads]: a decay is e^(-rate * softplus(decay + bias))
     float *out;              // [num_rows][num_heads][value_width]
-    GatedNorm norm;          // of a head
+    GatedNorm norm;          // over one head
 } Delta;
 
-// Some tokens of a head, prepared. Rows of q, k and of decayed keys are `MOST_KEY_WIDTH` apart, values `value_stride`.
+// Some prepared tokens of a head. Rows of q, k and decayed keys are `MOST_KEY_WIDTH` apart, values `v_stride`.
 typedef struct {
     float ALIGNED q[DELTA_TOKENS * MOST_KEY_WIDTH], k[DELTA_TOKENS * MOST_KEY_WIDTH], decayed[DELTA_TOKENS * MOST_KEY_WIDTH];
-    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // of rows; one for each head: [DELTA_TOKENS]
+    float ALIGNED decays[DELTA_TOKENS * MOST_KEY_WIDTH]; // per row of a state; with one per head: [DELTA_TOKENS]
     float ALIGNED betas[DELTA_TOKENS];
     float ALIGNED state[MOST_KEY_WIDTH * NARROW * VL];
     const float *v;
@@ -44,7 +44,7 @@ typedef struct {
     int64_t num_tokens, v_stride, out_stride, key_width;
 } DeltaTokens;
 
-// Returns in kv what a token's key finds, before its decay is applied: `decayed` has it.
+// Sets kv to S^T k of a token, as if S had decayed already: `decayed` is the key times the decays.
 INLINE void find_values(int nv, const float *decayed, int64_t key_width, const float *s, int64_t stride, vf *kv) {
     vf sums[WIDE] = {0};
     for (int64_t i = 0; i < key_width; i++) UNROLL for (int j = 0; j < nv; j++)
@@ -52,7 +52,7 @@ INLINE void find_values(int nv, const float *decayed, int64_t key_width, const f
     UNROLL for (int j = 0; j < nv; j++) kv[j] = sums[j];
 }
 
-// Updates S with a token's delta; returns in `out` what it gets, and in `kv` what the next token's key finds, if any.
+// Updates S with a token's delta; sets `out` to the token's output, and `kv` to that of find_values for the next token.
 INLINE void update_state(int nv, int by_channel, int has_next, const DeltaTokens *t, int64_t token, const vf *delta,
                          float *s, int64_t stride, vf *out, vf *kv) {
     const float *q = t->q + token * MOST_KEY_WIDTH, *k = t->k + token * MOST_KEY_WIDTH;
@@ -73,7 +73,7 @@ INLINE void update_state(int nv, int by_channel, int has_next, const DeltaTokens
     UNROLL for (int j = 0; j < nv; j++) out[j] = sums[j], kv[j] = found[j];
 }
 
-// Takes all tokens through nv vectors of a state's columns, of which n are there; s has them all.
+// Processes all tokens in nv vectors of a state's columns, n columns of which exist; s holds them all.
 INLINE void delta_columns(int nv, int by_channel, const DeltaTokens *t, int64_t column, int64_t n, float *s,
                           int64_t stride) {
     vf kv[WIDE], delta[WIDE], out[WIDE];
@@ -99,7 +99,7 @@ static __attribute__((noinline)) void wide_columns(const DeltaTokens *t, int by_
     else delta_columns(WIDE, 0, t, column, WIDE * VL, s, stride);
 }
 
-// Takes the tokens through up to NARROW vectors of columns in a copy, which the nearest cache holds.
+// Processes the tokens in up to NARROW vectors of columns, in a copy that fits in the L1 cache.
 static __attribute__((noinline)) void narrow_columns(DeltaTokens *t, int by_channel, int64_t column, int64_t n,
                                                      float *s, int64_t stride) {
     float *copy = t->state;
@@ -112,13 +112,13 @@ static __attribute__((noinline)) void narrow_columns(DeltaTokens *t, int by_chan
         if (n - j * VL > 0) store_first(s + i * stride + j * VL, load(copy + (i * NARROW + j) * VL), n - j * VL);
 }
 
-// Writes a vector of unit length, times a factor.
+// Writes the vector, scaled to unit length, times a factor.
 static __attribute__((noinline)) void unit_vector(const float *x, int64_t n, float factor, float *to) {
     float inverse = 1.0f / sqrtf(squares_of(x, n) + 1e-6f);
     for (int64_t i = 0; i < n; i += VL) store(to + i, load_first(x + i, n - i) * inverse * factor);
 }
 
-// Writes decays of n rows of a state, or of one row for n tokens.
+// Writes the decays of n rows of a state, or of n tokens with one decay each.
 static __attribute__((noinline)) void make_decays(const float *x, const float *bias, int64_t n, float rate, float *to) {
     for (int64_t i = 0; i < n; i += VL)
         store(to + i, exponential(softplus(load_first(x + i, n - i) + load_first(bias + i, n - i)) * -rate));

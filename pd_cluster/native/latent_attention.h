@@ -1,9 +1,10 @@
-// Latent attention (MLA), absorbed, over the same pool: a token keeps one latent and one rotated part for all heads.
+// Absorbed latent attention (MLA) over the same pool: a token keeps one latent and one rotated part for all heads.
 //
-// A head's key is its matrix times the latent, its value another times it. So a query meets latents after its own
-// product with the first matrix, and the second takes what the weights add up of them. Rows (head, token) are lanes, in
-// prompts and in decode alike, and keys are added CHUNK at a time from the first: a row has the same bits wherever its
-// prompt is cut, and beside whatever rows. Where keys are chosen (sparse_index.h), the lanes of an item are of one token.
+// A head has two matrices: one times the latent is its key, the other times the latent is its value. So each query is
+// multiplied by the first matrix and then attends to latents directly; the weighted sum of latents is multiplied by the
+// second. Rows (head, token) are lanes, in prompts and in decode, and keys are added CHUNK at a time from the first: a
+// row's bits depend neither on chunks of its prompt nor on other rows. With chosen keys (sparse_index.h) all lanes of
+// an item belong to one token.
 #pragma once
 #include "attention_prefill.h"
 
@@ -11,13 +12,13 @@
 #define MAX_ROPE 128
 
 typedef struct {
-    int64_t num_heads, width, rope_width, query_width, value_width, block_size; // query_width without the rotated part
+    int64_t num_heads, width, rope_width, query_width, value_width, block_size; // query_width excludes the rotated part
     int64_t block_stride, latent_offset, rope_offset;                           // bytes
-    int64_t first_key;                                                          // of those that are seen
+    int64_t first_key;                                                          // the first visible key
     float scaling;
     const float *keys;   // [num_heads, query_width, width]
     const float *values; // [num_heads, width, value_width]
-    const int32_t *chosen; // [num_tokens, most]: keys of tokens that see more than `most`; none: all are seen
+    const int32_t *chosen; // [num_tokens, most]: keys of tokens that see more than `most`; null: all keys are visible
     int64_t most;
 } Latents;
 
@@ -28,14 +29,14 @@ typedef struct {
     const float *queries, *latents, *ropes;
     float *out;
     int64_t token_counter, item_counter;
-    const int64_t *item_starts; // in the step's order, of each sequence's tokens that see all, and of the others
-    int64_t few;                // rows of an item whose sequence has few tokens
+    const int64_t *item_starts; // in the step's order; per sequence first the tokens that see all keys, then the others
+    int64_t few;                // rows per item of sequences with few tokens
 } LatentWork;
 
 // The lanes of one item: rows of one sequence, each a head and a token.
 typedef struct {
     int64_t seq, num_rows, head[LANES], token[LANES]; // the token of the step
-    const int32_t *chosen;                            // what its one token sees; none: all before each token
+    const int32_t *chosen;                            // keys visible to its only token; null: all before each token
 } Rows;
 
 static void keep_token(const LatentWork *w, int64_t token) {
@@ -49,8 +50,7 @@ static void keep_token(const LatentWork *w, int64_t token) {
     put_vector(rotated, dim, place + y->rope_offset + offset * vector_nbytes(dim));
 }
 
-// Addresses of the latents and rotated parts [start, start + n) of those that are seen; the last is repeated up to a
-// whole PAD.
+// Returns the addresses of visible latents and rotated parts [start, start + n); the last is repeated to a whole PAD.
 static void locate_latents(const LatentWork *w, const Rows *rows, int64_t start, int64_t n, const char **k,
                            const char **r) {
     const Latents *y = w->layer;
@@ -74,7 +74,7 @@ static void locate_latents(const LatentWork *w, const Rows *rows, int64_t start,
 
 // ---- products with a head's matrix [n, width]
 
-// Lanes of one head: t->acc = x transposed times the matrix, where x[i] is lane i's row of n numbers.
+// For lanes of one head: t->acc = x transposed times the matrix, where x[i] is lane i's row of n numbers.
 INLINE void multiply_lanes(Tile *t, int lv, const float **x, int64_t n, const float *matrix) {
     const float *rows[CHUNK];
     const vf same[2] = {splat(1.0f), splat(1.0f)};
@@ -89,7 +89,7 @@ INLINE void multiply_lanes(Tile *t, int lv, const float **x, int64_t n, const fl
     }
 }
 
-// One lane: out = x times the matrix, with the same sums.
+// For one lane: out = x times the matrix, with the same order of sums.
 static void multiply_row(const float *x, int64_t n, const float *matrix, int64_t width, float *out) {
     memset(out, 0, (size_t)width * 4);
     int64_t j = 0;
@@ -102,7 +102,7 @@ static void multiply_row(const float *x, int64_t n, const float *matrix, int64_t
         store(out + d, load(out + d) + load(matrix + d) * splat(x[j]));
 }
 
-// t->acc = each lane's row x[i] times its head's matrix; all lanes are of one head, or there are few.
+// Sets t->acc to each lane's row x[i] times its head's matrix; either all lanes belong to one head, or they are few.
 INLINE void multiply(Tile *t, int lv, const Rows *rows, const float **x, int64_t n, const float *matrices) {
     if (rows->head[0] == rows->head[rows->num_rows - 1] && rows->num_rows > 1) {
         multiply_lanes(t, lv, x, n, matrices + rows->head[0] * n * t->dim);
@@ -119,7 +119,7 @@ INLINE void multiply(Tile *t, int lv, const Rows *rows, const float **x, int64_t
 
 // ---- one item
 
-// Makes t->q of the lanes' queries, scaled: absorbed, then rotated.
+// Sets t->q from the lanes' queries: first the absorbed part, then the rotated part, both scaled.
 INLINE void load_queries(Tile *t, int lv, const LatentWork *w, const Rows *rows) {
     const Latents *y = w->layer;
     const Step *s = w->step;
@@ -157,7 +157,7 @@ INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, const Rows *row
     }
 }
 
-// Writes each lane's result: its share of the sums times its head's matrix of values.
+// Writes each lane's result: its sums, divided by the total weight, times its head's matrix of values.
 INLINE void store_values(Tile *t, int lv, const LatentWork *w, const Rows *rows, float (*shares)[MAX_LATENT]) {
     const Latents *y = w->layer;
     const float *x[LANES];
@@ -194,7 +194,7 @@ INLINE void attend_rows(int lv, const LatentWork *w, const Rows *rows) {
     store_values(t, lv, w, rows, shares);
 }
 
-// Functions of their own: what is allocated on their stack is released after each item.
+// These are separate functions so that their stack memory is released after each item.
 static __attribute__((noinline)) void attend_half(const LatentWork *w, const Rows *rows) { attend_rows(1, w, rows); }
 static __attribute__((noinline)) void attend_whole(const LatentWork *w, const Rows *rows) { attend_rows(2, w, rows); }
 
@@ -202,7 +202,7 @@ static __attribute__((noinline)) void attend_whole(const LatentWork *w, const Ro
 
 static int has_few(int64_t query_len) { return query_len < VL; }
 
-// The first token of a sequence that sees chosen keys alone, or the end of its tokens.
+// Returns the first token of a sequence that sees only chosen keys, or the end of the sequence's tokens.
 static int64_t first_choosing(const Step *s, const Latents *y, int64_t seq) {
     int64_t start = s->query_starts[seq], stop = s->query_starts[seq + 1];
     return y->chosen ? MIN(stop, MAX(start, y->most + stop - s->context_lens[seq])) : stop;
@@ -255,7 +255,7 @@ static void latents_work(void *data) {
     }
 }
 
-// Rows of an item of few: so many that each thread has one, if there are so many rows.
+// Returns the rows per item of sequences with few tokens: each thread gets an item if there are enough rows.
 static int64_t few_rows(const Step *s, const Latents *y) {
     int64_t rows = y->num_heads * s->num_tokens, share = (rows + s->num_threads - 1) / s->num_threads;
     return MAX(1, MIN(share, LANES));
@@ -263,7 +263,7 @@ static int64_t few_rows(const Step *s, const Latents *y) {
 
 // queries [num_tokens, num_heads, query_width + rope_width], latents [num_tokens, width], normed, and
 // ropes [num_tokens, rope_width], both before their rotation; out [num_tokens, num_heads, value_width].
-// The caller has checked every block, slot and shape; widths are multiples of 16, but for query_width.
+// The caller has checked every block, slot and shape; all widths except query_width are multiples of 16.
 void pd_latents(const Step *step, const Latents *layer, char *pool, const float *queries, const float *latents,
                 const float *ropes, float *out) {
     int64_t *starts = alloca((size_t)(2 * step->num_seqs + 1) * sizeof(int64_t)), few = few_rows(step, layer);

@@ -1,13 +1,13 @@
-// Adapters beside a linear layer: y += B (A x), for rows that have one. Every sum of a row has one order, whichever rows
-// are computed with it.
+// Computes adapters of a linear layer: y += B (A x), for rows with an adapter. A row's sums have one order, which does
+// not depend on the other rows.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
 
-#define LORA_ROWS 4      // rows of one adapter that are computed together, at most
-#define LORA_RANKS 8     // rows of A that lie together
-#define LORA_INPUTS 16   // inputs that lie together
-#define LORA_OUTPUTS 64  // outputs of B that lie together
+#define LORA_ROWS 4      // the most rows of one adapter that are computed together
+#define LORA_RANKS 8     // rows of A that are stored together
+#define LORA_INPUTS 16   // inputs that are stored together
+#define LORA_OUTPUTS 64  // outputs of B that are stored together
 #define MOST_LORA_RANKS 8192
 #define FEW_LORA_WORK 65536 // fewer products run on one thread
 
@@ -34,7 +34,7 @@ typedef struct {
     const int64_t *rows;
     const LoraBlock *blocks;
     int64_t num_blocks;
-    const LoraAdapter *const *adapters; // by slot; null: it adds nothing to this layer
+    const LoraAdapter *const *adapters; // indexed by slot; null: the adapter does not change this layer
     int64_t counter;
 } LoraWork;
 
@@ -58,7 +58,7 @@ INLINE void lora_down(int m, int n, int first, const float *const *x, float (*ta
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int j = 0; j < n; j++) low[r * stride + j] = sum_of(sums[r][j]);
 }
 
-// Adds to y[row] the products of a part's LORA_OUTPUTS outputs from `first` with low[row].
+// Adds to y[row] the products of low[row] with a part's LORA_OUTPUTS outputs from `first` on.
 INLINE void lora_up(int m, const LoraPart *part, int64_t first, const float *low, int64_t stride, float *const *y) {
     const float *b = part->b + first * part->num_ranks;
     for (int64_t at = 0; at < MIN(LORA_OUTPUTS, part->num_outputs - first); at += 4 * VL) {
@@ -123,7 +123,7 @@ static void lora_work(void *data) {
     }
 }
 
-// Adds to `rows` of y what their adapters make of the same rows of x; each block is of one adapter.
+// Adds the adapters' outputs for `rows` of x to the same rows of y; the rows of a block have the same adapter.
 void pd_lora(const float *x, int64_t x_stride, int64_t in_features, float *y, int64_t y_stride, const int64_t *rows,
              const LoraBlock *blocks, int64_t num_blocks, const LoraAdapter *const *adapters, int64_t num_threads) {
     LoraWork work = {x, x_stride, in_features, y, y_stride, rows, blocks, num_blocks, adapters, 0};

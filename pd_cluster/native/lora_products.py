@@ -17,7 +17,7 @@ import torch
 from pd_cluster.native import build
 
 Ints = npt.NDArray[np.int64]
-Parts = Sequence[tuple[slice, torch.Tensor]]  # output features of the layer, and B [out_features, rank] for them
+Parts = Sequence[tuple[slice, torch.Tensor]]  # some output features of the layer, and their B [out_features, rank]
 
 ROWS, RANKS, INPUTS, OUTPUTS = 4, 8, 16, 64  # as in lora_products.h
 MOST_RANKS = 8192
@@ -64,14 +64,14 @@ class LoraTable:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Ints, list[torch.Tensor]]] = {}
-        self._addresses: Ints = np.zeros(8, dtype=np.int64)  # by slot; 0: nothing is added
+        self._addresses: Ints = np.zeros(8, dtype=np.int64)  # by slot; 0: the slot's adapter does not change this layer
 
     @staticmethod
     def is_possible() -> bool:
         return _function() is not None
 
     def put(self, slot: int, a: torch.Tensor, parts: Parts) -> None:
-        """Adds an adapter, on any thread. `a` [ranks of all parts in turn, in_features]; all float32."""
+        """Adds an adapter, on any thread. `a`: A of all parts, joined to [sum of ranks, in_features]; all float32."""
         packed_a, packed_bs = _packed_a(a), [_packed_b(b) for _, b in parts]
         numbers, first = [packed_a.shape[0] * RANKS, len(parts), packed_a.data_ptr()], 0
         assert numbers[0] <= MOST_RANKS

@@ -1,7 +1,7 @@
 """Configures glibc's malloc to keep freed memory for the next step, and returns memory to the system.
 
-By default malloc returns large temporaries to the kernel and gets newly zeroed pages for each: a quarter of a prompt's
-CPU time, with a small model.
+By default malloc returns large temporaries to the system and gets newly zeroed pages for each. With a small model, that
+takes a quarter of a prompt's CPU time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import mmap
 import os
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from malloc.h
-KEPT_NBYTES = 256 << 20  # at the heap's end
-LARGEST_NBYTES = 32 << 20  # for one allocation; this is malloc's own limit, which must be set explicitly with the other
+KEPT_NBYTES = 256 << 20  # free memory that is kept at the heap's end
+LARGEST_NBYTES = 32 << 20  # larger ones are mapped: malloc's own limit, which must be set together with the other
 CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
 
 
 def keep_what_is_freed() -> bool:
-    """Configures this process. Returns False if the environment configures malloc, or it is not glibc's."""
+    """Configures this process. Returns False if the environment configures malloc, or if malloc is not glibc's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in CHOICES):
         return False
@@ -25,7 +25,7 @@ def keep_what_is_freed() -> bool:
 
 
 def give_pages_back(address: int, nbytes: int) -> None:
-    """Returns the whole pages of a range of private memory to the system; they are zeros, or undefined, afterwards."""
+    """Returns the whole pages of a range of private memory to the system; afterwards they are zeros or undefined."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
@@ -35,7 +35,7 @@ def give_pages_back(address: int, nbytes: int) -> None:
 
 
 def give_freed_back() -> None:
-    """Returns the freed memory that glibc's malloc keeps to the system."""
+    """Gives the freed memory that glibc's malloc keeps back to the system."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

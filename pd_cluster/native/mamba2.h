@@ -1,14 +1,14 @@
-// Mamba-2's recurrence, token by token, for prompts and single tokens alike. A head's state S has a row for each channel
-// of x and a column for each of B and C: S is multiplied by e^(dt A), then dt x B^T is added, and S C + D x is what the
-// token gets. A row's sum is that of its lanes in one order, however many tokens are computed together.
+// Mamba-2's recurrence, token by token, in prompts and in decode. A head's state S has a row for each channel of x and
+// a column for each channel of B and C. For each token, S is multiplied by e^(dt A), then dt x B^T is added; the
+// token's output is S C + D x. The lanes of a row are summed in one order for any number of tokens.
 #pragma once
 #include "state_segments.h"
 
 #define MOST_STATE_SIZE 256
-#define MAMBA_TOKENS VL // that are computed together, at most
-#define ROWS_TOGETHER 2 // of a state, whose vectors stay in registers
+#define MAMBA_TOKENS VL // the most tokens that are computed together
+#define ROWS_TOGETHER 2 // rows of a state whose vectors stay in registers
 #if VL == 8
-#define COLUMNS 4 // vectors of them
+#define COLUMNS 4 // vectors of each of these rows
 #else
 #define COLUMNS 8
 #endif
@@ -20,21 +20,21 @@ typedef struct {
     int64_t xbc_stride;
     const float *steps; // [num_rows][num_heads]: dt before softplus, without bias
     int64_t steps_stride;
-    const float *step_bias, *rates, *skips; // [num_heads]: rates are -A, skips D
+    const float *step_bias, *rates, *skips; // [num_heads]: rates are -A, skips are D
     float least_step, most_step;
     float *out;     // [num_rows][num_heads][head_width]
-    GatedNorm norm; // of a group's heads together
+    GatedNorm norm; // over all heads of a group
 } Mamba;
 
 typedef struct {
-    float ALIGNED b[MAMBA_TOKENS * MOST_STATE_SIZE], c[MAMBA_TOKENS * MOST_STATE_SIZE]; // with zeros behind
+    float ALIGNED b[MAMBA_TOKENS * MOST_STATE_SIZE], c[MAMBA_TOKENS * MOST_STATE_SIZE]; // padded with zeros
     float ALIGNED decays[MAMBA_TOKENS], steps[MAMBA_TOKENS];
-    int64_t num_tokens, padded; // padded: numbers of a row of b and c
-    const float *x;             // of the head, [token][head_width], strided
+    int64_t num_tokens, padded; // padded: length of a row of b and c
+    const float *x;             // the head's part, [token][head_width], strided
     float *out;
 } MambaTokens;
 
-// Takes tokens through nv vectors of rows of a state, adding to the lanes of each token and row.
+// Processes tokens in nv vectors of some rows of a state; adds to the lanes of each token and row.
 INLINE void mamba_columns(int rows, int nv, const MambaTokens *t, int64_t column, int64_t n, const float (*inputs)[MAMBA_TOKENS],
                           float *s, int64_t stride, vf (*lanes)[MAMBA_TOKENS]) {
     vf state[ROWS_TOGETHER][COLUMNS];
@@ -57,7 +57,7 @@ INLINE void mamba_columns(int rows, int nv, const MambaTokens *t, int64_t column
         store_first(s + r * stride + column + j * VL, state[r][j], n - j * VL);
 }
 
-// Takes tokens through some rows of a state.
+// Processes tokens in some rows of a state.
 INLINE void mamba_rows(int rows, const Mamba *m, const MambaTokens *t, int64_t row, float skip, float *s) {
     vf lanes[ROWS_TOGETHER][MAMBA_TOKENS];
     float ALIGNED x[ROWS_TOGETHER][MAMBA_TOKENS] = {0}, inputs[ROWS_TOGETHER][MAMBA_TOKENS];
@@ -81,7 +81,7 @@ INLINE void mamba_rows(int rows, const Mamba *m, const MambaTokens *t, int64_t r
     }
 }
 
-// Takes a single token through VL rows of a state.
+// Processes a single token in VL rows of a state.
 INLINE void mamba_token(const Mamba *m, const MambaTokens *t, int64_t row, vf skip, float *s) {
     vf lanes[VL], decay = splat(t->decays[0]), x = load(t->x + row);
     float ALIGNED inputs[VL];
@@ -142,7 +142,7 @@ static void mamba_item(const Mamba *m, const Sequences *s, int64_t item, int64_t
     }
 }
 
-// Norms and gates a row of all heads.
+// Norms and gates one row over all heads.
 static void norm_groups(const Mamba *m, int64_t row) {
     int64_t inner = m->num_heads * m->head_width, width = inner / m->num_groups;
     if (m->norm.gate_kind == NO_GATE && !m->norm.weight) return;

@@ -1,4 +1,4 @@
-// Packed products: activations are prepared once, then threads take blocks of results.
+// Packed products: activations are packed once, then threads compute blocks of results.
 #pragma once
 #include "activation_packing.h"
 #include "register_blocks.h"
@@ -7,13 +7,13 @@
 #include "span_products.h"
 #include "amx_tiles.h"
 
-#define TILE_BLOCK 256 // rows for which a thread decodes weights once, or keeps them in its cache
+#define TILE_BLOCK 256 // rows for which a thread decodes weights only once, or keeps them in its cache
 #define MOST_TOTALS (TILE_BLOCK * DECODED_PANELS * PANEL)
-#define FEW_DOTS 4 // up to here codes are multiplied without tiles, which gives the same integers
+#define FEW_DOTS 4 // up to this many rows, codes are multiplied without tiles; the integers are the same
 
 static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
-// A span's steps in tiles: as few as possible, equal, of whole words.
+// Returns the words per step of tiles in a span: the fewest equal steps of whole words.
 static int64_t tile_step(int64_t num_words) {
     int64_t steps = (num_words + TILE_WORDS - 1) / TILE_WORDS;
     while (num_words % steps) steps++;
@@ -28,7 +28,7 @@ static int way(const Product *p) {
     return HAVE_BF16_DOTS ? BY_DOTS : BY_FLOATS;
 }
 
-// Returns up to how many rows codes become numbers in registers, for each block anew; more rows have them decoded once.
+// Returns the largest number of rows for which each block decodes the codes in registers; for more, that is done once.
 static int64_t most_in_registers(const Product *p) {
     if (p->form == FLOATS) return BLOCK_ROWS;
     if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
@@ -42,7 +42,7 @@ static int must_decode(const Product *p, int by) {
     return p->num_rows > most_in_registers(p);
 }
 
-// Returns the rows of a block: about as many in each.
+// Returns the number of rows per block; blocks have about equal sizes.
 static int64_t block_rows(const Packed *w) {
     if (w->p->activations != AS_CODES && goes_over_spans(w)) return rows_of_numbers(w->p->num_rows, w->p->form, (int)w->decodes);
     int64_t most = w->p->activations != AS_CODES ? BLOCK_ROWS : w->p->form == CODES4 ? SPAN_ROWS : CODE_ROWS;
@@ -62,7 +62,8 @@ static void plan(const Product *p, Packed *w) {
     w->ready_rows = p->num_rows == 1 ? 1 : (p->num_rows + pad - 1) / pad * pad;
     w->width = w->by == BY_FLOATS ? 4 : p->activations == AS_CODES ? 1 : 2;
     w->span_nbytes = p->span_padded * w->width * w->together;
-    w->row_nbytes = (w->num_spans * w->span_nbytes + 63) / 64 * 64 + 64; // rows a power of two apart share a few sets
+    // The additional line avoids distances that are powers of two: such rows would compete for a few sets of the cache.
+    w->row_nbytes = (w->num_spans * w->span_nbytes + 63) / 64 * 64 + 64;
 }
 
 static int64_t scratch_nbytes(Product p, int64_t num_rows) {
@@ -72,8 +73,8 @@ static int64_t scratch_nbytes(Product p, int64_t num_rows) {
     return w.ready_rows / w.together * w.row_nbytes + w.ready_rows * 4 * (1 + w.num_spans) + 2 * 64;
 }
 
-// Returns how many rows are prepared and multiplied before the next: so many that weights are decoded for, so that what
-// is prepared does not go to memory and back. About as many each time, whole blocks except at the end.
+// Returns how many rows are packed and multiplied before the next ones. If weights are decoded, parts are small enough
+// that packed rows stay in the cache; they have about equal sizes, in whole blocks except for the last.
 static int64_t rows_of_part(const Product *p) {
     Packed w;
     plan(p, &w);
@@ -84,7 +85,7 @@ static int64_t rows_of_part(const Product *p) {
     return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
 }
 
-// Returns the memory that a product needs beside its operands.
+// Returns the scratch memory that a product needs.
 int64_t pd_scratch_nbytes(const Product *p) {
     if (!p->num_rows) return 0;
     int64_t rows = rows_of_part(p), rest = p->num_rows % rows;
@@ -94,7 +95,7 @@ int64_t pd_scratch_nbytes(const Product *p) {
 // Returns how the product of this form is computed on this machine: BY_FLOATS, BY_DOTS or BY_TILES.
 int64_t pd_way(const Product *p) { return way(p); }
 
-// Decodes the weights of a span for many rows, to the form that is multiplied by dots or tiles.
+// Decodes the weights of a span for many rows to the form that dot products or tiles multiply.
 static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int64_t span, int32_t *out,
                         int64_t stride) {
     int64_t form = w->p->form;
@@ -107,8 +108,8 @@ static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int6
     }
 }
 
-// Computes results of some rows and panels by tiles. Weights of a span are decoded while those of the one before are
-// multiplied: a tile cannot be loaded before its bytes have left the processor's store buffer.
+// Computes results of some rows and panels with tiles. A span's weights are decoded while those of the previous span
+// are multiplied: a tile cannot be loaded before its bytes have left the processor's store buffer.
 static void multiply_in_tiles(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
     const Product *p = w->p;
     float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL], totals[MOST_TOTALS];
@@ -136,7 +137,7 @@ static void multiply_in_tiles(const Packed *w, int64_t first, int64_t num_rows, 
     finish(w, first, num_rows, panel, num_panels, totals);
 }
 
-// How a product is cut into items: `groups` of panels, times groups of rows.
+// The division of a product into items: `groups` of panels, times groups of rows.
 typedef struct {
     int64_t panels, rows, groups, num_items; // panels and rows of an item
 } Cut;
@@ -155,7 +156,7 @@ static Cut cut_of(const Packed *w, int64_t num_threads) {
     return (Cut){panels, rows, groups, groups * items};
 }
 
-// Rows that are prepared at a time.
+// Returns how many rows are packed at a time.
 static int64_t rows_to_prepare(const Packed *w) { return w->by == BY_TILES ? 4 : w->together; }
 
 static void prepare(const Packed *w, int64_t row) {
@@ -164,7 +165,7 @@ static void prepare(const Packed *w, int64_t row) {
     else for (int64_t r = row; r < MIN(row + 4, w->ready_rows); r++) prepare_row(w, r);
 }
 
-// Computes results of some rows and panels; `next`: the words of what this thread computes after them.
+// Computes results of some rows and panels; `next`: the words of this thread's next item.
 static void multiply(const Packed *w, const Cut *c, int64_t row, int64_t panel, const int32_t *next) {
     int64_t num_rows = MIN(c->rows, w->p->num_rows - row), num_panels = MIN(c->panels, w->num_panels - panel);
     if (num_rows <= 0) return;
@@ -190,7 +191,7 @@ static void product_work(void *data) {
     if (w->by == BY_TILES) release_tiles();
 }
 
-// Plans a product of at most NEAR_ROWS rows, or whose weights are not decoded, its memory included.
+// Plans a product and its memory. It has at most NEAR_ROWS rows, or its weights are not decoded.
 static void begin_product(const Product *p, Packed *w) {
     *w = (Packed){0};
     plan(p, w);

@@ -1,4 +1,4 @@
-"""Linear layers in C with weights of 16, 8 or 4 bits: codes packed once, multiplied as packed_weights.h describes.
+"""Linear layers in C with weights of 32, 16, 8 or 4 bits, packed once and multiplied as packed_weights.h describes.
 
 A row's result depends neither on other rows nor on the number of threads. Activations and results are float32; each
 function states how it rounds activations first, and returns None if the kernels cannot run here.
@@ -20,18 +20,19 @@ from pd_cluster.errors import ModelError
 from pd_cluster.native import build
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
-Activations = Literal["float32", "bfloat16", "int8"]  # the form in which they are multiplied
+Activations = Literal["float32", "bfloat16", "int8"]  # the form in which activations are multiplied
 Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # packed_weights.h
-MOST_DECODED = 128  # inputs of a span whose weights are decoded for many rows
-MOST_NUMBERS = 256  # the same for weights decoded to float32
-MOST_EXACT_INPUTS = 65_536  # sums of products of codes stay below 2^31
-LEAST_MAGNITUDE = 2.0**-100  # codes of smaller rows are zeros
+# The most inputs of a span (packed_weights.h) whose weights are decoded once for many rows; to float32, MOST_NUMBERS.
+MOST_DECODED = 128
+MOST_NUMBERS = 256
+MOST_EXACT_INPUTS = 65_536  # up to this many inputs, sums of products of codes stay below 2^31
+LEAST_MAGNITUDE = 2.0**-100  # rows whose values are all smaller get codes of zero
 
 _ACTIVATIONS: dict[Activations, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 _WAYS: tuple[Way, ...] = ("float32", "dot products", "tiles")
-_TILE_INPUTS: dict[Activations, int] = {"bfloat16": 32, "int8": 64}  # of one instruction
+_TILE_INPUTS: dict[Activations, int] = {"bfloat16": 32, "int8": 64}  # inputs per tile instruction
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -98,10 +99,10 @@ def multiplies_bf16() -> bool:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 codes [..., inputs] and float32 scales [..., 1] of rows x: codes x scales are about x.
+    """Returns int8 codes [..., inputs] and float32 scales [..., 1] of the rows of x: x is about codes * scales.
 
-    Symmetric, one scale for each row: its largest magnitude is code 127, ties go to even. A row
-    that holds an infinity or NaN has scale NaN and codes 0. The kernels compute the same bits.
+    Codes are symmetric with one scale per row: the row's largest magnitude is code 127, ties go to even. A row
+    with an infinity or NaN has scale NaN and codes 0. The kernels compute the same bits.
     """
     most = x.abs().amax(dim=-1, keepdim=True)
     is_finite = most.isfinite()
@@ -114,7 +115,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def float32_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
 ) -> Linear | None:
-    """Makes a layer of weight [N, K] float32, bias [N]."""
+    """Makes a layer from weight [N, K] float32 and bias [N]."""
     assert weight.dtype == torch.float32
     return _pack(_FLOAT32, weight, None, None, bias, None, "float32", flags)
 
@@ -122,7 +123,7 @@ def float32_linear(
 def bf16_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
 ) -> Linear | None:
-    """Makes a layer of weight [N, K] bfloat16, bias [N]: activations are rounded to bfloat16, sums are float32."""
+    """Makes a layer from weight [N, K] bfloat16 and bias [N]. Activations are rounded to bfloat16; sums are float32."""
     assert weight.dtype == torch.bfloat16
     return _pack(_BF16, weight, None, None, bias, None, "bfloat16", flags)
 
@@ -135,10 +136,10 @@ def int8_linear(
     group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
-    """Makes a layer of int8 codes [N, K] and float32 scales [N, G]; activations become codes by `quantize_rows`.
+    """Makes a layer from int8 codes [N, K] and float32 scales [N, G]; `quantize_rows` quantizes the activations.
 
-    Sums of products of codes are exact integers for each of the G groups of inputs; float32 after that. `group`: the
-    inputs of a group, if the last one is shorter; K / G otherwise.
+    Within each of the G groups of inputs, sums of products of codes are exact integers; the groups are added in
+    float32. `group`: the inputs per group, K / G by default; give it if the last group is shorter.
     """
     return _pack(_INT8, codes, scales, None, bias, group, "int8", flags)
 
@@ -153,7 +154,7 @@ def int8_weight_only_linear(
     group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
-    """Makes a layer of (codes - zeros) x scales: int8 codes [N, K], float32 scales and zeros [N, G].
+    """Makes a layer from (codes - zeros) * scales: int8 codes [N, K], float32 scales and zeros [N, G].
 
     Activations stay float32 unless `activations` says otherwise. `group` as in `int8_linear`.
     """
@@ -170,10 +171,10 @@ def int4_linear(
     group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
-    """Makes a layer of (codes - zeros) x scales: int8 codes [N, K] from -8 to 7, or 0 to 15 with zeros [N, G].
+    """Makes a layer from (codes - zeros) * scales: int8 codes [N, K] from -8 to 7, or 0 to 15 with zeros [N, G].
 
-    Activations stay float32 unless `activations` says otherwise; sums over parts of a group of more than 128 inputs
-    are added in float32. `group` as in `int8_linear`. Raises ModelError if a code has more than four bits.
+    Activations stay float32 unless `activations` says otherwise. A group of more than 128 inputs is summed in parts,
+    which are added in float32. `group` as in `int8_linear`. Raises ModelError if a code has more than four bits.
     """
     least, most = (int(code) for code in codes.aminmax()) if codes.numel() else (0, 0)
     if most > 7 and zeros is not None:
@@ -193,7 +194,7 @@ def fp8_weight_only_linear(
     group: int | None = None,
     flags: tuple[str, ...] = build.FLAGS,
 ) -> Linear | None:
-    """Makes a layer of codes x scales: float8_e4m3fn codes [N, K], float32 scales [N, G].
+    """Makes a layer from codes * scales: float8_e4m3fn codes [N, K], float32 scales [N, G].
 
     Raises ModelError if a code is NaN.
     """
@@ -203,11 +204,11 @@ def fp8_weight_only_linear(
         raise ModelError("a weight of float8_e4m3fn is NaN")
     return _pack(
         _E4M3, codes, scales * 256.0, None, bias, group, activations, flags
-    )  # packed_weights.h: numbers are times 2^-8
+    )  # the kernels' numbers are multiplied by 2^-8 (packed_weights.h)
 
 
 class PackedProduct:
-    """x [..., K] times packed weights, transposed, plus the bias: [..., N] of x's dtype, computed in float32."""
+    """Maps x [..., K] to x @ weight.T + bias, [..., N], for packed weights, in float32; the result has x's dtype."""
 
     __slots__ = ("_kept", "_product", "in_features", "library", "out_features")
 
@@ -286,7 +287,10 @@ def _pack(
 
 
 def _spans(group: int, unit: int, activations: Activations, most: int) -> tuple[int, int, int]:
-    """Returns the spans of a group, the inputs of one, and those with zeros: multiples of `unit`, equal tiles."""
+    """Returns the number of spans per group, their inputs, and their inputs with padding.
+
+    The last two are multiples of `unit`; a padded span consists of equal tiles.
+    """
     span = _round_up(-(-group // -(-group // most)), unit)
     num_tiles = -(-span // _TILE_INPUTS.get(activations, span))
     return -(-group // span), span, num_tiles * _round_up(-(-span // num_tiles), unit)
@@ -297,7 +301,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def _padded(codes: torch.Tensor, group: int, num_spans: int, span: int, padded: int) -> torch.Tensor:
-    """Returns codes [N, K] with zeros after each span, [N, all spans of all groups]."""
+    """Returns codes [N, K] with each span padded with zeros: [N, inputs of all padded spans]."""
     outputs, inputs = codes.shape
     codes = pad(codes, (0, -inputs % group)).view(outputs, -1, group)
     codes = pad(codes, (0, num_spans * span - group)).view(outputs, -1, span)
@@ -306,13 +310,13 @@ def _padded(codes: torch.Tensor, group: int, num_spans: int, span: int, padded: 
 
 def _words(codes: torch.Tensor, form: _PackedForm) -> torch.Tensor:
     """Returns codes [N, K] as int32 words [N, K / word_inputs]."""
-    if form is _INT4:  # bytes of inputs 0 to 3 in their low halves, 4 to 7 in the high ones
+    if form is _INT4:  # each byte holds one of inputs 0 to 3 in its low half, and of 4 to 7 in its high half
         low, high = codes.view(len(codes), -1, 2, 4).to(torch.uint8).unbind(2)
         codes = (low & 0xF | high << 4).view(len(codes), -1)
     return codes.contiguous().view(torch.int32)
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows [N, K] of 32 bits as [panel, K, PANEL], with zeros for outputs that are missing."""
+    """Returns rows [N, K] of 32-bit elements as [panel, K, PANEL], padded with zeros to whole panels."""
     rows = pad(rows, (0, 0, 0, -len(rows) % PANEL))
     return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()

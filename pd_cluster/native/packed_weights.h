@@ -1,30 +1,30 @@
-// Weights of packed products, and what their kernels share.
+// The weights of packed products, and definitions that their kernels share.
 //
-// A word is 32 bits: consecutive inputs of one output. A panel is 16 outputs, [span][word][output]: a line of the cache
-// holds one word of each. Inputs are cut into spans: a scale belongs to whole spans, sums start anew with each, and
-// each span is filled up with zeros to whole words. Spans depend on the weight alone, so a row's bits depend on nothing
-// else.
+// A word is 32 bits: consecutive inputs of one output. A panel is 16 outputs, [span][word][output]: a cache line holds
+// one word of each output. Inputs are divided into spans: a scale applies to whole spans, each span has its own sums,
+// and each is padded with zeros to whole words. Spans depend on the weight only, so a row's bits do not depend on other
+// rows.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
 
 #define PANEL 16
 #define PARTS (PANEL / VL)
-#define AHEAD (32 * PANEL) // words that are fetched before they are needed: 2 KiB
-#define MOST_PANELS 4 // of a block of results
-#define MOST_ROWS 32   // of tiles
+#define AHEAD (32 * PANEL) // prefetch distance in words: 2 KiB
+#define MOST_PANELS 4 // panels in a block of results
+#define MOST_ROWS 32   // rows in a block of tiles
 #define DECODED_NBYTES 16384
-#define DECODED_PANELS 2 // of floats; other forms are half as wide
+#define DECODED_PANELS 2 // panels of floats; other forms are half as wide
 
-// Processors with units that make numbers of codes beside those that multiply, so that decoding takes little time.
+// Processors whose units for decoding work in parallel with those that multiply, so that decoding costs little time.
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 #define IS_ZEN 1
 #else
 #define IS_ZEN 0
 #endif
 
-// A block of results in registers has up to BLOCK_ROWS rows, or CODE_ROWS where codes are multiplied, and up to so many
-// vectors of sums that the operands find room beside them.
+// A block of results in registers has up to BLOCK_ROWS rows, or CODE_ROWS if codes are multiplied. The number of
+// vectors of sums leaves room in registers for the operands.
 #define FEW_ROWS 4
 #if VL == 16
 #define BLOCK_ROWS 12
@@ -50,7 +50,7 @@
 #define CODE_SUMS (4 * PARTS)
 #endif
 
-// Of codes of 4 bits, whose sums share registers with their scales (span_products.h).
+// The same for 4-bit codes, whose sums share registers with their scales (span_products.h).
 #if VL == 16
 #define SPAN_ROWS 8
 #define SPAN_SUMS 16
@@ -59,36 +59,36 @@
 #define SPAN_SUMS CODE_SUMS
 #endif
 
-enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // a word's inputs: 1, 2, 4, 8 and 4
+enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // inputs per word: 1, 2, 4, 8 and 4
 enum { AS_FLOATS, AS_BF16S, AS_CODES };            // the form in which activations are multiplied
-enum { BY_FLOATS, BY_DOTS, BY_TILES };             // register_blocks.h the first two, amx_tiles.h
+enum { BY_FLOATS, BY_DOTS, BY_TILES };             // in register_blocks.h the first two, in amx_tiles.h the last
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads;
-    int64_t form, activations;               // of the words; of x
-    int64_t group, span_inputs, span_padded; // inputs of a scale, of a span, and of a span with its zeros
+    int64_t form, activations;               // the form of the words; the form in which x is multiplied
+    int64_t group, span_inputs, span_padded; // inputs per scale, per span, and per padded span
     int64_t spans_of_group, num_groups;
     const float *x; // [num_rows, inputs]
     const int32_t *words;
-    const float *scales, *zeros; // [panel][group][PANEL], or none
-    const float *bias;           // [panel][PANEL], or none
+    const float *scales, *zeros; // [panel][group][PANEL], or null
+    const float *bias;           // [panel][PANEL], or null
     float *out;                  // [num_rows, outputs]
     uint8_t *scratch;            // pd_scratch_nbytes, at a multiple of 64
 } Product;
 
 typedef struct {
     const Product *p;
-    int64_t num_spans, num_panels, span_words, by, decodes; // decodes: weights of a span are decoded for many rows
-    int64_t width, span_nbytes, row_nbytes; // of an activation; of a span and of all spans of `together` rows
-    int64_t ready_rows, together;           // rows with padding; those of a block
+    int64_t num_spans, num_panels, span_words, by, decodes; // decodes: weights are decoded once for many rows
+    int64_t width, span_nbytes, row_nbytes; // bytes of an activation; of one span and of all spans of `together` rows
+    int64_t ready_rows, together;           // number of rows with padding; rows per block
     uint8_t *x;                             // [span][block][word][row]; for tiles [row][span][input]
     float *row_scales;              // [ready_rows], if x is codes
-    int32_t *sums;                  // [ready_rows][num_spans]: x of each span, in its own type
+    int32_t *sums;                  // [ready_rows][num_spans]: sums of x over each span, in the type of x
     int64_t next_row, next_item;
-    void (*make)(const void *, int64_t, int64_t); // writes some rows of p->x, the first and how many; or none
+    void (*make)(const void *, int64_t, int64_t); // writes rows of p->x from a first row on, as many as given; or null
     const void *maker;                            // its first argument
-    const int64_t *from, *to; // [num_rows]: rows of p->x that are taken; rows of p->out to which results are added; or none
-    const float *times;       // [num_rows], if there is `to`: what results are multiplied by before
+    const int64_t *from, *to; // [num_rows] or null: rows of p->x to read; rows of p->out to which results are added
+    const float *times;       // [num_rows], with `to`: factors of the results that are added
 } Packed;
 
 INLINE const float *x_row(const Packed *w, int64_t row) { return w->p->x + (w->from ? w->from[row] : row) * w->p->inputs; }
@@ -96,14 +96,14 @@ INLINE float *out_row(const Packed *w, int64_t row) { return w->p->out + (w->to 
 
 INLINE int inputs_of_word(int form) { return form == FLOATS ? 1 : form == BF16S ? 2 : form == CODES4 ? 8 : 4; }
 
-// Returns the shift of input i's code in a word of eight: low halves of the four bytes come first, then high halves.
+// Returns the shift of input i's code in a word of eight codes: first the low halves of the four bytes, then the high.
 INLINE int shift4(int i) { return i < 4 ? 8 * i : 8 * i - 28; }
 
 INLINE vi load_words(const int32_t *p) { return (vi)load((const float *)p); }
 INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 
-// Returns e4m3 codes as numbers, times 2^-8: as half precision, which has the same subnormals, or by the smallest floats,
-// for which processors of Intel take a hundred times as long.
+// Returns e4m3 codes as floats, times 2^-8. It converts half precision, which has the same subnormals; on AMD it uses
+// subnormal floats, with which Intel's processors are a hundred times slower.
 INLINE vf e4m3_number(vi word, int i) {
     if (IS_ZEN) return (vf)((word << (24 - 8 * i)) >> 4 & (int32_t)0x87f00000) * 0x1p112f;
     vi half = (word >> (8 * i) & 0x7f) << 7 | (word >> (8 * i) & 0x80) << 8;
@@ -119,7 +119,7 @@ INLINE vf e4m3_number(vi word, int i) {
 #endif
 }
 
-// Returns input i of each word as a number, without scale.
+// Returns input i of each word as a float, without its scale.
 INLINE vf number(int form, vi word, int i) {
     switch (form) {
     case FLOATS: return (vf)word;
@@ -128,7 +128,7 @@ INLINE vf number(int form, vi word, int i) {
     case E4M3S: return e4m3_number(word, i);
     default:
 #if VL == 16
-        return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift4(i)), // the lowest four bits choose
+        return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift4(i)), // the lowest four bits are the index
                                          (__m512){0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1});
 #else
         return to_floats((word << (28 - shift4(i))) >> 28);
@@ -136,15 +136,15 @@ INLINE vf number(int form, vi word, int i) {
     }
 }
 
-// Codes are stored as integers with a sign for products with numbers, and plus 8 or 128 for products with codes.
-// KEEPS_OFFSET: instructions multiply codes plus 128 as they are; otherwise dot_products.h takes 128 off first.
+// Codes are stored as signed integers for products with floats, and with an offset of 8 or 128 for products with codes.
+// KEEPS_OFFSET: instructions multiply codes with their offset of 128; otherwise dot_products.h subtracts it first.
 #if defined(__AVX512VNNI__) || (VL == 8 && defined(__AVXVNNI__))
 #define KEEPS_OFFSET 1
 #else
 #define KEEPS_OFFSET 0
 #endif
 
-// Returns how much every code is too large in sums of products.
+// Returns the offset of every code in sums of products.
 INLINE int32_t code_offset(int64_t form) { return form == CODES4 ? 8 : KEEPS_OFFSET ? 128 : 0; }
 
 INLINE const int32_t *words_at(const Packed *w, int64_t panel, int64_t span) {

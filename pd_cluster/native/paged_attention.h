@@ -1,9 +1,10 @@
-// Paged attention over the block-major pool, and the steps just before it: norms of q and k, rotation, KV write.
+// Paged attention over the block-major pool, and the operations just before it: norms of q and k, rotation, KV write.
 //
-// It has two forms. Decode (one query) takes several KV heads of a sequence together, and sequences whose block tables
-// begin alike; its vectors run along the head dimension. Otherwise it takes one KV head at a time, and queries are the
-// lanes of vectors: a tile of up to 2 * VL (token, head) rows is transposed once, keys and values are broadcast straight
-// from the pool, and the softmax needs no sum across a vector. Both are online: a running maximum m and sum l per row.
+// It has two forms. Decode (one query) computes several KV heads of a sequence together, and sequences whose block
+// tables begin with the same blocks; its vectors run along the head dimension. Otherwise one KV head is computed at a
+// time, and queries are the lanes of vectors: a tile of up to 2 * VL (token, head) rows is transposed once, keys and
+// values are broadcast from the pool, and the softmax needs no sum across a vector. Both keep a running maximum m and
+// sum l per row.
 // A row's result does not depend on the rest of the batch.
 #pragma once
 #include "attention_decode.h"
@@ -15,18 +16,19 @@ static int is_decode(const Layer *y, int64_t query_len) {
     return query_len == 1 && y->num_heads <= MAX_GROUP * y->num_kv_heads;
 }
 
-// How many sequences are computed together, from position `at` of the step's order on. Where a window has passed their
-// first keys they begin at keys of their own, and each is alone.
+// Returns how many sequences are computed together, from position `at` of the step's order on. If a window has passed
+// their first keys, they begin at different keys, and each is computed alone.
 static int64_t num_together(const Step *s, const Layer *y, int64_t at) {
     int64_t rows = s->together ? MAX(1, s->together[at]) : 1;
     int sees_all = !y->window || s->context_lens[s->order[at + rows - 1]] <= y->window;
     return sees_all && is_decode(y, 1) ? rows : 1;
 }
 
-// Items among which the KV heads of so many sequences that decode together are shared: as many as each had alone.
+// Returns the number of items for the KV heads of `rows` sequences that decode together: as many as they have
+// separately, if there are enough heads.
 static int64_t head_parts(const Work *w, int64_t rows) {
     const Layer *y = w->layer;
-    int64_t nbytes = 8 * rows * y->num_heads * y->head_dim; // of queries and sums
+    int64_t nbytes = 8 * rows * y->num_heads * y->head_dim; // bytes of queries and sums
     int64_t parts = w->step->num_threads > 1 ? w->decode_parts * rows : 1;
     if (rows > 1) parts = MAX(parts, (nbytes + TOGETHER_NBYTES - 1) / TOGETHER_NBYTES);
     return MIN(parts, y->num_kv_heads);

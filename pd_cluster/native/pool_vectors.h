@@ -1,6 +1,6 @@
-// The form of a vector of keys or values in the pool: one for a library, chosen by POOL when it is compiled.
+// The form of a vector of keys or values in the pool. Each library has one form, chosen by POOL at compile time.
 //
-// Numbers lie as they are. Codes are followed by one float32 scale, all as bytes; kv/kv_vectors.py makes the same bytes.
+// Floats are stored unchanged. Codes are followed by one float32 scale, all as bytes; kv/kv_vectors.py writes the same.
 #pragma once
 #include "activation_packing.h"
 
@@ -20,7 +20,7 @@ INLINE int64_t codes_nbytes(int64_t dim) {
 
 INLINE int64_t vector_nbytes(int64_t dim) { return codes_nbytes(dim) + (IS_CODED ? 4 : 0); }
 
-// Returns VL bytes, each as a word, without sign; only the low bytes count.
+// Returns VL unsigned bytes as words; callers use only the low byte of each word.
 INLINE vi load_bytes(const char *p) {
 #if VL == 16
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -47,7 +47,7 @@ INLINE vi load_halves(const char *p) {
 #endif
 }
 
-// Returns numbers d, d + 1, ... of a vector, or its codes' before their scale; d is a multiple of VL.
+// Returns numbers d, d + 1, ... of a vector, unscaled if they are codes; d is a multiple of VL.
 INLINE vf numbers_at(const char *p, int64_t d, int64_t dim) {
 #if POOL == POOL_FLOAT32
     return load((const float *)p + d);
@@ -64,7 +64,7 @@ INLINE vf numbers_at(const char *p, int64_t d, int64_t dim) {
 #endif
 }
 
-// Returns the factor of what numbers_at returns.
+// Returns the scale of the numbers that numbers_at returns.
 INLINE float scale_of(const char *p, int64_t dim) {
     if (!IS_CODED) return 1.0f;
     float scale;
@@ -95,7 +95,7 @@ INLINE void put_vector(const float *x, int64_t dim, char *to) {
     float inverse, scale = set_scale(x, dim, most_code, &inverse);
     int64_t half = dim / 2;
     (void)half;
-    if (inverse == 0) // x may have what is no number
+    if (inverse == 0) // x may contain NaN
         memset(to, POOL == POOL_INT4 ? 0x88 : 0, (size_t)codes_nbytes(dim));
     else if (POOL == POOL_INT8)
         for (int64_t i = 0; i < dim; i++) to[i] = (char)(int32_t)__builtin_rintf(x[i] * inverse);
@@ -111,7 +111,7 @@ INLINE void put_vector(const float *x, int64_t dim, char *to) {
 #endif
 }
 
-// Writes a vector as numbers, with its scale in them.
+// Converts a vector to floats, multiplied by its scale.
 INLINE void take_vector(const char *from, int64_t dim, float *to) {
     float scale = scale_of(from, dim);
     for (int64_t d = 0; d < dim; d += VL) store(to + d, numbers_at(from, d, dim) * scale);

@@ -1,11 +1,12 @@
-// From sums of spans to results: codes get their scales, rows theirs, and outputs their bias.
+// Turns sums of spans into results: multiplies by the scales of codes and of rows, and adds the outputs' bias.
 #pragma once
 #include "packed_weights.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-// Returns x, rounded: compilers must not fuse its multiplication with a later addition, which not all machines have.
+// Returns x rounded to float32: compilers must not fuse its multiplication with a later addition, because some machines
+// cannot.
 INLINE vf rounded(vf x) {
 #if VL == 16
     __asm__("" : "+v"(x));
@@ -17,7 +18,7 @@ INLINE vf rounded(vf x) {
     return x;
 }
 
-// Returns a * b + c, rounded once where the machine can: compilers fuse some of them and not others.
+// Returns a * b + c, rounded once if the machine can: compilers fuse only some of these expressions.
 INLINE vf fused(vf a, vf b, vf c) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -30,13 +31,13 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-// Returns the total of a span's sums: (sums - zero * x) * scale + before. The two flags are constants.
+// Returns the new total of a span: (sums - zero * x) * scale + before. The two flags are constants.
 INLINE vf folded(int has_scales, int has_zeros, vf sums, vf zero, float x, vf scale, vf before) {
     if (has_zeros) sums = fused(-zero, splat(x), sums);
     return has_scales ? fused(sums, scale, before) : before + sums;
 }
 
-// Adds sums c of one panel, [num_rows][MOST_PANELS * PANEL], to totals, scaled. The three flags are constants.
+// Adds the scaled sums c of one panel, [num_rows][MOST_PANELS * PANEL], to totals. The three flags are constants.
 INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales, const float *c, int64_t num_rows,
                        const int32_t *sums, const float *scales, const float *zeros, float *totals, int64_t stride,
                        int is_first) {
@@ -79,14 +80,14 @@ static void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows,
     }
 }
 
-// Writes results: totals times the scales of their rows, plus the bias. What is added to rows is rounded before.
+// Writes results: totals times the scales of their rows, plus the bias. With `to`, results are rounded, then added.
 static void finish(const Packed *w, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
                    const float *totals) {
     const Product *p = w->p;
     for (int64_t r = row; r < row + num_rows; r++) for (int64_t q = panel; q < panel + num_panels; q++) {
         float ALIGNED part[PANEL], *out = out_row(w, r) + q * PANEL;
         int64_t n = MIN(PANEL, p->outputs - q * PANEL);
-        float *to = n < PANEL ? part : out; // the last panel may go beyond the row
+        float *to = n < PANEL ? part : out; // the last panel may extend beyond the row
         if (n < PANEL && w->to) memcpy(part, out, (size_t)n * 4);
         UNROLL for (int h = 0; h < PARTS; h++, totals += VL) {
             vf value = load(totals);

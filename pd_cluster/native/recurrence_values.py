@@ -1,4 +1,4 @@
-"""The parts of recurrent layers as values: a short convolution, a recurrence, and the norm after it."""
+"""Values that describe a recurrent layer: a short convolution, a recurrence, and the norm after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GATES: tuple[Gate, ...] = ("none", "silu after", "sigmoid after", "silu before")
 
 
 class ConvHeads(NamedTuple):
-    """Consecutive channels of a convolution whose last inputs are one plane: those of `num_heads` heads."""
+    """Consecutive channels of a convolution, those of `num_heads` heads; one state plane keeps their last inputs."""
 
     num_heads: int
     channels: int
@@ -20,7 +20,7 @@ class ConvHeads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolution:
-    """A causal convolution of each channel; `has_silu`: what it returns is multiplied by its own sigmoid."""
+    """A causal convolution of each channel; `has_silu`: each result is multiplied by its own sigmoid."""
 
     weight: torch.Tensor  # [num_channels, kernel]
     bias: torch.Tensor | None  # [num_channels]
@@ -75,9 +75,9 @@ class Mamba2:
 
 
 class StateInputs(NamedTuple):
-    """The parts of what a layer's projections give the rows of a step; each [num_rows, …], and rows may be strided."""
+    """A layer's projections for the rows of a step, by use. Each is [num_rows, …], and rows may be strided."""
 
     convolved: torch.Tensor  # [num_rows, num_channels]
     decays: torch.Tensor | None = None  # [num_rows, num_heads] or [num_rows, num_heads * key_width]; Mamba-2's steps
     betas: torch.Tensor | None = None  # [num_rows, num_heads]
-    gate: torch.Tensor | None = None  # as what the layer returns
+    gate: torch.Tensor | None = None  # shaped like the layer's output

@@ -1,29 +1,29 @@
-// A recurrent layer between its projections, in one parallel region: its convolution, then its recurrence with the norm
-// behind it. Sequences and heads are shared out among threads, the tokens of one head are computed in order.
+// Computes a recurrent layer between its projections in one parallel region: the convolution, then the recurrence with
+// the norm after it. Threads share sequences and heads; the tokens of one head are computed in order.
 #pragma once
 #include "convolution.h"
 #include "gated_delta.h"
 #include "mamba2.h"
 
-#define CONV_ROWS 64         // whose span of channels one thread takes at a time
-#define FEW_STATE_WORK 32768 // fewer numbers of states, each once for a token, are computed on one thread
+#define CONV_ROWS 64         // rows of a span that a thread computes at a time
+#define FEW_STATE_WORK 32768 // with fewer updates of state elements, over all tokens, one thread computes
 
 typedef struct {
     int64_t num_rows, num_threads, rows_at_once;
     Sequences sequences;
     const Convolution *convolution;
-    const Delta *delta; // null: there is none; likewise
+    const Delta *delta; // null: the layer has none; mamba likewise
     const Mamba *mamba;
-    float *convolved;  // [rows_at_once][num_channels]; without a recurrence [num_rows][num_channels], what is returned
+    float *convolved;  // [rows_at_once][num_channels]; without a recurrence the output, [num_rows][num_channels]
     int64_t *counters; // [2 * num_rows / rows_at_once + 3], zeros
 } StateLayer;
 
-// Convolves rows [start, stop) of the step, and norms what Mamba-2 has made of rows [before, start).
+// Convolves rows [start, stop) of the step, and norms Mamba-2's outputs of rows [before, start).
 static void convolve_block(const StateLayer *w, int64_t start, int64_t stop, int64_t before, int64_t *counter) {
     const Convolution *c = w->convolution;
     int64_t spans = num_conv_spans(c), tiles = (stop - start + CONV_ROWS - 1) / CONV_ROWS;
     int64_t normed = w->mamba ? (start - before + CONV_ROWS - 1) / CONV_ROWS : 0;
-    float *out = w->convolved - (w->delta || w->mamba ? start * c->num_channels : 0); // of row 0
+    float *out = w->convolved - (w->delta || w->mamba ? start * c->num_channels : 0); // address of row 0
     for (int64_t i; (i = next_items(counter, 1)) < spans * tiles + normed;) {
         if (i < spans * tiles) {
             int64_t row = start + i / spans * CONV_ROWS;
@@ -35,11 +35,11 @@ static void convolve_block(const StateLayer *w, int64_t start, int64_t stop, int
     }
 }
 
-// Takes rows [start, stop) of the step through the recurrence.
+// Computes the recurrence for rows [start, stop) of the step.
 static void recur_block(const StateLayer *w, int64_t start, int64_t stop, int64_t *counter) {
     const Sequences *s = &w->sequences;
     int64_t num_channels = w->convolution->num_channels;
-    const float *convolved = w->convolved - start * num_channels; // of row 0
+    const float *convolved = w->convolved - start * num_channels; // address of row 0
     if (w->delta) {
         Delta d = *w->delta;
         d.qkv = convolved, d.qkv_stride = num_channels;
@@ -71,7 +71,7 @@ static void state_work(void *data) {
     for (int64_t i; (i = next_items(counter, 1)) < items;) keep_span(w->convolution, &w->sequences, i);
 }
 
-// Sets the layer's outputs and leaves the states behind the step's last rows in their blocks.
+// Computes the layer's outputs; the states after each sequence's last row are in their blocks afterwards.
 void pd_states(StateLayer *w) {
     int64_t numbers = w->convolution->num_channels * w->convolution->kernel;
     if (w->delta) numbers += w->delta->num_heads * w->delta->key_width * w->delta->value_width;

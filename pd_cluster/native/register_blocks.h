@@ -1,5 +1,5 @@
-// Products in registers: a block of rows and panels at a time. Each result is one chain over a span, from the first
-// input to the last, and one over the spans; blocks of any size have the same chains, so the same bits.
+// Products in registers: a block of rows and panels at a time. Each result is one chain of additions over a span, from
+// the first input to the last, and one over the spans; blocks of any size have the same chains, so the same bits.
 #pragma once
 #include "activation_packing.h"
 #include "decoded_weights.h"
@@ -7,26 +7,26 @@
 #include "product_epilogue.h"
 
 #ifndef MANY_ROWS
-#define MANY_ROWS 192 // of an item, at most: its x of a span stays in the L2 cache
+#define MANY_ROWS 192 // the most rows of an item: their x of one span stays in the L2 cache
 #endif
 #ifndef MANY_PANELS
-#define MANY_PANELS 8 // of an item, at most
+#define MANY_PANELS 8 // the most panels of an item
 #endif
-#define PART_WORDS 128 // of a span that are multiplied with all rows before the next: two panels stay in the L1 cache
-#define FEW_BLOCKS 3   // up to here parts are as short as that, so that the next one is fetched in time; else twice as long
+#define PART_WORDS 128 // words of a span that are multiplied with all rows before the next: 2 panels stay in the L1
+#define FEW_BLOCKS 3   // with more blocks parts are twice as long; up to here short ones are prefetched in time
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 
-// The way of a product, constant in each loop: the form of words, and what they are multiplied as.
+// The way of a product, constant in each loop: the form of the words, and the form in which they are multiplied.
 typedef struct {
     int form, as;
 } Way;
 
-// Adds to sums [row][MOST_PANELS][PANEL], or to zeros if it `begins`, the products of x [word][row] with words of some
-// panels. Fetches a line for each word of each panel, `ahead_stride` apart, from `ahead` on.
+// Adds the products of x [word][row] with words of some panels to sums [row][MOST_PANELS][PANEL], or to zeros if it
+// `begins`. Prefetches a line for each word of each panel, from `ahead` on; panels are `ahead_stride` apart.
 typedef void Kernel(const int32_t *x, const int32_t *words, int64_t panel_stride, int64_t num_words,
                     const int32_t *ahead, int64_t ahead_stride, int32_t *sums, int begins);
 
-// Returns how many words of x a word of weights is multiplied with.
+// Returns the number of words of x that are multiplied with one word of weights.
 INLINE int steps_of_word(Way y) {
     int inputs = inputs_of_word(y.form);
     return y.as == AS_FLOATS ? inputs : y.as == AS_BF16S ? inputs / 2 : inputs / 4;
@@ -40,7 +40,7 @@ INLINE vi load_for(Way y, const int32_t *words) {
     return word;
 }
 
-// Returns part i of each word as it is multiplied: one number, two bfloat16s, or four codes.
+// Returns part i of each word in the form to multiply: one float, two bfloat16 values, or four codes.
 INLINE vi operand(Way y, vi word, int i) {
     if (y.as == AS_FLOATS) return (vi)number(y.form, word, i);
     if (y.as == AS_CODES) return y.form == CODES4 ? word >> (4 * i) & 0x0f0f0f0f : word;
@@ -50,8 +50,8 @@ INLINE vi operand(Way y, vi word, int i) {
     return y.form == BF16S ? word : pair(y.form, word, i);
 }
 
-// Returns sum + w * x, floats in integers' vectors. In C compilers would keep each sum in two registers, one of each
-// type, which are too many.
+// Returns sum + w * x; the vectors have integer type but hold floats. In C, compilers would keep each sum in two
+// registers, one per type, and run out of registers.
 INLINE vi add_number(vi sum, vi w, vi x) {
 #if VL >= 8 && defined(__FMA__)
     __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -68,14 +68,14 @@ INLINE vi add_product(Way y, vi sum, vi w, vi x) {
     return y.as == AS_BF16S ? add_bf16_dots(sum, w, x) : add_dots(sum, w, x, y.form == CODES4);
 }
 
-// A kernel for m rows and v panels. All but the numbers of words are constants.
+// The kernel for m rows and v panels. All sizes except the number of words are constants.
 INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t *words, int64_t panel_stride,
                            int64_t num_words, const int32_t *ahead, int64_t ahead_stride, int32_t *to, int begins) {
     vi sums[BLOCK_ROWS][MOST_PANELS * PARTS];
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
         sums[r][q] = begins ? (vi){0} : load_words(to + r * MOST_PANELS * PANEL + q * VL);
     int64_t k = 0;
-    do { // at least once: another way around the loop would need copies of the sums
+    do { // at least once: a path around the loop would need copies of the sums
         vi word[MOST_PANELS * PARTS], w[MOST_PANELS * PARTS];
         UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *at = words + q / PARTS * panel_stride + k * PANEL + q % PARTS * VL;
@@ -95,8 +95,8 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
 }
 
 // Defines the kernels of a way: for each number of rows one for PANELS_OF panels, and one for a single panel. They are
-// functions of their own because compilers keep the sums of loops inside larger ones in memory.
-#define KIND Kernel // of the kernels that the macros below define
+// separate functions because compilers keep the sums of inlined loops in memory.
+#define KIND Kernel // the type of the kernels that the macros below define
 #define KERNEL(name, m, v, form, as)                                                                                   \
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \
                                                int64_t num_words, const int32_t *ahead, int64_t ahead_stride,          \
@@ -138,8 +138,8 @@ BLOCK_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
 FEW_KERNELS(codes8, CODE_SUMS, CODES8, AS_CODES)
 #endif
 
-// Returns the kernels of a product for blocks of m rows: for one panel, and for several. Only of codes of 8 bits as such,
-// and of bfloat16s that are multiplied by dots: span_products.h has the others.
+// Returns the kernels of a product for blocks of m rows: for one panel, and for several. Only products of 8-bit codes
+// with codes, and dot products of bfloat16, are here; the others are in span_products.h.
 static Kernel *const *kernels_of(const Packed *w, int64_t m) {
 #if HAVE_BF16_DOTS
     if (w->p->activations != AS_CODES) return bf16s[m - 1];
@@ -151,7 +151,7 @@ static int64_t most_panels(const Packed *w, int64_t m) {
     return w->p->activations == AS_CODES ? PANELS_OF(m, CODE_SUMS) : PANELS_OF(m, BLOCK_SUMS);
 }
 
-// Computes results of some rows, the first that of a block, and panels.
+// Computes results of some rows and panels; the first row begins a block.
 static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
     const int64_t sum_stride = MOST_PANELS * PANEL;
     float ALIGNED totals[(MANY_ROWS + BLOCK_ROWS) * MANY_PANELS * PANEL];
@@ -169,7 +169,7 @@ static void multiply_blocks(const Packed *w, int64_t first, int64_t num_rows, in
             int32_t *to = sums + (is_whole ? 0 : block * m * sum_stride);
             const int32_t *at = words + k * PANEL, *ahead = at + AHEAD;
             int64_t ahead_stride = panel_stride;
-            if (num_blocks > 1) { // blocks share the fetching of what is multiplied after this part
+            if (num_blocks > 1) { // blocks share the prefetching of the next part
                 ahead = k + part < num_words ? at + part * PANEL : words + v * panel_stride;
                 ahead += MIN(block, v - 1) * panel_stride;
                 ahead_stride = 0;

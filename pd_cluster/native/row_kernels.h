@@ -1,11 +1,11 @@
-// Row-wise kernels: root-mean-square norm with an optional addition before it, gated activations.
+// Row-wise kernels: a root-mean-square norm with an optional addition before it, and gated activations.
 #pragma once
 #include <math.h>
 
 #include "thread_team.h"
 #include "simd_vectors.h"
 
-#define SMALL 32768 // fewer elements run on one thread: waking another costs as much
+#define SMALL 32768 // fewer elements are computed on one thread, because waking another costs as much
 
 typedef struct {
     float *x;
@@ -68,7 +68,7 @@ typedef struct {
 
 
 // silu(x) = x / (1 + e^-x); gelu with tanh is the same with -2 sqrt(2 / pi) (x + 0.044715 x^3) in the exponent.
-// swigluoai (gpt-oss) is x / (1 + e^-1.702x), of limited halves.
+// swigluoai (gpt-oss) is x / (1 + e^-1.702x), with both halves clamped.
 INLINE vf activate(vf x, int activation) {
     const float log2e = 1.44269504f, gelu_scale = 2.0f * 0.79788456f;
     vf exponent = x * (activation == SWIGLUOAI ? -1.702f * log2e : -log2e);
@@ -90,14 +90,14 @@ INLINE void gate_part(const float *gate, const float *up, float *out, int64_t n,
 }
 
 static void gate_row(const float *gate, const float *up, float *out, int64_t n, int activation) {
-    switch (activation) { // each has a loop of its own
+    switch (activation) { // each activation has its own loop
     case GELU_TANH: gate_part(gate, up, out, n, GELU_TANH); break;
     case SWIGLUOAI: gate_part(gate, up, out, n, SWIGLUOAI); break;
     default: gate_part(gate, up, out, n, SILU);
     }
 }
 
-// Gates some rows, the first and how many.
+// Gates num_rows rows from a first row on.
 static void make_gated(const void *data, int64_t row, int64_t num_rows) {
     const GateWork *w = data;
     int64_t n = w->features;

@@ -1,4 +1,4 @@
-// Vectors of the machine's width, and the few operations that C lacks for them. Needs GCC or clang.
+// Vectors of the machine's width, and a few operations on them that C lacks. Needs GCC or clang.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -10,9 +10,9 @@
 
 #if defined(__AVX512F__)
 #define VL 16 // floats in a vector
-#define KR 8  // rows of a register tile: KR * 2 accumulators, 2 vectors and a broadcast must fit the registers
+#define KR 8  // rows of a register tile: KR * 2 accumulators, 2 vectors and a broadcast must fit in registers
 #define GT 4  // query heads that share a pass over the values when decoding
-#define QT 8  // vectors of a query that stay in registers beside VL sums
+#define QT 8  // vectors of a query that stay in registers together with VL sums
 #elif defined(__AVX2__)
 #define VL 8
 #define KR 4
@@ -33,14 +33,14 @@
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
-typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); // at any address
+typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); // may be unaligned
 
 INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-// Returns x in a register. Otherwise compilers may read it from memory anew for each use.
+// Keeps x in a register. Otherwise compilers may read it from memory again for each use.
 INLINE vf in_register(vf x) {
 #if VL == 16
     __asm__("" : "+v"(x));
@@ -48,8 +48,8 @@ INLINE vf in_register(vf x) {
     return x;
 }
 
-// Returns a * b + sum, rounded once where the machine can. Left to themselves compilers fuse some sums, and not others
-// that look alike: those of 256 bits in loops for AMD's processors, say.
+// Returns a * b + sum, rounded once if the machine can. By default compilers fuse only some of such sums: for example,
+// not those of 256 bits in loops for AMD's processors.
 INLINE vf multiply_add(vf a, vf b, vf sum) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);

@@ -1,26 +1,26 @@
-// Products whose spans are short: sums go from a kernel to totals. Weights become numbers in registers, for each block
-// of rows anew, and a call goes over all spans of some panels; or they are decoded first (cached_products.h). Chains are the same,
-// so results have the same bits.
+// Products with short spans: kernels add sums to totals themselves. Each block of rows decodes the weights in
+// registers, and one call processes all spans of some panels; or the weights are decoded first (cached_products.h).
+// Both have the same chains of additions, so the results have the same bits.
 #pragma once
 #include "cached_products.h"
 
-#define X_NBYTES 524288 // of the activations of an item whose weights become numbers in registers: also in the L2 cache
-#define LEAST_ROWS 64 // of an item, however wide: each item reads the weights again
+#define X_NBYTES 524288 // activations of an item whose weights are decoded in registers; they stay in the L2 cache
+#define LEAST_ROWS 64 // the fewest rows of an item, at any width, because each item reads the weights again
 
 typedef struct {
-    const int32_t *x, *sums; // of a block [span][word][row]; of its rows [row][span]
+    const int32_t *x, *sums; // x of a block: [span][word][row]; sums of its rows: [row][span]
     int64_t x_stride, sum_stride, num_spans, num_words, panel_stride, spans_ahead;
     int64_t spans_of_group, num_groups;
-    const int32_t *words, *next; // of the first panel; of the panels to fetch
-    const float *scales, *zeros; // of the first panel, or none
+    const int32_t *words, *next; // words of the first panel; words of the panels to prefetch
+    const float *scales, *zeros; // those of the first panel, or null
     float *totals;               // [row][panels of the item][PANEL]
     int64_t stride;
-    int fetches_next; // only: the panels' own words are in the cache already
+    int fetches_next; // the panels' own words are in the cache already
 } Spans;
 
 typedef void SpansKernel(const Spans *s);
 
-// A kernel for m rows and v panels.
+// The kernel for m rows and v panels.
 INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
     int has_zeros = s->zeros != 0, has_scales = y.form == CODES4 || y.form == CODES8 || y.form == E4M3S || s->scales;
     const int32_t *words = s->words, *x = s->x;
@@ -48,7 +48,7 @@ INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
                 }
             }
         } while (++k < s->num_words);
-        // Many are read from memory from here on: otherwise compilers copy registers in the loop.
+        // From here on many sums are read from memory: otherwise compilers copy registers in the loop.
         if (m > 2) {
             UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
                 store(kept + (r * v * PARTS + q) * VL, (vf)sums[r][q]);
@@ -82,7 +82,7 @@ INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
 #define KERNEL(name, m, v, form, as)                                                                                   \
     static __attribute__((noinline)) void name(const Spans *s) { multiply_spans((Way){form, as}, m, v, s); }
 
-// There are kernels for some numbers of rows only: compiling takes its time.
+// Only some numbers of rows have kernels, to save compile time.
 #if VL == 16
 #define SMALL_SUMS SPAN_SUMS
 #define TO_SMALL(name, sums, form, as)                                                                                 \
@@ -109,8 +109,8 @@ TABLE(8, codes4, SPAN_SUMS, CODES4, AS_CODES)
 #else
 TABLE(4, codes4, SPAN_SUMS, CODES4, AS_CODES)
 #endif
-// Returns the rows of a block of a product with numbers: of those that there are kernels for, the one with the least
-// work, where a block takes the time of another row besides.
+// Returns the rows per block of a product with floats: the number with a kernel and the least work, where each block
+// costs the time of one more row.
 #define HAS_ROWS(table, m) ((m) <= (int64_t)(sizeof table / sizeof *table) && table[(m) - 1][0])
 static int64_t rows_of_numbers(int64_t num_rows, int64_t form, int decodes) {
     int64_t best = 0, least = INT64_MAX;
@@ -124,7 +124,7 @@ static int64_t rows_of_numbers(int64_t num_rows, int64_t form, int decodes) {
 }
 #undef HAS_ROWS
 
-// Whether a product is one of these.
+// Whether this file computes the product.
 static int goes_over_spans(const Packed *w) {
     const Product *p = w->p;
     return p->activations == AS_CODES ? p->form == CODES4 : w->by == BY_FLOATS || p->form != BF16S;
@@ -150,7 +150,7 @@ static int64_t spans_panels(const Packed *w, int64_t m) {
     return PANELS_OF(m, SMALL_SUMS);
 }
 
-// A product's part in any of the kernels: some panels, all spans.
+// Returns a kernel's arguments that depend only on the product: some panels, all spans.
 static Spans spans_of(const Packed *w, int64_t num_panels) {
     const Product *p = w->p;
     return (Spans){.x_stride = w->ready_rows / w->together * w->span_nbytes / 4, .sum_stride = w->num_spans,
@@ -159,13 +159,13 @@ static Spans spans_of(const Packed *w, int64_t num_panels) {
                    .spans_ahead = MAX(1, AHEAD / (w->span_words * PANEL)), .stride = num_panels * PANEL};
 }
 
-// Fetches what a block's results will overwrite: waiting for it at the end took a thirtieth of the time of long prompts.
+// Prefetches the memory of a block's results: waiting for it at the end took a thirtieth of the time of long prompts.
 static void fetch_results(const Packed *w, int64_t row, int64_t panel, int64_t num_panels) {
     for (int64_t r = row; r < MIN(row + w->together, w->p->num_rows); r++)
         for (int64_t q = panel; q < panel + num_panels; q++) __builtin_prefetch(out_row(w, r) + q * PANEL, 1);
 }
 
-// Computes results of some rows, the first that of a block, and panels. `next`: the words of the next item.
+// Computes results of some rows and panels; the first row begins a block. `next`: the words of the next item.
 static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels,
                                   const int32_t *next, float *totals) {
     int64_t m = w->together, most = spans_panels(w, m);
@@ -188,7 +188,7 @@ static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_ro
     }
 }
 
-// Writes the results, with weights that are decoded once for all rows, some spans at a time.
+// Computes the results with weights that are decoded once for all rows, some spans at a time.
 static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels,
                              const int32_t *next, float *totals) {
     static const float ALIGNED ones[NEAR_PANELS * PANEL] = {[0 ... NEAR_PANELS * PANEL - 1] = 1.0f};
@@ -235,7 +235,7 @@ static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, i
     finish(w, first + in_place * m, num_rows - in_place * m, panel, num_panels, totals + in_place * m * s.stride);
 }
 
-// Returns up to how many rows an item has.
+// Returns the largest number of rows of an item.
 static int64_t rows_of_item(const Packed *w) {
     if (goes_over_spans(w) && w->decodes) return NEAR_ROWS;
     if (!goes_over_spans(w) || w->p->activations == AS_CODES) return MANY_ROWS;

@@ -1,12 +1,12 @@
-// Chooses the keys that each token of sparse latent attention sees, by index keys that lie in the pool beside latents.
+// Chooses the keys that each token of sparse latent attention sees, by index keys stored in the pool next to latents.
 //
-// A key's score is the sum over heads of weight * max(0, query . key); the best `most` are chosen, of equal ones the
-// first. Heads are the lanes, and their sums have one order: a score has the same bits in any company.
+// A key's score is the sum over heads of weight * max(0, query . key). The best `most` keys are chosen; among equals
+// the first. Heads are lanes, and their sums have one order: a score's bits do not depend on other rows.
 #pragma once
 #include "attention_prefill.h"
 
-#define SPAN 512       // keys of an item
-#define DIGIT_BITS 11  // of a number that is sought, three times: 33 bits or more
+#define SPAN 512       // keys per item
+#define DIGIT_BITS 11  // bits per digit of the radix search: three digits cover 32 bits
 #define NUM_DIGITS (1 << DIGIT_BITS)
 
 typedef struct {
@@ -38,7 +38,7 @@ static void keep_index_key(const IndexWork *w, int64_t token) {
     put_vector(w->keys + token * y->width, y->width, place);
 }
 
-// Lays out a token's queries, [tiles][width][LANES], and weights, [tiles][LANES]; lanes without a head weigh nothing.
+// Lays out a token's queries, [tiles][width][LANES], and weights, [tiles][LANES]; lanes without a head have weight 0.
 static void lay_out_heads(const IndexWork *w, int64_t token, int64_t tiles, float (*q)[LANES], float (*weight)[LANES]) {
     const Index *y = w->index;
     const float *from = w->queries + token * y->num_heads * y->width;
@@ -50,7 +50,7 @@ static void lay_out_heads(const IndexWork *w, int64_t token, int64_t tiles, floa
     }
 }
 
-// Scores of n keys, which are at most a CHUNK; stored up to a whole KR.
+// Scores n keys, at most a CHUNK; n is rounded up to a whole KR in `out`.
 INLINE void score_keys(int64_t tiles, int64_t width, float (*q)[LANES], float (*weight)[LANES], const float **key,
                        int64_t n, float *out) {
     for (int64_t j = 0; j < n; j += KR) {
@@ -90,17 +90,17 @@ static __attribute__((noinline)) void score_span(const IndexWork *w, int64_t row
     }
 }
 
-// Maps scores to numbers in the same order.
+// Maps scores to unsigned integers in the same order.
 INLINE uint32_t ordered(float score) {
     uint32_t bits;
     memcpy(&bits, &score, 4);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Writes the places of the best `most` of n scores, ascending.
+// Writes the indexes of the best `most` of n scores, ascending.
 static __attribute__((noinline)) void select_keys(const float *scores, int64_t n, int64_t most, int32_t *chosen) {
     uint32_t found = 0; // the worst chosen number, digit by digit
-    int64_t wanted = most; // of those that begin with the digits found so far
+    int64_t wanted = most; // how many to choose among scores that begin with the digits found so far
     for (int shift = 32 - DIGIT_BITS, known = 0; known < 32; known += DIGIT_BITS, shift = MAX(shift - DIGIT_BITS, 0)) {
         int64_t counts[NUM_DIGITS] = {0}, digit = NUM_DIGITS - 1;
         uint32_t mask = known ? ~0u << (32 - known) : 0;
@@ -125,13 +125,13 @@ static void index_work(void *data) {
     int64_t spans = (w->longest + SPAN - 1) / SPAN, *counter = w->counters;
     for (int64_t first = 0; first < w->num_rows; first += w->num_slab, counter += 2) {
         int64_t count = MIN(w->num_slab, w->num_rows - first);
-        if (s->num_threads > 1) runtime.barrier(); // all keys are written, and the last slab's scores are read
+        if (s->num_threads > 1) runtime.barrier(); // keys are written, and the last slab's scores read
         for (int64_t item; (item = next_items(counter, 1)) < count * spans;) {
             int64_t row = first + item / spans, at = item % spans * SPAN;
             int64_t stop = MIN(at + SPAN, num_seen(s, w->seqs[row], w->rows[row]));
             if (at < stop) score_span(w, row, at, stop, w->scores + item / spans * w->longest);
         }
-        if (s->num_threads > 1) runtime.barrier(); // all scores are there
+        if (s->num_threads > 1) runtime.barrier(); // all scores are written
         for (int64_t item; (item = next_items(counter + 1, 1)) < count;) {
             int64_t row = first + item, n = num_seen(s, w->seqs[row], w->rows[row]), most = w->index->most;
             select_keys(w->scores + item * w->longest, n, most, w->chosen + w->rows[row] * most);
@@ -140,7 +140,7 @@ static void index_work(void *data) {
 }
 
 // queries [num_tokens, num_heads, width], weights [num_tokens, num_heads], keys [num_tokens, width]; scores
-// [num_slab, longest], rows and seqs [num_rows], counters [2 * slabs], zeros. The caller has checked all of it.
+// [num_slab, longest], rows and seqs [num_rows], counters [2 * slabs], zeros. The caller has checked all arguments.
 void pd_choose(const Step *step, const Index *index, char *pool, const float *queries, const float *weights,
                const float *keys, float *scores, int64_t longest, int64_t num_slab, int64_t num_rows,
                const int32_t *rows, const int32_t *seqs, int32_t *chosen, int64_t *counters) {

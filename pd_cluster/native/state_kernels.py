@@ -19,7 +19,7 @@ from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, 
 
 ROWS_AT_ONCE = 128  # per phase, so that the first phase's results stay in the cache for the second
 KERNELS = range(2, 9)  # convolution.h, gated_delta.h, mamba2.h
-MOST_WIDTH = 256  # of a key, or of B and C
+MOST_WIDTH = 256  # the widest key, or state of B and C
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -178,7 +178,7 @@ class StateKernel:
         return kept.data_ptr()
 
     def _fill_norm(self, call: _GatedNorm, norm: GatedNorm, width: int) -> None:
-        """`width`: of a head, if its norm may have weights of its own."""
+        """`width`: the width of a head, if each head's norm may have its own weights."""
         call.gate_kind, call.eps = GATES.index(norm.gate), norm.eps
         if norm.weight is not None:
             call.weight = self._keep(norm.weight)
@@ -187,7 +187,7 @@ class StateKernel:
     def __call__(
         self, inputs: StateInputs, planes: Sequence[torch.Tensor], table: npt.NDArray[np.int32]
     ) -> torch.Tensor:
-        """Returns [num_rows, num_features]; the states behind the last rows are in `planes` afterwards.
+        """Returns [num_rows, num_features]; afterwards `planes` hold the states after the last rows.
 
         `planes`: the recurrent state's, if there is one, then those of the convolution's parts, each [num_blocks, …]
         float32, blocks being strided. `table` [num_segments, 4]: see model/inputs/state_rows.py.
@@ -222,7 +222,7 @@ class StateKernel:
         return out
 
     def _fill(self, call: _Delta | _Mamba, inputs: StateInputs, out: torch.Tensor) -> None:
-        """Sets the addresses of a step's rows, those of the convolution's results apart."""
+        """Sets the addresses of a step's rows, except those of the convolution's results."""
         num_rows = len(out)
         assert inputs.decays is not None
         decays, stride = _rows(inputs.decays, num_rows, self._num_decays)
@@ -239,7 +239,7 @@ class StateKernel:
 
 
 def _rows(x: torch.Tensor, num_rows: int, width: int) -> tuple[int, int]:
-    """Returns the address of rows, and the numbers from one to the next."""
+    """Returns the address of the rows, and their stride in floats."""
     assert x.dtype == torch.float32
     assert x.shape == (num_rows, width)
     assert x.stride(1) == 1 or width == 1

@@ -1,11 +1,11 @@
-// What kernels of recurrent layers share: where a step's sequences have their states, parts of vectors, gates.
+// Definitions that kernels of recurrent layers share: segments and states of sequences, parts of vectors, gates.
 #pragma once
 #include <math.h>
 
 #include "row_kernels.h"
 
-// Rows [first, stop) of a sequence, computed in order from and into the state in `block`. What is behind the last one is
-// copied to `keep`; -1: to nowhere. The segments of a sequence follow each other (model/inputs/state_rows.py).
+// Rows [first, stop) of a sequence, computed in order; they read and update the state in `block`. The state after the
+// last row is copied to `keep`, unless it is -1. Segments of a sequence are consecutive (model/inputs/state_rows.py).
 typedef struct {
     int32_t first, stop, block, keep;
 } Segment;
@@ -13,13 +13,13 @@ typedef struct {
 typedef struct {
     int64_t num_segments, num_sequences;
     const Segment *segments;
-    int32_t *starts; // [num_segments + 1]: the first segment of each sequence, and behind it their number
+    int32_t *starts; // [num_segments + 1]: the first segment of each sequence, then the number of segments
 } Sequences;
 
 // A plane of one layer in all blocks, [block][head][width].
 typedef struct {
     float *data;
-    int64_t stride; // numbers from block to block
+    int64_t stride; // floats from block to block
 } StatePlane;
 
 INLINE float *in_block(const StatePlane *plane, int64_t block) { return plane->data + block * plane->stride; }
@@ -77,7 +77,7 @@ INLINE vf softplus(vf x) {
     return multiply_add(series, s * 2.0f, vmax(splat(0.0f), x));
 }
 
-// Returns the sum of the squares of n numbers, in one order for each n.
+// Returns the sum of the squares of n numbers; the order of addition depends on n only.
 static __attribute__((noinline)) float squares_of(const float *x, int64_t n) {
     vf sum = {0};
     for (int64_t i = 0; i < n; i += VL) {
@@ -88,16 +88,16 @@ static __attribute__((noinline)) float squares_of(const float *x, int64_t n) {
 }
 
 #define NO_GATE 0
-#define SILU_AFTER 1    // gates what is normed
+#define SILU_AFTER 1    // norm first, then gate
 #define SIGMOID_AFTER 2 // likewise
-#define SILU_BEFORE 3   // norms what is gated
+#define SILU_BEFORE 3   // gate first, then norm
 
-// A norm of heads, or groups of them, and a gate.
+// A norm of heads or of groups of heads, and a gate.
 typedef struct {
-    int64_t gate_kind, gate_stride; // numbers from row to row
+    int64_t gate_kind, gate_stride; // stride: floats from row to row
     const float *gate;              // [num_rows][num_features], strided
-    const float *weight;            // null: nothing is normed
-    int64_t weight_stride;          // from head to head: 0 where all have the same
+    const float *weight;            // null: no norm
+    int64_t weight_stride;          // floats from head to head; 0 if all heads have the same weight
     float eps;
 } GatedNorm;
 
@@ -106,7 +106,7 @@ INLINE vf gate_of(int64_t kind, const float *gate, int64_t n) {
     return kind == SIGMOID_AFTER ? logistic(value) : value * logistic(value);
 }
 
-// Norms and gates n features, those of a head or group.
+// Norms and gates the n features of a head or group.
 static __attribute__((noinline)) void gated_norm(const GatedNorm *g, const float *gate, const float *weight, float *x,
                                                  int64_t n) {
     if (g->gate_kind == SILU_BEFORE)

@@ -1,4 +1,4 @@
-// Copies that bypass the cache: destination lines are not read first, and do not evict other data.
+// Copies that bypass the cache: destination lines are not read first and do not evict other data.
 #pragma once
 #include <stdint.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-// Which cores the threads of a team may run on.
+// Binds the threads of a team to cores.
 #pragma once
 #include <errno.h>
 #include <sched.h>
@@ -22,8 +22,8 @@ static void place_one(void *data) {
         __atomic_store_n(&placing->error, errno, __ATOMIC_RELAXED);
 }
 
-// Binds each thread of the calling thread's team, itself among them, and writes their ids to `threads`, which has room
-// for `num_threads`; unused places keep what they had. Returns 0, or the errno of one that failed.
+// Binds each thread of the calling thread's team, including the caller, and writes their ids to `threads`, which has
+// room for `num_threads`; unused entries are unchanged. Returns 0, or the errno of a thread that failed.
 int64_t pd_place(int64_t num_threads, const void *cores, int64_t nbytes, int64_t *threads) {
     Placing placing = {cores, nbytes, threads, 0, 0};
     run(place_one, &placing, num_threads);

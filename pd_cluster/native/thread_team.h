@@ -1,4 +1,4 @@
-// Threads: the pool of torch's own OpenMP runtime, reached by address, so that there is only one pool.
+// Uses the threads of torch's own OpenMP runtime, called by address, so that there is only one pool.
 #pragma once
 #include <stdint.h>
 #ifdef __SSE__
@@ -22,8 +22,8 @@ typedef struct {
     void *data;
 } Task;
 
-// Does a thread's share with subnormal numbers as they are, whatever has been set in this thread: codes of e4m3 become
-// such numbers (packed_weights.h), and a row's bits depend on no thread.
+// Runs a thread's share with subnormal numbers enabled, whatever the thread's own setting: e4m3 codes become such
+// numbers (packed_weights.h), and a row's bits must not depend on the thread.
 static __attribute__((noinline)) void with_subnormals(void *data) {
     const Task *task = data;
 #ifdef __SSE__

@@ -36,7 +36,7 @@ BIND_RETRY_S, BIND_TIMEOUT_S = (
     0.02,
     5.0,
 )  # retry period while a port is still in use, and the time after which that is an error
-LOG_AGAIN_S = 60.0  # between log lines about the same problem
+LOG_AGAIN_S = 60.0  # the time between log lines about the same problem
 
 
 class EventPublisher:
@@ -85,8 +85,9 @@ class EventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Returns the number of batches that were not queued or not sent, plus the times that a subscriber's queue was
-        found full: from then on the subscriber misses batches, until it reads again.
+        """Counts batches that were not queued or not sent, plus the times that a subscriber's queue was found full.
+
+        A subscriber with a full queue misses batches until it reads again.
         """
         return self._num_lost + self._num_failed + self._num_slow
 

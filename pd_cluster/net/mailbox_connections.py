@@ -100,9 +100,7 @@ class Connections:
             self.router.send_multipart([identity, frame], zmq.NOBLOCK)
 
     def check_closed(self, connection: Connection) -> None:
-        """Drops an open connection whose monitor reports an event: the only possible one is that the socket was
-        closed.
-        """
+        """Drops an open connection whose monitor reports an event, which can only mean that the socket was closed."""
         if next_event(connection.monitor) is not None:
             self.lose(connection, CLOSED)
 

@@ -1,8 +1,8 @@
 """Sends a map over a connection: first a snapshot, then only the changes. Pure.
 
 A worker's links and the list of live workers are sent this way: docs/protocol/membership.md, "Snapshots and deltas".
-Both ends keep their state for one connection, which preserves the order of messages and closes when one is lost; so a
-number that does not follow the last one is a fault of the sender.
+Both ends keep their state for one connection, which preserves the order of messages and closes if a message is lost. So
+a number that does not follow the last one is a fault of the sender.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.types import LinkState
 
 SNAPSHOT = 1  # the number of a snapshot; 0: no map is sent
-MOST_ENTRIES = 1 << 16  # per map: a bound on memory
+MOST_ENTRIES = 1 << 16  # the most entries of a map: bounds its memory
 
 V = TypeVar("V")
 

@@ -1,8 +1,8 @@
 """Proofs of node keys: what a process shows of its own node, and what it accepts from others.
 
 The tables are in docs/protocol/pairs.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the
-other process's key share (X25519), so only the owner of the node's private key can make it, for this connection alone.
-Files are read again when they change. Knows nothing of sockets.
+other process's key share (X25519). So only the owner of the node's private key can make it, and it is valid for this
+connection alone. Files are read again when they change. Knows nothing of sockets.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MAX_PAYLOAD_NBYTES = 1 << 30
 NUM_UNREAD = 4  # payloads that the receiver holds; further ones stay at the sender
 TAG_NBYTES = 8
 DOMAIN = "payloads"  # the ZAP domain: a socket with a domain admits no client when no authenticator answers
-POLL_S = 0.05  # between checks of the connection, while waiting for a payload
+POLL_S = 0.05  # the time between checks of the connection during the wait for a payload
 
 
 class PayloadError(RuntimeError):

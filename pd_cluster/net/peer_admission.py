@@ -41,7 +41,7 @@ class Fence:
     """
 
     def __init__(self) -> None:
-        self.term = 0  # the highest term heard of in this process's life
+        self.term = 0  # the highest term that this process has received
         self.num_stale = 0
 
     def note(self, term: int) -> None:

@@ -17,7 +17,7 @@ from pd_cluster.service.text_service import TextService
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 256 << 20  # of lines in progress, so that huge lines run one after another
+MAX_NBYTES = 256 << 20  # the bytes of lines in progress, so that huge lines run one after another
 
 
 @dataclass(slots=True)

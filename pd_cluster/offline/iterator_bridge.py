@@ -12,7 +12,7 @@ from pd_cluster.offline.offline_service import OfflineService
 
 T = TypeVar("T")
 
-END_TIMEOUT_S = 10.0  # for cancelled work to end
+END_TIMEOUT_S = 10.0  # the time for cancelled work to end
 
 
 class Stopped(Exception):

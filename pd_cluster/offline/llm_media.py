@@ -16,7 +16,7 @@ FORMS = (
     'must be bytes of a file, {"video": bytes, "max_frames": N}, frames as an array [frames, height, width, 3] of '
     "uint8 or a list of pictures, or (frames, metadata)"
 )
-IGNORED = ("duration", "video_backend", "do_sample_frames", "width", "height")  # of metadata
+IGNORED = ("duration", "video_backend", "do_sample_frames", "width", "height")  # fields of metadata without effect
 
 
 def check_picture(item: object, place: str) -> None:

@@ -76,9 +76,9 @@ class RequestMetrics:
     arrival_time: float
     inference_start_time: float | None = None
     finished_time: float | None = None
-    first_token_time: float | None = None  # since arrival
+    first_token_time: float | None = None  # the time from arrival to the first token
     time_in_queue: float | None = None
-    model_forward_time: float | None = None  # from the start of inference to the last token
+    model_forward_time: float | None = None  # the time from the start of inference to the last token
     model_execute_time: float | None = None  # the total: preprocessing, queue, forward
 
     @property
@@ -91,8 +91,8 @@ class RequestMetrics:
 class RequestOutput:
     """The result of one prompt. `prompt`: its original or rendered text; None for token ids.
 
-    `error_code` is 200, or the API's status for the error (400 for a prompt that is too long or an unusable guide, 5xx
-    for later failures); then `error_msg` gives the reason, and `outputs` has one answer without text whose
+    `error_code` is 200, or the API's status for the error: 400 for a prompt that is too long or an unusable guide, 5xx
+    for later failures. After an error `error_msg` gives the reason, and `outputs` has one answer without text whose
     finish_reason is "error".
     """
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "engine"
-END_TIMEOUT_S = 30.0  # for the current step
+END_TIMEOUT_S = 30.0  # the time for the current step to end
 POLL_S = 0.005
 NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # the caller can interrupt a wait
 # A dead worker process is not restarted, so waiting for one would only help with a lost connection.

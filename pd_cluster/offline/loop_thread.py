@@ -12,7 +12,7 @@ from pd_cluster.errors import Closed
 
 T = TypeVar("T")
 
-END_TIMEOUT_S = 10.0  # for cancelled work to end
+END_TIMEOUT_S = 10.0  # the time for cancelled work to end
 
 
 class LoopThread:

@@ -1,7 +1,7 @@
 """`LLM`: generate, chat and embed from Python, with the names and forms of TACO-LLM, FastDeploy and vLLM.
 
 It uses the text service of the HTTP API, so parameters have the same meaning, and the same code checks them.
-FastDeploy's own modules and forms are in pd_cluster/fastdeploy/.
+FastDeploy's own modules and forms are in pd_cluster/extras/fastdeploy/.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LLM:
     - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides still
       need the folder's tokenizer.json.
     - Without `prefill` and `decode`, `tensor_parallel_size` above 1 starts a prefill and a decode instance with that
-      many ranks each, and `data_parallel_size` above 1 that many instances of each, which share a model's experts; a
-      warning says so.
+    many ranks each. `data_parallel_size` above 1 starts that many instances of each role, which share a model's
+    experts. A warning says so.
 
     Raises ConfigError or ModelError, in one line that names the argument.
     """
@@ -252,7 +252,7 @@ class LLM:
         """Returns the vector of each prompt, in order, as `.outputs.embedding`.
 
         A vector is the final hidden state (after the last norm) of the prompt's last token, or the mean over all tokens
-        if the checkpoint's `1_Pooling/config.json` says so; then its first `dimensions` values, divided by their norm.
+        if the checkpoint's `1_Pooling/config.json` says so. It is cut to `dimensions` values and divided by its norm.
 
         `prompts`: as for `generate`. `pooling_params`: one for all, or one for each. Raises RequestError, before any
         work, for errors that do not depend on the model; the prompt's `error_code` and `error_msg` report other errors.

@@ -11,10 +11,11 @@ from typing import Any
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.llm_sampling import SamplingParams
 from pd_cluster.offline.offline_llm import LLM
+from pd_cluster.text.tokenizer import Tokenizer
 
 Samples = list[list[int]]
 TEXT_FIELDS = ("text", "prompt", "content")
-LEAST_TOKENS = 2  # of a sample, one of which is predicted
+LEAST_TOKENS = 2  # the fewest tokens of a sample, so that one is predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,17 @@ def samples_of(texts: list[str], encode: Any, num_samples: int, num_tokens: int)
     if not found:
         raise ConfigError("--calibration: no text of two tokens or more")
     return found
+
+
+def samples_of_file(file: Path, tokenizer: Tokenizer, folder: Path, num_samples: int, num_tokens: int) -> Samples:
+    """Reads `--calibration` for the model of the folder. Raises ConfigError."""
+
+    def render(messages: list[dict[str, object]]) -> str:
+        if tokenizer.template is None:
+            raise ConfigError(f"--calibration {file}: has conversations, but {folder} has no chat template; give texts")
+        return tokenizer.template.render(messages, add_generation_prompt=False)
+
+    return samples_of(texts_of(file, render), tokenizer.encode, num_samples, num_tokens)
 
 
 def own_samples(llm: LLM, vocab_size: int, num_samples: int, num_tokens: int) -> Samples:

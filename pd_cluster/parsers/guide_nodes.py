@@ -1,10 +1,15 @@
 """The nodes of a reply's guide, and the JSON schemas of calls in them.
 
-A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
-["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker…] (anything up to and with
-the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text], and ["rules", {name:
-node}, node], within which ["rule", name] refers to a node that may contain itself. Markers are given as text,
-whether or not the tokenizer has a token for them. Knows nothing of the library that enforces guides.
+A guide of kind "reply" is a JSON tree of these nodes:
+
+- ["seq", node…], ["any", node…], ["repeat", least, most or null, node]
+- ["marker", text], before which blanks may come, and ["exact", text], before which they may not
+- ["until", marker…]: any text, up to and including the first of the markers
+- ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]
+- ["rules", {name: node}, node], in which ["rule", name] refers to a node that may contain itself
+
+Markers are given as text, whether or not the tokenizer has a token for them. Knows nothing of the library that enforces
+guides.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 
 Node = list[Any]
 
-MAX_CALLS = 16  # if the request requires calls without a limit, so that the answer ends
+MAX_CALLS = 16  # the limit if the request requires calls without one, so that the answer ends
 FREE: Node = ["pattern", r"(.|\n)*"]
 BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
 

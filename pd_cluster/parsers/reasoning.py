@@ -16,7 +16,7 @@ from pd_cluster.parsers.guide_nodes import BLANK, Node
 from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
 
 OPEN, CLOSE = "<think>", "</think>"
-MOST_BLANKS = 64  # that belong to the closing text after them
+MOST_BLANKS = 64  # the most blanks that belong to the closing text after them
 _CITATION = re.compile(r"<(?:co>|/co:[ 0-9:,\[\]]{0,256}>)")
 _BEGUN_CITATION = re.compile(r"<(?:|co?|/(?:|co?|co:[ 0-9:,\[\]]{0,256}))\Z")
 

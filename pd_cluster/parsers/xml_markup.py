@@ -1,7 +1,7 @@
 """Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, DeepSeek V3.2 and many others write them.
 
-If its schema or tag says string, a parameter's text is passed on as a JSON string as it arrives; other values are read
-whole, and become JSON if the schema allows it, otherwise a string (parameter_values.py). A value without an end marker
+If a parameter's schema or tag says string, its text is passed on as a JSON string as it arrives. Other values are read
+whole; they become JSON if the schema allows it, otherwise a string (parameter_values.py). A value without an end marker
 ends at the next parameter or the call's end. Text between parameters is content. A call that never ends has no closing
 brace, so clients see that it is incomplete.
 """

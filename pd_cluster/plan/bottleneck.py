@@ -16,9 +16,9 @@ from pd_cluster.plan.plan_goals import PlanGoals
 from pd_cluster.simulate.simulated_layout import Simulated
 
 Resource = Literal["prefill compute", "decode compute", "decode seats", "KV pool", "links", "scheduler"]
-FULL = 0.95  # of seats or blocks
-OFTEN = 0.3  # of the samples
-BUSY = 0.9  # of a core of the scheduler
+FULL = 0.95  # an instance is full if this share of its seats or blocks is taken
+OFTEN = 0.3  # the share of samples that makes something a bottleneck
+BUSY = 0.9  # the scheduler is busy if it uses this share of a core
 NUM_LONGEST = 10  # requests at least
 
 

@@ -34,7 +34,7 @@ class CandidateRun:
     num_requests: int
     factor: float
     strain: float  # see PlanGoals
-    share_met: float  # of the requests
+    share_met: float  # the share of requests within the goals
     goodput_per_s: float
 
     @property

@@ -1,8 +1,9 @@
 """Estimates costs of an unmeasured device from a model's bytes and operations.
 
-A step reads the weights and the attended KV cache once; products take the time of their operations if longer. The
-linear terms of `StepCost` are exact for full steps and pessimistic otherwise: rows beyond the free ones cost a chord's
-share, and a partial chunk pays for the whole read. All experts count as read, and windows as full attention.
+A step reads the weights and the attended KV cache once. If a product's operations take longer than the read, their time
+counts instead. The linear terms of `StepCost` are exact for full steps and too high otherwise: the cost of rows beyond
+the free ones is a linear interpolation, and a partial chunk pays for the whole read. All experts count as read, and
+windows as full attention.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.model.planning.model_needs import ModelNeeds
 from pd_cluster.plan.device_models import DeviceModel
 
-MEMORY_SHARE = 0.9  # of a device: the default of --gpu-memory-utilization
-UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, which pools leave free
+MEMORY_SHARE = 0.9  # the used share of a device's memory: the default of --gpu-memory-utilization
+UNSEEN_NBYTES = 1 << 30  # memory of the driver and its libraries, which pools leave free
 SUMS_PER_LAYER = 2
 LOGIT_NBYTES = 4
-STREAMS_WIDE = 4  # copies of the residual stream beside a layer's widest product
+STREAMS_WIDE = 4  # copies of the residual stream in addition to a layer's widest product
 ROUTER = HostCost(request_s=0.74e-3, message_s=42e-6)  # the scheduler's, docs/benchmarks.md
 COMPUTED = "computed"
 

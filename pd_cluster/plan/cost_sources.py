@@ -21,9 +21,9 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 POLICIES = ("prefix-aware", "predicted-ttft", "least-loaded")
 OF_SESSIONS = "session"
 CHUNKS, SEATS = (512, 2048, 8192), (32, 128, 256)
-STEPS = (4, 1)  # a measured chunk and number of seats, and so many parts of them
+STEPS = (4, 1)  # divisors of the measured chunk and number of seats, for the sizes that are tried
 
-MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # of a simulated block; of a usual request
+MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # the largest simulated block; a usual request has at least LEAST_BLOCKS
 
 
 class CostSource(Protocol):

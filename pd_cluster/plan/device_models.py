@@ -1,13 +1,13 @@
-"""Unmeasured devices: the makers' figures, and the share that a model reaches.
+"""Devices that were not measured: the makers' figures, and the share of them that a model reaches.
 
 | device | peak, memory and links are those of |
 |---|---|
 | a100, h100, h200, b200 | the SXM modules: NVIDIA's data sheets, products without sparsity, NVLink in one direction |
-| 910b | an NPU of Atlas A2: a die in the paper on CloudMatrix384 (arXiv 2506.12708); HCCS joins each two of eight |
+| 910b | an NPU of Atlas A2: a die in the paper on CloudMatrix384 (arXiv 2506.12708); HCCS links each pair of eight |
 
-Shares: an H100 was measured at 798 TFLOP/s and 3.0 TB/s of its 989 and 3.35; attention and small products reach less of
-the first. Others have the same shares by assumption; an NPU was reported at 328 TFLOP/s, and 142 of 200 GB/s between
-hosts. A step's overhead, the sums' latency and the handover's setup are assumptions of the usual size.
+An H100 was measured at 798 of its 989 TFLOP/s, and at 3.0 of its 3.35 TB/s; attention and small products reach fewer
+TFLOP/s. Other devices are assumed to reach the same shares. An NPU was reported at 328 TFLOP/s, and at 142 of 200 GB/s
+between hosts. A step's overhead, the sums' latency and the handover's setup are assumptions of the usual size.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class DeviceModel:
     peak_flops: float
     memory_nbytes: int
     memory_nbytes_per_s: float
-    peer_nbytes_per_s: float  # to one other device of its host
-    peers_nbytes_per_s: float  # to all others together
-    network_nbytes_per_s: float  # to another host
+    peer_nbytes_per_s: float  # the rate to one other device of its host
+    peers_nbytes_per_s: float  # the rate to all others together
+    network_nbytes_per_s: float  # the rate to another host
     devices_per_host: int = 8
     flops_share: float = 0.65
     memory_share: float = 0.85
     link_share: float = 0.7
-    overhead_s: float = 0.001  # of a step: launches, sampling, what the host does meanwhile
-    sum_s: float = 20e-6  # of a sum over ranks, of any size
-    handover_s: float = 0.002  # messages before and after the bytes
+    overhead_s: float = 0.001  # a step's overhead: launches, sampling, and the host's work in between
+    sum_s: float = 20e-6  # the latency of a sum over ranks, of any size
+    handover_s: float = 0.002  # the time of the messages before and after the bytes
 
     @property
     def traits(self) -> Kind:

@@ -20,13 +20,13 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.load_estimate import MeanLoad, estimated_strain
 from pd_cluster.plan.successive_halving import halve, kept, order, prefixes
 
-NUM_SPLITS = 16  # to simulate, with the best estimated settings
+NUM_SPLITS = 16  # splits to simulate, with the best estimated settings
 SETTINGS_OF_SPLIT = 2
 NUM_REFINED = 4  # splits to simulate with all settings
 NUM_SETTINGS = 18
 NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # layouts in the answer, in all and of one split
 MOST_FOR_LIMITS = 400  # requests to find limits with, because an overload takes long to simulate
-PAST_LIMIT = 1.15  # times the highest load, where the bottleneck shows
+PAST_LIMIT = 1.15  # the bottleneck shows at this factor of the highest load
 
 
 @dataclass(frozen=True, slots=True)

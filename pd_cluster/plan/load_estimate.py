@@ -16,7 +16,7 @@ from pd_cluster.plan.candidate_runs import rate_per_s
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 from pd_cluster.plan.plan_goals import PlanGoals
 
-OVERLOADED = 1e3  # times the load: more strain than any candidate that keeps up
+OVERLOADED = 1e3  # an overloaded candidate's strain is its load times this, more than that of any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, g
     chunk = layout.max_num_batched_tokens or costs.max_num_batched_tokens
     prompt_s = prompt_seconds(costs, load.num_prompt_tokens, chunk)
     busy = load.rate_per_s * prompt_s / num_prefill
-    left = 1 - busy if candidate.is_hybrid else 1.0  # of a decode instance's time
+    left = 1 - busy if candidate.is_hybrid else 1.0  # the share of an instance's time that is left to decode
     rows = rows_needed(costs, load, load.rate_per_s * load.num_output_tokens / num_decode, max(left, 1e-9))
     num_blocks = layout.num_blocks or costs.num_blocks
     capacity = min(layout.max_num_seqs or costs.max_num_seqs, num_blocks * costs.block_size / load.num_context_tokens)

@@ -10,7 +10,7 @@ import msgspec
 from pd_cluster.bench.outcomes import Outcome, Slo
 from pd_cluster.errors import ConfigError
 
-USUAL_SHARE = 0.9  # of requests within the goals: DistServe's goodput
+USUAL_SHARE = 0.9  # the share of requests that must be within the goals: DistServe's goodput
 
 
 class PlanGoals(msgspec.Struct, frozen=True):

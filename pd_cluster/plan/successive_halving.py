@@ -11,7 +11,7 @@ from pd_cluster.plan.candidate_runs import CandidateRun
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 
 FACTOR = 3  # each step keeps one candidate in three, with three times the load
-NUM_FINALISTS = 10  # at least, that run the whole load
+NUM_FINALISTS = 10  # at least this many layouts run the whole load
 NUM_FIRST = 100  # least requests for every candidate
 Measure = Callable[[LayoutCandidate, int], CandidateRun]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as Recorded
 
 PARENT, STATE = "traceparent", "tracestate"
-LOOK_S = 0.1  # between two checks for the workers' reports after the end
+LOOK_S = 0.1  # the time between two checks for the workers' reports after the end
 REPORT_TIMEOUT_S = 2.0  # the longest wait for them; killed workers report nothing
 FLUSH_TIMEOUT_S = 3.0  # the longest that a stopping server waits for its collector
 EXPORT_TIMEOUT_S = 10.0

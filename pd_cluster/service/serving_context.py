@@ -17,7 +17,7 @@ from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.instances.roster import Roster
-from pd_cluster.cluster.placement.routing_policy import POLICIES
+from pd_cluster.cluster.placement.outside_policy import policy_of
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits, RoutingRules, ServedLimits
 from pd_cluster.cluster.placement.wait_prediction import Goals
 from pd_cluster.cluster.routing.router import Router
@@ -162,7 +162,7 @@ def service_config(
 def routing_rules(routing: RoutingConfig, timeouts: Timeouts, shares_workers: bool = False) -> RoutingRules:
     """Returns the routing rules of settings. `shares_workers`: other schedulers use the same workers."""
     return RoutingRules(
-        POLICIES[routing.policy],
+        policy_of(routing.policy),
         timeouts.request_timeout_s,
         replay_limits(routing.max_attempts, timeouts),
         Goals(routing.slo_ttft_s, routing.slo_tpot_s),

@@ -33,8 +33,8 @@ from pd_cluster.service.service_config import ServiceConfig, ServingInstances
 from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
-NUM_PROMPTS_A_TURN = 16  # to prepare before other tasks get a turn
+DEFAULT_MAX_TOKENS = 16  # the default of completions and /generate; a chat may fill the context
+NUM_PROMPTS_A_TURN = 16  # prompts to prepare before other tasks get a turn
 
 
 class TextService:

@@ -54,7 +54,7 @@ ONLY_ON_CPU = ("w4a8",)
 ALSO_AT_LOAD = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
 QUANTIZATIONS = tuple(dict.fromkeys((*FORMATS, *AT_LOAD, *ALSO_AT_LOAD)))
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
-KV_CACHE_DTYPES = {  # by the names that vLLM and related servers use
+KV_CACHE_DTYPES = {  # names of vLLM and related servers -> our names
     **{name: name for name in ("auto", "bfloat16", "int8", "fp8_e4m3", "int4")},
     "fp8": "fp8_e4m3",
     "fp8_per_token_head": "fp8_e4m3",

@@ -19,7 +19,7 @@ from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Sett
 
 MAX_HEADER_FIELDS = 4096  # the total size of header fields is limited, too
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send an origin: no path, no trailing slash
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # an origin as browsers send it: no path, no trailing slash
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 KEY_VARIABLE = "VLLM_API_KEY"

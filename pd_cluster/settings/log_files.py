@@ -12,9 +12,9 @@ from pd_cluster.private_files import APPEND, open_folder, open_own
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_NBYTES = 2 << 20  # at this size a file replaces the previous older file, the only one kept
+MAX_FILE_NBYTES = 2 << 20  # a file of this size replaces the older file; only one older file is kept
 FOLDER = "logs"
-LOG_EVERY_S = 60.0  # between warnings that lines cannot be kept
+LOG_EVERY_S = 60.0  # the time between warnings that lines cannot be kept
 
 
 def folder_of(tables: Path) -> Path:

@@ -29,10 +29,12 @@ _UNSEEN = frozenset(
 def fault_of_name(name: str) -> str:
     """Returns why a name would mislead its readers, or "".
 
-    Refused: control and format characters (among them all that change the direction of text), line separators, spaces
-    other than " ", private, unassigned and surrogate characters, characters without a visible shape, a space at either
-    end, and decomposed characters (not Unicode's NFC), which look like another name. Letters of all scripts are
-    accepted.
+    Letters of all scripts are accepted. Refused are:
+
+    - control and format characters, including all that change the direction of text, and line separators
+    - private, unassigned and surrogate characters, and characters without a visible shape
+    - spaces other than " ", and a space at either end
+    - decomposed characters (not Unicode's NFC), which look like another name
     """
     for char in name:
         if not char.isprintable() or char in _UNSEEN:

@@ -162,8 +162,11 @@ class ServeOptions(Mapping[str, Any]):
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
-        """`policies`: the router's. Raises ConfigError."""
-        self._check_choice("routing_policy", policies)
+        """`policies`: the router's. A name with a colon is an operator's own, which the router finds. Raises
+        ConfigError.
+        """
+        if ":" not in self["routing_policy"]:
+            self._check_choice("routing_policy", policies)
         return self.read(RoutingConfig)
 
     def handover(self, transports: Collection[str]) -> HandoverSettings:

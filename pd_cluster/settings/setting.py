@@ -23,7 +23,7 @@ from pd_cluster.errors import ConfigError, called, flag_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 VARIABLE = "PD_CLUSTER_SERVE_"  # prefix of a setting's environment variable
-CHOICES = "{choices}"  # in a help text: the choices that are known when the command line is built
+CHOICES = "{choices}"  # stands in a help text for the choices that are known when the command line is built
 UNITS = ("_s", "_gib")  # field suffixes that are not part of the setting's name
 
 

@@ -18,7 +18,7 @@ MTP_TYPES = {  # vLLM's method name for some models -> their model types
     "glm4_moe_mtp": ("glm4_moe",),
     "glm4_moe_lite_mtp": ("glm4_moe_lite",),
 }
-MOST_DRAFTS = 64  # per sequence and step
+MOST_DRAFTS = 64  # the most drafts of a sequence in a step
 DEFAULT_DRAFTS = 16
 SampleMethod = Literal["probabilistic", "greedy"]
 SAMPLE_METHODS: tuple[SampleMethod, ...] = get_args(SampleMethod)
@@ -36,7 +36,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     earlier range. `suffix_decoding_max_cached_tokens`, which vLLM does not have, limits the tokens of earlier outputs
     in all trees together.
 
-    `model`, the draft model or the head of eagle3, is a folder or a hub's model; `revision` and `quantization` apply to
+    `model` is the draft model or the head of eagle3: a folder, or a hub's model. `revision` and `quantization` apply to
     it. mtp uses only the served model, and `mtp_type` is the name of MTP_TYPES that was given. `max_model_len`: the
     longest sequence that a draft model drafts for; 0: the limit of both models. `draft_sample_method`: drafts are
     sampled as the request's tokens are, or each is the likeliest token.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.scheduling.step_plan import StepPlan
 
-MADE_UP_TOKEN = (1 << 31) - 1  # in answers; never in a prompt
+MADE_UP_TOKEN = (1 << 31) - 1  # the token of answers; never in a prompt
 
 
 def num_equal_steps(scheduler: StepScheduler) -> int:

@@ -37,7 +37,7 @@ from pd_cluster.types import Role
 
 MODEL = "simulated"
 KEY = b"k" * wire.KEY_NBYTES
-LONG_S = 1e6  # silence loses no instance here, so a transfer that waits for room never times out
+LONG_S = 1e6  # no instance is lost by silence here, so a transfer that waits for capacity never times out
 NUMERICS = Numerics()
 
 
@@ -52,7 +52,7 @@ class Assembly:
             num_blocks=layout.num_blocks or costs.num_blocks,
         )
         self.shares_cores = layout.are_neighbours
-        width = max(1, costs.kv_token_nbytes // 4)  # of keys, and of values, of 2 bytes each
+        width = max(1, costs.kv_token_nbytes // 4)  # the number of keys, and of values, of 2 bytes each
         self.kv_layout = KVLayout(1, 1, keys_and_values(width), costs.block_size, "bfloat16")
         self.timeouts = Timeouts(credit_timeout_s=LONG_S, transfer_timeout_s=LONG_S, link_keepalive_s=LONG_S)
         self._growth_tokens = EngineConfig(model="").growth_tokens

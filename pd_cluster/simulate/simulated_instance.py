@@ -27,11 +27,11 @@ from pd_cluster.simulate.simulation_records import Notes
 from pd_cluster.simulate.step_progress import RunProgress, StepRun
 from pd_cluster.types import TokenOutput
 
-BEAT_GAP_S = 0.02  # as in net/mailbox.py
+BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
-NUM_TIMED = 2  # about, of a run's steps
-LEAST_RUN = 3  # equal steps for a run
-MOST_RUN_S = 0.5  # of equal steps without a turn: the interval of heartbeats
+NUM_TIMED = 2  # about this many of a run's steps are timed
+LEAST_RUN = 3  # the fewest equal steps that form a run
+MOST_RUN_S = 0.5  # the longest run of equal steps without a turn: the interval of heartbeats
 
 
 class StepClock:
@@ -100,10 +100,10 @@ class SimulatedInstance:
         self.post = InstancePost(self)
         self.is_dead = False
         self._later: list[Callable[[], None]] | None = None  # effects of the current step; None: there is no step
-        self._step_s = NO_STEP  # of the current turn, at full speed
+        self._step_s = NO_STEP  # the time of the current turn's step, at full speed
         self._progress: RunProgress | None = None
         self._sampling: list[str] = []  # requests that get a token in the current step
-        self._has_news = False  # that a later tick will report
+        self._has_news = False  # whether there is news that a later tick will report
         self._num_prompt_tokens = 0  # computed here and reported by a tick
         self._end = 0  # counts scheduled ends and wakes; only the last one is valid
         self._wakes_s = float("inf")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pd_cluster.bench.outcomes import GapCounts, InstanceSample, Outcome
-from pd_cluster.cluster.placement.routing_policy import POLICIES
+from pd_cluster.cluster.placement.outside_policy import policy_of
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.routing_settings import RoutingConfig
 
@@ -40,8 +40,7 @@ class SimulatedLayout:
             raise ConfigError(f"{named}: hybrid instances cannot be combined with P and D; leave out H, or P and D")
         if has_pairs and not (self.num_prefill and self.num_decode):
             raise ConfigError(f"{named}: P needs D and D needs P; instances that do both are H")
-        if self.routing_policy not in POLICIES:
-            raise ConfigError(f"--routing-policy {self.routing_policy}: expected {', '.join(POLICIES)}")
+        policy_of(self.routing_policy)
         if self.auto_role not in AUTO_ROLES:
             raise ConfigError(f"--auto-role {self.auto_role}: expected {' or '.join(filter(None, AUTO_ROLES))}")
 

@@ -25,8 +25,8 @@ from pd_cluster.simulate.simulated_layout import Simulated, SimulatedLayout
 from pd_cluster.simulate.virtual_time_loop import VirtualTimeLoop
 from pd_cluster.types import RequestSpec, Sampling
 
-RARELY = 200_000, 20, 100  # objects, and collections of each younger generation
-LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # between two samples of all instances, and how many at most
+RARELY = 200_000, 20, 100  # garbage collection's thresholds: objects, and collections of each younger generation
+LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # the least time between samples of all instances, and the most samples
 
 Progressed = Callable[[], None]
 

@@ -15,7 +15,7 @@ class TokenTimes:
 
     first_s: float
     last_s: float
-    longest_s: float = 0.0  # between two of them
+    longest_s: float = 0.0  # the longest time between two tokens
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-ALMOST = 1e-9  # of a step; a cut so close to its end comes after it
+ALMOST = 1e-9  # a cut that is this close to a step's end, as a share of the step, comes after it
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from pd_cluster.text.left_context import NO_CONTEXT, LeftContext
 
 REPLACEMENT = "\ufffd"  # decoders show it for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
-FEW_TOKENS = 1024  # up to this many are decoded without a thread
-MAX_PENDING_TOKENS = 64  # without a complete character; then the bytes are shown as U+FFFD
+FEW_TOKENS = 1024  # up to this many tokens are decoded without a thread
+MAX_PENDING_TOKENS = 64  # after this many tokens without a complete character, the bytes are shown as U+FFFD
 
 
 class Detokenizer:
     """Takes token ids and returns text as soon as it is final; the sum equals decoding all at once.
 
-    A token's text depends on its neighbours (a character may take several tokens, a leading space may be dropped), so
-    every token is decoded after the tokens before it, and the first after the prompt's last tokens: the prompt's text
-    and the sum equal decoding all of their tokens at once. Byte-fallback tokenizers may take back a character that was
-    already shown when invalid bytes follow; it stays as shown.
+    A token's text depends on its neighbours: a character may take several tokens, and a leading space may be dropped.
+    So every token is decoded after the tokens before it, and the first one after the prompt's last tokens. The prompt's
+    text and the sum equal the text of all tokens, decoded at once. If invalid bytes follow, byte-fallback tokenizers
+    may take back a character that was already shown; it stays as shown.
     """
 
     def __init__(

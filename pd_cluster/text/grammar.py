@@ -32,7 +32,7 @@ WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
-MAX_NESTING = 8  # of expressions in one rule; the library allows a few more
+MAX_NESTING = 8  # the depth of expressions in one rule; the library allows a few more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
 _NOISE = re.compile(  # parts of messages: positions in a generated source, the whole pattern, the whole vocabulary
@@ -68,7 +68,7 @@ class Compiler:
         except ValueError as error:
             raise GuideError(f"this model's tokenizer cannot be guided: {one_line(str(error))}") from None
         self._tokenizer = tokenizer
-        self.num_words = (tokenizer.vocab_size + 31) // 32  # per mask; bits beyond the model's vocab_size are unused
+        self.num_words = (tokenizer.vocab_size + 31) // 32  # words of a mask; bits beyond vocab_size are unused
         self.end_words = words_of(ends, self.num_words)
         known_words = words_of(known, self.num_words)
         self._ends = None if known == ends else (self.end_words, known_words & ~self.end_words)
@@ -418,8 +418,9 @@ class _ReplySource:
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in pieces)
 
     def _text_and(self, tokens: str) -> str:
-        """Returns free text and then a marker of tokens. Text before the first token is the end of the free text, which
-        would take it otherwise.
+        """Returns free text followed by a marker of tokens.
+
+        The marker's text before its first token ends the free text, which would otherwise include it.
         """
         if tokens.startswith("<["):
             return f"TEXT {tokens}"

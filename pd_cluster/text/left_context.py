@@ -1,5 +1,7 @@
-"""Finds the tokens of a prompt that the text after it depends on: decoders drop the first space of a text, put a space
-between words, and need all bytes of a character. Knows nothing of requests.
+"""Finds the tokens of a prompt that affect the text after it.
+
+Decoders drop the first space of a text, put a space between words, and need all bytes of a character. Knows nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NamedTuple
 MIN_NUM_TOKENS = 8  # enough for the bytes of a character, each of which may be a token
 ENOUGH_BLANK_TOKENS = 1024  # no decoder drops this many spaces
 MOST_TOKENS_OF_CHARACTER = 64  # including hidden tokens between its bytes
-MOST_UNFINISHED_NBYTES = 3  # of a character in UTF-8
+MOST_UNFINISHED_NBYTES = 3  # the most bytes of an incomplete character in UTF-8
 
 
 class PromptTail(NamedTuple):

@@ -65,7 +65,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _letters(number: int) -> str:
-    """Returns the number in letters, always of the same length."""
+    """Returns the number written in letters, always with the same length."""
     found = ""
     for _ in range(INDEX_NUM_CHARS):
         number, digit = divmod(number, len(string.ascii_lowercase))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pd_cluster.types import Guide
 
 BLANKS = b" \t\r\n"
-MOST_TAIL_NBYTES = 256  # of text kept to search for a mark
+MOST_TAIL_NBYTES = 256  # the bytes of text that are kept to search for a mark
 
 
 class BudgetTree(msgspec.Struct, frozen=True):

@@ -1,9 +1,9 @@
 """Transports over pairs: a process group of two ranks per link; P (rank 0) sends, D (rank 1) receives (device_pair.py).
 
 The ends meet by keys that travel over the link's own connection (meeting.py), so nobody else can take part. Payloads
-land in staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never
-reach a reused block. gloo and CURVE stage in host memory, wherever the pools are. NCCL and HCCL stage on the devices;
-their payloads have no checksum, since the host would have to fetch them to hash them.
+land in staging buffers and are copied to their blocks from there. A timeout ends the link, so that late bytes never
+reach a reused block. The transports gloo and CURVE stage in host memory, wherever the pools are. NCCL and HCCL stage on
+the devices; their payloads have no checksum, since the host would have to fetch them to hash them.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
 from pd_cluster.transport.transport_interface import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
-MAX_EXPORT_NBYTES = 1024  # a PoolExport, for each of its parts
+MAX_EXPORT_NBYTES = 1024  # the largest PoolExport, per part
 MAX_EXPORT_PARTS = 1024
-# CUDA: torch's handle, which has its version, "c" for memory of cudaMalloc ("e" is an expandable segment) and the
-# driver's handle. NPU: only the driver's handle, which is opaque.
+# On CUDA, torch's handle consists of its version, a letter and the driver's handle. The letter is "c" for memory of
+# cudaMalloc, and "e" for an expandable segment. On NPUs it is only the driver's handle, which is opaque.
 HANDLE_NBYTES, KIND_AT, PLAIN_KIND = 66, 1, b"c"
 
 

@@ -18,7 +18,7 @@ from pd_cluster.types import Note, note_nothing
 
 @dataclass(slots=True)
 class Landing:
-    """`num_layers_of[t]`: landed layers of prompt token t. `free`: reached when no earlier launch uses the blocks."""
+    """`num_layers_of[t]`: landed layers of prompt token t. `free` is reached when no earlier launch uses the blocks."""
 
     block_ids: list[int]
     num_layers_of: array[int]

@@ -22,7 +22,7 @@ from pd_cluster.transport.staging import Staging
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.wire import KVChunk
 
-NUM_UNDER_WAY = 4  # reads into the pool; from P's buffers, one
+NUM_UNDER_WAY = 4  # concurrent reads into the pool; P's buffers are read one at a time
 
 
 @dataclass(frozen=True, slots=True)

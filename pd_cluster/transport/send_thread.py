@@ -59,7 +59,7 @@ class SendThread:
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.probe_seed = pool.probe_seed
-        self.max_payload_nbytes = 0  # of the open transport
+        self.max_payload_nbytes = 0  # the open transport's
         self.sent_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kv-send {context.conn}", daemon=True)
         self._thread.start()

@@ -1,6 +1,6 @@
 """Moves payloads between a pool and the buffers that a process group sends from and receives into.
 
-Knows whether both are on the host or a device, and the order of copies; nothing of groups or of payloads' timing.
+Knows whether both are on the host or a device, and the order of copies. Knows nothing of groups or of payloads' timing.
 """
 
 from __future__ import annotations

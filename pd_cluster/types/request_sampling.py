@@ -15,10 +15,11 @@ MAX_GUIDE_NUM_CHARS = 256 << 10
 class Guide(msgspec.Struct, frozen=True):
     """A constraint on the output. `text` is canonical, so equal guides have equal texts. Its content depends on `kind`:
 
-    json: a JSON schema; json_object: empty; regex: an expression that the whole output must match; choice: a JSON array
-    of strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: a JSON object with "structures" and
-    "triggers"; reply: JSON made by parsers/reply_guides.py, which may include the other kinds; budget: JSON made by
-    text/thinking_budget.py, which may include any other kind.
+    - json: a JSON schema; json_object: empty; choice: a JSON array of strings
+    - regex: an expression that the whole output must match; grammar: EBNF (GBNF's or Lark's dialect)
+    - structural_tag: a JSON object with "structures" and "triggers"
+    - reply: JSON made by parsers/reply_guides.py, which may include the other kinds
+    - budget: JSON made by text/thinking_budget.py, which may include any other kind
     """
 
     kind: GuideKind

@@ -12,7 +12,7 @@ PoolingKind = Literal["last", "mean"]
 PooledKind = Literal["last", "mean", "logits"]
 MAX_POOLED_TOKEN_IDS = 64
 
-BATCH_PRIORITY = 1 << 32  # of requests of batches; clients' own are 32-bit numbers
+BATCH_PRIORITY = 1 << 32  # the priority of batches' requests; clients' own priorities are 32-bit numbers
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

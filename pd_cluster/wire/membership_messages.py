@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -74,6 +74,16 @@ class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
         return self.num_free + self.num_cached + self.num_held
 
 
+class PromptCosts(NamedTuple):
+    """An instance's costs of computing prompts, from its recent steps. No `step_tokens`: it has computed none."""
+
+    step_tokens: int  # prompt tokens of a step
+    overhead_s: float  # the time of such a step without the part that its prompt tokens cost
+    token_s: float
+    pair_s: float
+    num_earlier: float  # how many tokens a prompt token attends to
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group.
 
@@ -108,7 +118,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
     prompt_work: StepWork = StepWork()  # the mean of recent steps that computed prompts
     decode_work: StepWork = StepWork()  # the mean of recent steps that decoded
-    handover_costs: dict[str, HandoverCost] = {}  # of recent handovers from here, by LinkState.over
+    handover_costs: dict[str, HandoverCost] = {}  # costs of recent handovers from here, by LinkState.over
     tokens_per_step: float = 1.0  # recent mean of tokens per step of a running sequence; above 1 with drafts
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
@@ -166,10 +176,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.prompt_work.num_prompt_tokens / took_s if took_s else 0.0
 
     @functools.cached_property
-    def prompt_step_overhead_s(self) -> float:
-        """Returns the time of a step that computes prompts, without the part that the prompt tokens cost."""
-        beside = self.prompt_work._replace(num_prompt_tokens=0, num_prompt_pairs=0)
-        return self.step_cost.seconds(beside) or self.step_cost.step_s
+    def prompt_costs(self) -> PromptCosts:
+        """Returns the costs of computing prompts here, as one value, because predictions read it of each instance."""
+        work, cost = self.prompt_work, self.step_cost
+        overhead_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
+        num_earlier = work.num_prompt_pairs / work.num_prompt_tokens if work.num_prompt_tokens else 0.0
+        return PromptCosts(work.num_prompt_tokens, overhead_s, cost.prompt_token_s, cost.prompt_pair_s, num_earlier)
 
     @functools.cached_property
     def decode_step_s(self) -> float:

@@ -20,15 +20,13 @@ from fastapi import FastAPI
 from pd_cluster.api.admin.admin_app import AdminAccess, ShownCluster, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.timeline_routes import LocalTimelines
-from pd_cluster.api.dashboard.dashboard_sessions import Sessions
-from pd_cluster.api.dashboard.playground_routes import PublicPort
-from pd_cluster.api.dashboard.public_dashboard import PublicView, public_pages
-from pd_cluster.api.middleware.admin_access import HostNames
+from pd_cluster.api.api_extension import ClusterView, PublicPort
 from pd_cluster.cluster.members.adapter_registry import AdapterBook
 from pd_cluster.cluster.members.cluster_control import ClusterControl
 from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.extras.dashboard.dashboard_extension import Dashboard
 from pd_cluster.process_messages import Busy
 from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import HttpConfig
@@ -166,18 +164,20 @@ def all_routes(folder: Path) -> set[tuple[Port, str, str]]:
     world = ElasticWorld()
     stats = RequestStats(lambda: 0.0)
     overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
-    view = PublicView(overview, list, "a model", Sessions(), "", HostNames())
     responses, files = KeptResponses(folder=str(folder / "kept")), KeptFiles(folder=str(folder / "files"))
     http = HttpConfig(responses=responses, files=files, has_public_dashboard=True)
     control = control_routes(ClusterControl(world.membership, world.mailbox, world.router, 0.2), {})
-    shown = ShownCluster(overview, "a model", folder, PublicPort("127.0.0.1", 9))
+    access = AdminAccess("t", True)
+    dashboard = Dashboard(ClusterView(overview, list, "a model", http, access, PublicPort("127.0.0.1", 9)))
+    (pages,) = (layer.kwargs["pages"] for layer in dashboard.public_layers(None))
+    shown = ShownCluster(overview, "a model", folder, [dashboard])
     book = cast(AdapterBook, object())
     timelines = LocalTimelines(world.router.timelines)
     apps: list[tuple[Port, FastAPI]] = [
-        ("public", make_app(folder, http, view=view, shows_tokenizer=True)[0]),
-        ("public", public_pages(view, (), None)),
+        ("public", make_app(folder, http, extensions=[dashboard], shows_tokenizer=True)[0]),
+        ("public", pages),
         ("plain", make_app(folder, HttpConfig(), openai=False)[0]),
-        ("admin", admin_app(world.elastic, timelines, AdminAccess("t", True), book, control, shown)),
+        ("admin", admin_app(world.elastic, timelines, access, book, control, shown)),
     ]
     return {(port, method, path) for port, app in apps for method, path in routes_of(app)}
 

@@ -222,7 +222,7 @@ def test_lmdeploy_s_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 # tp=2 is four processes: two ranks that prefill, two that decode. It may have no `if __name__ == "__main__":`.
 TP_SCRIPT = f"""
-from pd_cluster.offline.lmdeploy.pipeline import pipeline
+from pd_cluster.extras.lmdeploy.pipeline import pipeline
 from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
 
 {{indent}}backend_config = TurbomindEngineConfig(tp=2)

@@ -308,7 +308,7 @@ def test_either_backend_answers_alike(path: Path, reference: list[list[int]], ba
 
 def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The default logs errors alone; a lower level logs what this package says when it loads a model."""
-    logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.offline.lmdeploy")]
+    logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.extras.lmdeploy")]
     before = [log.level for log in logs]
     try:
         for level, is_logged in (("ERROR", False), ("INFO", True)):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pd_cluster import LLM, SamplingParams, pipeline
+from pd_cluster.extras.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
-from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from tests.support.checkpoints import EOS_ID, make_tokenizer, reference_greedy, reference_model
 from tests.support.copies import copy_of
 

@@ -28,6 +28,7 @@ MOST_FILES = {
     "A routing policy": 1,
     "A stage": 2,
     "A sampling parameter": 4,
+    "An API extension": 2,
     "A setting": 1,
     "A transport": 2,
     "A fused model": 1,
@@ -83,6 +84,35 @@ if __name__ == "__main__":
                 llm.generate(["1"], given)
             except RequestError as error:
                 print(error)
+"""
+EXTENSION = """
+import asyncio
+import httpx
+from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.api.api_extension import ClusterView, PublicPort, api_extensions
+from pd_cluster.api.middleware.admin_access import AdminAccess
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.process_messages import Busy
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.routing_settings import RoutingConfig
+from tests.support.elastic_world import ElasticWorld
+
+async def main():
+    world = ElasticWorld()
+    overview = Overview(world.membership, lambda: (RequestStats().snapshot(), Busy()), RoutingConfig())
+    access = AdminAccess("secret", is_open_to_read=False)
+    instances = lambda: [describe(each) for each in world.elastic.instances]
+    view = ClusterView(overview, instances, "a model", HttpConfig(), access, PublicPort("127.0.0.1", 9))
+    shown = ShownCluster(overview, "a model", None, api_extensions(view))
+    app = admin_app(world.elastic, LocalTimelines(world.router.timelines), access, shown=shown)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        print((await client.get("/counts")).status_code)
+        print((await client.get("/counts", headers={"Authorization": "Bearer secret"})).json())
+        print((await client.get("/dashboard/")).status_code)
+
+asyncio.run(main())
 """
 SETTING = """
 from pd_cluster.settings.serve_options import ServeOptions
@@ -158,6 +188,13 @@ def test_a_sampling_parameter(tmp_path: Path) -> None:
     assert lines[0] == "True False"
     assert lines[1].startswith("top_a: 1.5")
     assert lines[2].startswith("top_a: 0.5 is not for beam search")
+
+
+def test_an_api_extension(tmp_path: Path) -> None:
+    """Its route is guarded by the admin token, and stands beside the other extension's."""
+    refused, counts, dashboard = run(extended(tmp_path, "An API extension"), EXTENSION).splitlines()
+    assert (refused, dashboard) == ("401", "200")
+    assert counts.startswith("{'ready': ")
 
 
 def test_a_setting(tmp_path: Path) -> None:

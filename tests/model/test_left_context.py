@@ -16,9 +16,9 @@ from pd_cluster import LLM, SamplingParams
 from pd_cluster.api.middleware.error_responses import install_error_handlers
 from pd_cluster.api.routes.generate_routes import legacy_routes
 from pd_cluster.api.routes.openai_routes import openai_routes
+from pd_cluster.extras.lmdeploy.pipeline import pipeline
 from pd_cluster.messages import GenerationConfig
 from pd_cluster.offline.batch_runner import BatchRunner
-from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
 from pd_cluster.service.files.batch_lines import entry_of
 from pd_cluster.settings.engine_config import EngineConfig

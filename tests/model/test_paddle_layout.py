@@ -19,12 +19,12 @@ from pd_cluster import LLM, LoRARequest, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.tensor_place import TensorPlace
 from pd_cluster.errors import ModelError
+from pd_cluster.extras.quantize.quantize_job import QuantizeJob
+from pd_cluster.extras.quantize.quantize_schemes import SCHEMES
 from pd_cluster.model.loading.transformers_modules import config_of
 from pd_cluster.model.parallel.parallel_plan import ParallelPlan
 from pd_cluster.model.parallel.rank_tensors import RankTensors
 from pd_cluster.model.parallel.weight_slices import read_shard
-from pd_cluster.model.quantize.quantize_job import QuantizeJob
-from pd_cluster.model.quantize.quantize_schemes import SCHEMES
 from pd_cluster.model.weights.stored_tensors import StoredTensor
 from pd_cluster.types import Sampling
 from tests.model.test_picture_kinds import SETTINGS, answer_all, expected_of, prompts

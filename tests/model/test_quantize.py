@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.commands import bench_command as commands
-from pd_cluster.commands.quantize_command import quantize
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.extras.quantize.quantize_command import quantize
+from pd_cluster.extras.quantize.quantize_job import PARTIAL, QuantizeJob
+from pd_cluster.extras.quantize.quantize_methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
+from pd_cluster.extras.quantize.quantize_schemes import SCHEMES, packed
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.loading.model_loader import load_model, probe_logits
-from pd_cluster.model.quantize.quantize_job import PARTIAL, QuantizeJob
-from pd_cluster.model.quantize.quantize_methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
-from pd_cluster.model.quantize.quantize_schemes import SCHEMES, packed
 from pd_cluster.offline.quantization_quality import Quality, samples_of, texts_of
 from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support import full_disks

@@ -22,13 +22,13 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.quantization_config import Quantization
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
+from pd_cluster.extras.quantize.quantize_job import QuantizeJob
+from pd_cluster.extras.quantize.quantize_schemes import SCHEMES
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.linear_weight import UnpackedLinear
 from pd_cluster.model.loading.model_loader import load_model, probe_logits
 from pd_cluster.model.loading.transformers_modules import load_plain
-from pd_cluster.model.quantize.quantize_job import QuantizeJob
-from pd_cluster.model.quantize.quantize_schemes import SCHEMES
 from pd_cluster.model.weights.int8_linear import Int8Linear
 from pd_cluster.model.weights.quantized_formats import decoded
 from pd_cluster.model.weights.quantized_weight import INT8_STATIC

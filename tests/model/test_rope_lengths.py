@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
-from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig
-from pd_cluster.offline.lmdeploy.pipeline import pipeline
+from pd_cluster.extras.lmdeploy.generation_config import GenerationConfig
+from pd_cluster.extras.lmdeploy.pipeline import pipeline
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run

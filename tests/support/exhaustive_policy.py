@@ -70,7 +70,7 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair |
     rate = best_rate(instances)
 
     def ttft_s(instance: Instance) -> float:
-        return predict_ttft_s(instance, to_go(instance, ask), rate, ask.prompt.num_tokens)
+        return predict_ttft_s(instance, to_go(instance, ask), lambda: rate, ask.prompt.num_tokens)
 
     found = best(instances, ask, lambda pair: (round(ttft_s(pair[0]), 3), pair[1].tokens_ahead + to_go(pair[1], ask)))
     if found is None or found[0] is found[1]:

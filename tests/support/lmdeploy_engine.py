@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from pd_cluster.extras.lmdeploy import pipeline_setup
+from pd_cluster.extras.lmdeploy.async_engine import AsyncEngine
+from pd_cluster.extras.lmdeploy.pipeline import pipeline
 from pd_cluster.messages import GenOut
-from pd_cluster.offline.lmdeploy import pipeline_setup
-from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
-from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.offline.offline_service import OfflineConfig
 from tests.support.playback_offline import PlaybackOffline
 

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from tokenizers import Tokenizer, processors
 
-from pd_cluster.api.dashboard.public_dashboard import PublicView
+from pd_cluster.api.api_extension import ApiExtension
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
@@ -64,7 +64,7 @@ def make_app(
     admission: RequestAdmission | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
-    view: PublicView | None = None,
+    extensions: Sequence[ApiExtension] = (),
     tracing: Tracing | None = None,
     **settings: Any,
 ) -> tuple[FastAPI, Drain]:
@@ -88,7 +88,7 @@ def make_app(
     config = service_config("/models/tiny", MAX_MODEL_LEN, tuple(served_model_names), **settings)
     drain = Drain(1.0, lambda: None)
     service = TextService(router, checkpoint, config, tracing)
-    return public_app(service, [], drain, file_keys=file_keys, view=view), drain
+    return public_app(service, [], drain, file_keys=file_keys, extensions=extensions), drain
 
 
 def ask(

@@ -13,14 +13,22 @@ import pytest
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
 from pd_cluster.api.admin.timeline_routes import LocalTimelines
-from pd_cluster.api.dashboard.dashboard_routes import COOKIE
-from pd_cluster.api.dashboard.dashboard_sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
-from pd_cluster.api.dashboard.page_files import STATIC, page_files
-from pd_cluster.api.dashboard.playground_routes import PublicPort
+from pd_cluster.api.api_extension import ClusterView, PublicPort
 from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.extras.dashboard.dashboard_extension import Dashboard
+from pd_cluster.extras.dashboard.dashboard_routes import COOKIE
+from pd_cluster.extras.dashboard.dashboard_sessions import (
+    CODE_LIFE_S,
+    MAX_CODES,
+    MAX_SESSIONS,
+    SESSION_LIFE_S,
+    Sessions,
+)
+from pd_cluster.extras.dashboard.page_files import STATIC, page_files
 from pd_cluster.process_messages import Busy
+from pd_cluster.settings.http_settings import HttpConfig
 from pd_cluster.settings.log_files import LogFile
 from pd_cluster.settings.routing_settings import RoutingConfig
 from tests.support.elastic_world import ElasticWorld
@@ -65,8 +73,10 @@ def client_of(logs: Path) -> httpx.AsyncClient:
     world = ElasticWorld()
     stats = RequestStats(lambda: 0.0)
     overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
-    shown = ShownCluster(overview, "a model", logs, PublicPort("127.0.0.1", 9))
-    app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), shown=shown)
+    access = AdminAccess(TOKEN, True)
+    view = ClusterView(overview, list, "a model", HttpConfig(), access, PublicPort("127.0.0.1", 9))
+    shown = ShownCluster(overview, "a model", logs, [Dashboard(view)])
+    app = admin_app(world.elastic, LocalTimelines(world.router.timelines), access, shown=shown)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST)
 
 

@@ -252,9 +252,9 @@ def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pyt
     assert service["selector"] == workload["metadata"]["labels"]
     (container,) = workload["spec"]["containers"]
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("pd_cluster.gateway.picker_certificate.Certificate", lambda *files: files)
+    monkeypatch.setattr("pd_cluster.extras.gateway.picker_certificate.Certificate", lambda *files: files)
     monkeypatch.setattr(
-        "pd_cluster.gateway.picker_server.serve", lambda *given: asked.update(given=given) or _nothing()
+        "pd_cluster.extras.gateway.picker_server.serve", lambda *given: asked.update(given=given) or _nothing()
     )
     result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
     assert result.exit_code == 0, result.exception

@@ -24,14 +24,14 @@ from typer.testing import CliRunner
 
 from pd_cluster.cluster.processes.port_reservations import free_ports
 from pd_cluster.commands.cli import app
-from pd_cluster.gateway import messages_pb2, picker_server
-from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
-from pd_cluster.gateway.messages_pb2 import HealthCheckRequest, ProcessingRequest, ProcessingResponse
-from pd_cluster.gateway.picker_certificate import Certificate
-from pd_cluster.gateway.picker_exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
-from pd_cluster.gateway.picker_server import ListenAddress, Picker
-from pd_cluster.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
-from pd_cluster.gateway.scheduler_watch import SchedulerWatch
+from pd_cluster.extras.gateway import messages_pb2, picker_server
+from pd_cluster.extras.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
+from pd_cluster.extras.gateway.messages_pb2 import HealthCheckRequest, ProcessingRequest, ProcessingResponse
+from pd_cluster.extras.gateway.picker_certificate import Certificate
+from pd_cluster.extras.gateway.picker_exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
+from pd_cluster.extras.gateway.picker_server import ListenAddress, Picker
+from pd_cluster.extras.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
+from pd_cluster.extras.gateway.scheduler_watch import SchedulerWatch
 from tests.support.certificates import make_certificate
 from tests.support.says_load import serve_load
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
+from pd_cluster.extras.lmdeploy.generation_config import request_of
 from pd_cluster.messages import GenerationConfig
-from pd_cluster.offline.lmdeploy.generation_config import request_of
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.text_services import completion, services_in, whole
 from tests.support.tokenizer_kinds import FIRST_BYTE, KINDS

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError, RequestError, called
+from pd_cluster.extras.lmdeploy import pipeline_setup
+from pd_cluster.extras.lmdeploy.pipeline import pipeline
+from pd_cluster.extras.lmdeploy.pipeline_vision_config import VisionConfig
+from pd_cluster.extras.lmdeploy.prompt_templates import ChatTemplateConfig
 from pd_cluster.messages import GenerationConfig, GenOut
-from pd_cluster.offline.lmdeploy import pipeline_setup
-from pd_cluster.offline.lmdeploy.pipeline import pipeline
-from pd_cluster.offline.lmdeploy.pipeline_vision_config import VisionConfig
-from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
 from pd_cluster.offline.offline_service import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.settings.speculation import Speculation

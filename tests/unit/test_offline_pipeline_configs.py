@@ -10,10 +10,10 @@ import pytest
 
 from pd_cluster import messages, pytorch, turbomind
 from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.extras.lmdeploy.engine_configs import engine_of, naming_of
+from pd_cluster.extras.lmdeploy.generation_config import request_of
+from pd_cluster.extras.lmdeploy.prompt_templates import BUILT_IN, ChatTemplateConfig, way_of
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
-from pd_cluster.offline.lmdeploy.engine_configs import engine_of, naming_of
-from pd_cluster.offline.lmdeploy.generation_config import request_of
-from pd_cluster.offline.lmdeploy.prompt_templates import BUILT_IN, ChatTemplateConfig, way_of
 from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.tokenizer import Tokenizer

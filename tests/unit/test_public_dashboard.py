@@ -11,19 +11,22 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import Request
+from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import describe
-from pd_cluster.api.dashboard.dashboard_routes import PageView, cookie_of
-from pd_cluster.api.dashboard.dashboard_sessions import MOST_LOOKS, Sessions
-from pd_cluster.api.dashboard.overview_routes import MOST_SHARED, SHARED_S, SharedAnswers
-from pd_cluster.api.dashboard.public_dashboard import MAX_LOGIN_NBYTES, PublicView
-from pd_cluster.api.middleware.admin_access import HostNames
+from pd_cluster.api.admin.overview_routes import MOST_SHARED, SHARED_S, SharedAnswers
+from pd_cluster.api.api_extension import ClusterView, PublicPort
+from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.commands.serve_scheduler import check_public_dashboard
 from pd_cluster.errors import ConfigError
+from pd_cluster.extras.dashboard.dashboard_extension import Dashboard
+from pd_cluster.extras.dashboard.dashboard_routes import PageView, cookie_of
+from pd_cluster.extras.dashboard.dashboard_sessions import MOST_LOOKS
+from pd_cluster.extras.dashboard.public_dashboard import MAX_LOGIN_NBYTES
 from pd_cluster.process_messages import Busy, Keys
 from pd_cluster.settings.http_settings import HttpConfig, Tls
 from pd_cluster.settings.routing_settings import AdmissionSettings, RoutingConfig
@@ -54,12 +57,13 @@ class World:
         stats = RequestStats(lambda: 0.0)
         overview = Overview(self.cluster.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
         overview.look()
-        self.sessions = Sessions(clock)
         instances = self.cluster.elastic.instances
         shown = lambda: [describe(i) for i in instances]  # noqa: E731
-        names = HostNames(frozenset({"pd.example"}))
-        view = PublicView(overview, shown, "a model", self.sessions, http.root_path, names)
-        self.app = make_app(folder, http, file_keys=file_keys, view=view)[0]
+        access = AdminAccess("t", True, frozenset({"pd.example"}))
+        http = replace(http, has_public_dashboard=True)
+        dashboard = Dashboard(ClusterView(overview, shown, "a model", http, access, PublicPort("127.0.0.1", 9)), clock)
+        self.sessions = dashboard.public_sessions
+        self.app = make_app(folder, http, file_keys=file_keys, extensions=[dashboard])[0]
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=HOST)

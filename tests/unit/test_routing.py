@@ -274,7 +274,7 @@ def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
     assert predict_ttft_s(worker, 500) == 2.0
     worker.others_tokens = 1000
     assert predict_ttft_s(worker, 500) == 3.0
-    assert predict_ttft_s(instance("prefill-1"), 500, 250.0) == 2.0  # the rate that others have
+    assert predict_ttft_s(instance("prefill-1"), 500, lambda: 250.0) == 2.0  # the rate that others have
 
 
 def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.processes.port_reservations import free_ports
-from pd_cluster.gateway.scheduler_choice import AllFull, SchedulerChoice
-from pd_cluster.gateway.scheduler_watch import SchedulerWatch
+from pd_cluster.extras.gateway.scheduler_choice import AllFull, SchedulerChoice
+from pd_cluster.extras.gateway.scheduler_watch import SchedulerWatch
 from tests.support.says_load import serve_load
 
 WELL = (200, "{}")

@@ -13,19 +13,19 @@ PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
 MAX_PARAMETERS = 10
 # Modules with the names of other projects, and a benchmark, which describes them.
-FOREIGN = ("fastdeploy", "offline.lmdeploy", "bench")
+FOREIGN = ("extras.fastdeploy", "extras.lmdeploy", "bench")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
 GIVEN = {
     "commands.bench_command": {"serve"},
     "commands.cli": {"up"},
-    "commands.endpoint_picker_command": {"endpoint_picker"},
+    "extras.gateway.endpoint_picker_command": {"endpoint_picker"},
     "commands.bench_load_command": {"load"},
     "commands.plan_command": {"plan"},
     "commands.simulate_command": {"simulate"},
     "offline.offline_llm": {"LLM.__init__", "LLM.chat"},
-    "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},
+    "extras.lmdeploy.async_engine": {"AsyncEngine.generate"},
 }
 
 

@@ -186,14 +186,18 @@ def test_a_load_at_given_rates_can_be_sent() -> None:
 
 
 def test_a_first_token_is_predicted_with_steps_and_context() -> None:
-    alone = predict_ttft_s(worker(TRUE), 512, 0.0, 512)
+    alone = predict_ttft_s(worker(TRUE), 512, num_prompt_tokens=512)
     assert alone == pytest.approx(TRUE.seconds(PROMPT))
-    assert predict_ttft_s(worker(TRUE), 512, 0.0, 20_512) - alone == pytest.approx(512 * 20_000 * TRUE.prompt_pair_s)
-    behind = predict_ttft_s(worker(TRUE, ahead=1_024), 512, 0.0, 512)
+    assert predict_ttft_s(worker(TRUE), 512, num_prompt_tokens=20_512) - alone == pytest.approx(
+        512 * 20_000 * TRUE.prompt_pair_s
+    )
+    behind = predict_ttft_s(worker(TRUE, ahead=1_024), 512, num_prompt_tokens=512)
     assert behind == pytest.approx(3 * alone, rel=1e-3), "two such prompts come first"
     beside = msgspec.structs.replace(TRUE, row_s=0.01)
     rows = PROMPT._replace(num_rows=4, num_context_tokens=400)
-    assert predict_ttft_s(worker(beside, prompt=rows), 512, 0.0, 512) == pytest.approx(beside.seconds(rows))
+    assert predict_ttft_s(worker(beside, prompt=rows), 512, num_prompt_tokens=512) == pytest.approx(
+        beside.seconds(rows)
+    )
 
 
 def test_a_long_context_is_refused_where_the_same_tokens_alone_are_not() -> None:

@@ -5,6 +5,7 @@ cluster/members/elastic_membership.py executes a command; this module parses it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,11 +16,9 @@ from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.log_routes import log_routes
+from pd_cluster.api.admin.overview_routes import overview_routes
 from pd_cluster.api.admin.timeline_routes import TimelineSource, timeline_routes
-from pd_cluster.api.dashboard.dashboard_routes import DATA, PageView, PublicLinks, SessionGuard, dashboard_routes
-from pd_cluster.api.dashboard.dashboard_sessions import Sessions
-from pd_cluster.api.dashboard.overview_routes import overview_routes
-from pd_cluster.api.dashboard.playground_routes import PublicPort, playground_routes
+from pd_cluster.api.api_extension import ApiExtension
 from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.api.middleware.error_responses import install_error_handlers
 from pd_cluster.api.middleware.http_bodies import guarded_by, read_as, read_body
@@ -82,16 +81,15 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The data of /overview and the dashboard. `logs`: the folder of the processes' logs. `model`: the model's name.
+    """The data of /overview. `logs`: the folder of the processes' logs. `model`: the model's name.
 
-    `links`: makes links to the public port's dashboard, if any. `scheduler`: this scheduler's name.
+    `extensions`: add their own routes. `scheduler`: this scheduler's name.
     """
 
     overview: Overview
     model: str
     logs: Path
-    public: PublicPort
-    links: PublicLinks | None = None
+    extensions: Sequence[ApiExtension] = ()
     scheduler: str = "scheduler"
 
 
@@ -105,7 +103,7 @@ def admin_app(
 ) -> FastAPI:
     """`adapters` None: there are no routes to change adapters at run time.
 
-    `control`: the routes of control_routes.py. `shown` None: no /overview and no dashboard.
+    `control`: the routes of control_routes.py. `shown` None: no /overview and no extensions.
     """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
@@ -117,10 +115,8 @@ def admin_app(
             overview_routes(shown.overview, lambda: [describe(each) for each in elastic.instances], shown.model)
         )
         app.include_router(logs, dependencies=[guarded_by(access.check_token)])
-        guard = SessionGuard(Sessions(), PageView(), access.hosts)
-        for routes in (*seen, logs, playground_routes(shown.public)):
-            app.include_router(routes, prefix=DATA, dependencies=[guarded_by(guard.check)])
-        app.include_router(dashboard_routes(guard, access, shown.links))
+        for extension in shown.extensions:
+            app.include_router(extension.admin_routes((*seen, logs)))
     for routes in seen:
         app.include_router(routes, dependencies=guarded)
     if adapters is not None:

@@ -1,4 +1,4 @@
-"""Admin route for the log lines of processes, if `pd-cluster up` keeps them (cluster/processes/log_files.py).
+"""Admin route for the log lines of processes, if `pd-cluster up` keeps them (settings/log_files.py).
 
 Without these files the route says where else to look, because only the starter of a process has its lines.
 """

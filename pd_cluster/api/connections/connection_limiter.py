@@ -16,9 +16,9 @@ from typing import Protocol
 from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.settings.routing_settings import ConnectionLimits
 
-HEAD_TIMEOUT_S = 10.0  # from connect, or from a later request's first byte, to the end of its headers
-BODY_TIMEOUT_S = 65.0  # from the headers' end to the body's end; routes already answer with an error after 60 s
-PARTING_TIMEOUT_S = 2.0  # for a rejected client to read the reason
+HEAD_TIMEOUT_S = 10.0  # the time from connect, or from a later request's first byte, to the end of its headers
+BODY_TIMEOUT_S = 65.0  # the time from the headers' end to the body's end; routes answer with an error after 60 s
+PARTING_TIMEOUT_S = 2.0  # the time for a rejected client to read the reason
 NUM_SPARE_PER_HOST = 16
 
 

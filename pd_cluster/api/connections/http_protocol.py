@@ -27,9 +27,9 @@ MAX_FIELDS = 256
 MAX_TRAILERS_NBYTES = 16 << 10
 MAX_TRAILERS = 64
 MAX_FRAMING_NBYTES = 64 << 10  # around the chunks of a body, without a byte of the body itself
-LEAST_NBYTES = 1 << 20  # of an upload, in the time that other bodies have
-PIECE_NBYTES = 16 << 10  # of a chunked body at once
-MAX_IGNORED_NBYTES = 1 << 20  # that a client may still send after it was turned away
+LEAST_NBYTES = 1 << 20  # the bytes of an upload that must arrive in the time that other bodies have in all
+PIECE_NBYTES = 16 << 10  # the bytes of a chunked body that are passed on at once
+MAX_IGNORED_NBYTES = 1 << 20  # the bytes that a client may still send after it was turned away
 END_OF_HEAD = b"\r\n\r\n"
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 PROBES = (b"/health", b"/ping", b"/live")

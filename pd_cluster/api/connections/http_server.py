@@ -31,11 +31,11 @@ from pd_cluster.settings.http_settings import Tls
 from pd_cluster.settings.routing_settings import ConnectionLimits
 
 BACKLOG = 2048
-NUM_FAIR_THREADS = 8  # for blocking calls, most of which only wait
+NUM_FAIR_THREADS = 8  # threads for blocking calls, most of which only wait
 DEFAULT_LIMITS = ConnectionLimits()
-CLOSE_TIMEOUT_S = 3  # for connections to close after the listener
+CLOSE_TIMEOUT_S = 3  # the time for connections to close after the listener
 TICKS_A_SECOND = 10  # uvicorn's rate
-NUM_OWN_DESCRIPTORS = 192  # for the process itself, in addition to those for connections
+NUM_OWN_DESCRIPTORS = 192  # descriptors for the process itself, in addition to those for connections
 UNREAD_TIMEOUT_S = 120  # a client that reads nothing for this long loses its connection
 
 log = logging.getLogger(__name__)

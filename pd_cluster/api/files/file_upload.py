@@ -15,8 +15,8 @@ from pd_cluster.service.files.file_store import UPLOAD_TIMEOUT_S, FileObject, Fi
 from pd_cluster.service.schema.error_bodies import BodyTooLarge
 
 IDLE_TIMEOUT_S = 60.0
-WRITTEN_NBYTES = 1 << 20  # per write
-FORM_NBYTES = 64 << 10  # of a form without its file
+WRITTEN_NBYTES = 1 << 20  # the bytes of one write
+FORM_NBYTES = 64 << 10  # the largest form, without its file
 SHORTEST_S, LONGEST_S = 3600, 2_592_000  # as OpenAI's
 MAX_LENGTH_NUM_DIGITS = 18
 

@@ -14,7 +14,7 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd
 from pd_cluster.service.files.batch_throttle import BatchThrottle, ClusterCapacity
 from pd_cluster.types.request_spec import BATCH_PRIORITY
 
-POLL_S = 0.01  # while a batch request waits
+POLL_S = 0.01  # the polling interval while a batch request waits
 
 
 class LineAdmission:

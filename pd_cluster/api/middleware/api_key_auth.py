@@ -26,7 +26,7 @@ from pd_cluster.service.callers.usage_meter import Meter
 from pd_cluster.service.schema.error_bodies import MESSAGES_PATHS
 from pd_cluster.settings.http_settings import HttpConfig
 
-OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, read-only
+OPEN_PATHS = ("/health", "/ping", "/live")  # read-only paths for probes
 NAMED = "name:"  # begins the owners whose keys have a tenant's name
 METRICS_PATH, LOAD_PATH = "/metrics", "/load"
 

@@ -15,7 +15,7 @@ from pd_cluster.api.middleware.error_responses import error_response
 from pd_cluster.errors import Unavailable
 from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES
 
-LAST_WORDS_S = 2.0  # for in-band errors to be sent after running requests were ended
+LAST_WORDS_S = 2.0  # the time to send in-band errors after running requests were ended
 REFUSED_BODY_S = 1.0
 ALWAYS_ANSWERED = ("/health", "/ping", "/live", "/metrics", "/load")
 

@@ -18,7 +18,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
 from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
 
-MAX_LENGTH_NUM_DIGITS = 18  # of a declared body length; longer numbers are always too large
+MAX_LENGTH_NUM_DIGITS = 18  # the digits of a declared body length; longer numbers are always too large
 BODY_TIMEOUT_S = 60.0
 LARGE_BODY_NBYTES = 256 << 10  # smaller bodies are parsed on the event loop, within a few milliseconds
 BODY = "pd_cluster.body"  # the key of a body that one route has read for another

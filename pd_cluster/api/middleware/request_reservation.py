@@ -17,8 +17,8 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 
 SCOPE = "pd_cluster.arrival"  # the key of a request's RequestReservation in its ASGI scope
-BODIES_NBYTES = 256 << 20  # for all bodies whose requests have not reached the router
-SMALL_NBYTES = 64 << 10  # of each body, which are not counted, because connections buffer as much
+BODIES_NBYTES = 256 << 20  # the memory for all bodies whose requests have not reached the router
+SMALL_NBYTES = 64 << 10  # this part of each body is not counted, because connections buffer as much
 CHARS_PER_TOKEN = 4  # a guess, until the text is tokenized
 UNTOLD_NBYTES = 1 << 10  # assumed for a body of undeclared length
 

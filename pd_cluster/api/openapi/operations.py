@@ -17,8 +17,8 @@ Kind = type[BaseModel] | type[msgspec.Struct]
 Kinds = Kind | tuple[Kind, ...] | list[Kind]  # a tuple: one of them; a list: an array of them
 REF = "#/components/schemas/{name}"
 JSON = "application/json"
-FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # of routes that use instances
-READ_FAILURES = (400, 404, 413, 429)  # of routes that use no instance
+FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # statuses of routes that use instances
+READ_FAILURES = (400, 404, 413, 429)  # statuses of routes that use no instance
 CHUNKED = (
     "The answer. With `stream`, a stream of events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
     "an error after the first event is an event, too."

@@ -30,8 +30,8 @@ from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.errors import ConfigError, GenerationError
 
 WARMUP_CONCURRENCY = 4
-IDLE_S = 1.0  # without requests, to measure a server's idle CPU time
-NUM_IDLE_REQUESTS = 12  # of the load, one at a time
+IDLE_S = 1.0  # the time without requests in which a server's idle CPU time is measured
+NUM_IDLE_REQUESTS = 12  # requests of the load, one at a time
 
 
 class RunLoad(Protocol):

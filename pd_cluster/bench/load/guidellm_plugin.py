@@ -31,7 +31,7 @@ from guidellm.schemas.benchmark import BenchmarkArgs, BenchmarkScenario
 from pydantic import ValidationError
 
 COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"
-API_KEY = "OPENAI_API_KEY"  # from the environment, to keep it out of files
+API_KEY = "OPENAI_API_KEY"  # a variable of the environment, to keep the key out of files
 WRONG_SCENARIO = 3  # exit code
 
 

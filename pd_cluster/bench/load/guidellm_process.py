@@ -22,7 +22,7 @@ VERSION = "0.8.1"
 PLUGIN = Path(__file__).with_name("guidellm_plugin.py")
 INSTALL = f"python3 -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm=={VERSION}"
 MIN_AT_ONCE, MAX_AT_ONCE = 64, 2048  # requests; guidellm makes a task for each before it begins
-START_DELAY_S = 3.0  # from when its processes are up until the first request
+START_DELAY_S = 3.0  # the time from when its processes are up until the first request
 CHECK_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
 NUM_LOG_LINES = 15

@@ -49,8 +49,8 @@ class LoadPlan:
     folder: Path
     slo: Slo = field(default_factory=Slo)
     profile: str = ""  # guidellm's; "": the rows' own times
-    max_s: float = 0.0  # of each of guidellm's runs; 0: no limit
-    num_processes: int = 1  # of guidellm
+    max_s: float = 0.0  # the longest time of each of guidellm's runs; 0: no limit
+    num_processes: int = 1  # guidellm's processes
 
     def scenario(self, target: str, model: str) -> Path:
         """Writes the scenario; returns its file. Raises ConfigError."""

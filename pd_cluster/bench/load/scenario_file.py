@@ -15,10 +15,10 @@ from pd_cluster.bench.outcomes import Slo
 from pd_cluster.bench.request_arrivals import Arrival, prompt_of
 from pd_cluster.errors import ConfigError
 
-COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"  # of guidellm_plugin.py
-LEAD_S = 1.0  # for guidellm to accept the first requests
+COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"  # names in guidellm_plugin.py
+LEAD_S = 1.0  # the time for guidellm to accept the first requests
 NUM_TOKEN_IDS = 256  # every vocabulary has these
-MAX_ALL_TOKENS = 200_000_000  # of all prompts of a load; each takes four bytes of the file
+MAX_ALL_TOKENS = 200_000_000  # the tokens of all prompts of a load; each takes four bytes of the file
 REPLAY = {"kind": "replay", "schedule_turn": "timestamp"}
 PATHS = {COMPLETIONS: "v1/completions", CHAT: "v1/chat/completions"}
 

@@ -20,7 +20,7 @@ from pd_cluster.cluster.leases.membership_lease import LeaseRecord
 from pd_cluster.errors import ConfigError, LeaseUnavailable, called
 from pd_cluster.private_files import check_folder, open_own, reading
 
-NUM_KEPT = 3  # versions; a reader may list one that is removed before it opens the file
+NUM_KEPT = 3  # versions that are kept, because a reader may have listed an old one that it has not opened yet
 MAX_RECORD_NBYTES = 4 << 20
 DIGITS = 20
 LEFT_S = 60.0  # the age from which a file counts as abandoned

@@ -21,9 +21,9 @@ from pd_cluster.settings.lora_settings import AdapterSettings, lora_module
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-GRACE_S = 1.0  # between an adapter's last request and its removal: other requests may be about to be routed
-RETRY_S = 5.0  # between two attempts of a worker that could not load an adapter
-LOAD_TIMEOUT_S = 300.0  # for all workers together
+GRACE_S = 1.0  # an adapter is removed this long after its last request, because others may be about to be routed
+RETRY_S = 5.0  # the time between two attempts of a worker that could not load an adapter
+LOAD_TIMEOUT_S = 300.0  # the time for all workers together
 
 
 class AdapterUsers(Protocol):

@@ -19,7 +19,7 @@ from pd_cluster.process_messages import Gate
 
 log = logging.getLogger(__name__)
 
-RESET_TIMEOUT_S = 60.0  # a step may have to finish first
+RESET_TIMEOUT_S = 60.0  # the time for all answers, since a step may have to finish first
 PauseMode = Literal["abort", "wait", "keep"]
 RUNNING_ONES = {"abort": "end now", "wait": "continue", "keep": "stop, and continue after the pause"}
 

@@ -16,7 +16,7 @@ from pd_cluster.errors import DeadlineExceeded, Refused
 
 log = logging.getLogger(__name__)
 
-LEVEL_TIMEOUT_S = 600.0  # all weights may have to be read
+LEVEL_TIMEOUT_S = 600.0  # the time for all answers, since all weights may have to be read
 
 
 class ClusterSleep:

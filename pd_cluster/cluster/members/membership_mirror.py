@@ -31,7 +31,7 @@ from pd_cluster.process_messages import (
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-LOOK_S = 0.02  # between two polls of the work being served, whose changes are reported at once
+LOOK_S = 0.02  # the time between two polls of the work being served, whose changes are reported at once
 SILENT_TICKS = 10  # the scheduler receives a report at least this often, as a sign of life
 
 

@@ -27,12 +27,12 @@ from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOKS = 10  # reads of the record per duration of a lease
+LOOKS = 10  # how often the record is read within a lease's duration
 SETTLE_S = 0.5  # a minimum
 LARGEST_WISH_NBYTES = 96  # an instance's service, next role and time to drain, as JSON
-OTHER_NBYTES = 1024  # of a record in addition to its list
-CALL_PART = 1 / 3  # of a lease: the maximum time for a call of the store
-RECORD_TIMEOUT_S = 2.0  # within which a command must be in the record
+OTHER_NBYTES = 1024  # the bytes of a record in addition to its list
+CALL_PART = 1 / 3  # the maximum time for a call of the store, as a part of a lease's duration
+RECORD_TIMEOUT_S = 2.0  # a command must be in the record within this time
 
 
 class TermMailbox(Protocol):
@@ -198,7 +198,10 @@ class SharedMembership:
         self._look_requested.set()
 
     def _note_refused(self) -> None:
-        """Warns that the record, which was read since the refusal, is behind the workers: only an operator can help."""
+        """Warns that the record is still behind the workers, although it was read after their refusal.
+
+        Only an operator can solve this.
+        """
         if self.is_owner and self._refused_term > self.ownership.highest_term:
             log.error(
                 "workers follow term %d and refuse earlier ones, but this owner of membership has term %d: the "

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Address = tuple[str, int]
 State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
-LEAVE_S = 1.0  # for the scheduler's answer to Leave
+LEAVE_S = 1.0  # the longest wait for the scheduler's answer to Leave
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a newly started scheduler lets requests wait for 3.5 s
 MOST_CUT_ROUNDS = 3  # rounds in which every address listens and none has a pinned key
 

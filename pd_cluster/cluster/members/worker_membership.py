@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 LOADING_S = 0.5  # how long a loading instance may delay its answer until it has loaded
 SLOW_POLL_S = 2.0
-FAREWELL_S = 1.0  # between the last message to an instance and closing its connection
+FAREWELL_S = 1.0  # the time from the last message to an instance until its connection is closed
 
 
 def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
@@ -404,7 +404,7 @@ class Membership(Roster):
             self.send_peers()
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
-        """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again.
+        """Returns the new state. Keys do not change while both processes live, so a refused life is not tried again.
 
         The lists of nodes may change: a life refused because of its node is retried, slowly.
         """

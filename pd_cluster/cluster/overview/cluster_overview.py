@@ -20,7 +20,7 @@ from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.settings.routing_settings import RoutingConfig
 
 PERIOD_S = 1.0
-LEAST_PERIOD_S = 0.1  # between looks at instances; each heartbeat of each instance is a change
+LEAST_PERIOD_S = 0.1  # the least time between looks at instances: each heartbeat of each instance is a change
 
 Figures = Callable[[], tuple[Stats, Busy]]
 

@@ -14,9 +14,9 @@ from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.placement.routing_policy import refused_links
 from pd_cluster.settings.routing_settings import RoutingConfig
 
-LAST_S = 60.0  # the period of failed and moved requests
+LAST_S = 60.0  # the period whose failed and moved requests count
 SHORT_OF = {"window": "blocks of windows", "state": "states (--max-num-seqs, --state-cache)"}
-FULL_SHARE = 0.95  # of a pool's blocks, held while requests wait
+FULL_SHARE = 0.95  # the share of a pool's blocks that is held when it counts as full
 Severity = Literal["critical", "warning", "notice"]
 ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
 

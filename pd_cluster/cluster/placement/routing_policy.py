@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pd_cluster.cluster.instances.instance_state import Instance
@@ -28,7 +28,7 @@ SESSION_SLACK = 2.0  # an instance with this many times the load of its side's l
 SESSION_SLACK_TOKENS = 4096  # if it also has this many tokens more, for as long as that lasts
 WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
 _MASK = (1 << 64) - 1
-MOST_NAMED = 16  # instances or links in a message about missing ones
+MOST_NAMED = 16  # how many missing instances or links a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class RoutingRequest:
         """Counts the work of an instance before this request's first token: the sum of the two above."""
         num_uncached = self.prompt.num_tokens - instance.num_cached(self.prompt)
         return num_uncached + self.num_adapter(instance) if self.adapter else num_uncached
+
+    def all_to_go(self, instances: Iterable[Instance]) -> dict[str, int]:
+        """Returns `num_to_go` by instance name."""
+        if self.adapter:
+            return {each.name: self.num_to_go(each) for each in instances}
+        prompt, num_tokens = self.prompt, self.prompt.num_tokens
+        return {each.name: num_tokens - each.num_cached(prompt) for each in instances}
 
     def weight(self, instance: Instance, leg: Leg) -> int:
         """Returns a leg's work for an instance in tokens: to compute, or to receive and hold."""
@@ -100,18 +107,20 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     prompt (MAX_LOCAL_TOKENS) itself.
     """
     sides = Sides.of(instances, ask.avoid)
-    to_go = {each.name: ask.num_to_go(each) for each in itertools.chain(sides.prefills, sides.decodes)}
+    to_go = ask.all_to_go(itertools.chain(sides.prefills, sides.decodes))
     rate = functools.cache(lambda: best_rate(instances))  # lazy: few requests need it, and it reads all instances
     num_tokens = ask.prompt.num_tokens
 
     def ttft_s(instance: Instance) -> float:
-        own = 0.0 if instance.load.prompt_work.num_prompt_tokens else rate()
-        return predict_ttft_s(instance, to_go[instance.name], own, num_tokens)
+        return predict_ttft_s(instance, to_go[instance.name], rate, num_tokens)
+
+    def rounded_ttft_s(instance: Instance) -> float:
+        return round(predict_ttft_s(instance, to_go[instance.name], rate, num_tokens), 3)
 
     def tokens_to_go(instance: Instance) -> int:
-        return instance.tokens_ahead + to_go[instance.name]
+        return instance.outstanding_tokens + instance.others_tokens + to_go[instance.name]
 
-    costs = PairCosts(lambda prefill: round(ttft_s(prefill), 3), tokens_to_go)
+    costs = PairCosts(rounded_ttft_s, tokens_to_go)
     prefill, decode = _best_of(sides, instances, costs)
     if prefill is decode:
         return prefill, decode

@@ -14,8 +14,8 @@ from pd_cluster.cluster.instances.instance_state import Instance
 
 BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
 MIN_PROMPTS = 2  # prompts at an instance, regardless of their time: one being computed, and the next
-UNMEASURED_PROMPTS = 16  # at an instance that has not reported its speed yet
-MIN_WAITING = 2  # at a decode instance: landed sequences wait for a step or two in any case
+UNMEASURED_PROMPTS = 16  # prompts at an instance that has not reported its speed yet
+MIN_WAITING = 2  # sequences that may wait at a decode instance: landed ones wait for a step or two in any case
 WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
 FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
 

@@ -7,7 +7,7 @@ early, never as a deadline.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.cluster.instances.instance_state import Instance
@@ -16,8 +16,8 @@ from pd_cluster.errors import Overloaded
 from pd_cluster.kv.layer_groups import transfer_nbytes
 from pd_cluster.transport.transport_table import slowest_nbytes_per_s
 
-UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other instance has either
-TRANSFER_SETUP_S = 0.005  # credit, last payload, confirmation
+UNKNOWN_TOKENS_PER_S = 1000.0  # the assumed speed while no instance has computed a prompt
+TRANSFER_SETUP_S = 0.005  # the time for credit, last payload and confirmation
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,33 @@ class Goals:
 NO_GOALS = Goals()
 
 
+def unknown_rate() -> float:
+    return UNKNOWN_TOKENS_PER_S
+
+
 def best_rate(instances: Sequence[Instance]) -> float:
     """Returns the highest measured speed of these instances, in prompt tokens/s."""
     return max((each.load.prefill_tokens_per_s for each in instances), default=0.0) or UNKNOWN_TOKENS_PER_S
 
 
-def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num_prompt_tokens: int = 0) -> float:
+def predict_ttft_s(
+    instance: Instance, num_uncached: int, rate: Callable[[], float] = unknown_rate, num_prompt_tokens: int = 0
+) -> float:
     """Returns the time until this instance has computed its outstanding work and these tokens of a prompt.
 
-    `rate`: tokens/s for an instance without a measurement. If context has a measured cost, the prompt's tokens attend
-    to earlier ones, and outstanding tokens to the recent prompts' mean.
+    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. If
+    context has a measured cost, the prompt's tokens attend to earlier ones, and outstanding tokens to the recent
+    prompts' mean.
     """
-    load, num_ahead = instance.load, instance.prompt_tokens_ahead
-    work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
-    if not work.num_prompt_tokens:
-        return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
-    num_steps = -(-num_tokens // work.num_prompt_tokens)
-    found_s = num_steps * load.prompt_step_overhead_s + num_tokens * cost.prompt_token_s
-    if cost.prompt_pair_s:
+    num_ahead = instance.prompt_tokens_ahead
+    num_tokens = num_ahead + num_uncached
+    step_tokens, overhead_s, token_s, pair_s, num_earlier = instance.load.prompt_costs
+    if not step_tokens:
+        return num_tokens / rate()
+    found_s = -(-num_tokens // step_tokens) * overhead_s + num_tokens * token_s
+    if pair_s:
         num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
-        num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
-        found_s += num_pairs * cost.prompt_pair_s
+        found_s += (num_pairs + num_ahead * num_earlier) * pair_s
     return found_s
 
 
@@ -92,7 +98,7 @@ def check_goals(
     """
     prefill, decode = pair
     if goals.ttft_s and prefill.prompt_tokens_ahead:
-        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, best_rate(instances), num_prompt_tokens)
+        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, lambda: best_rate(instances), num_prompt_tokens)
         if ttft_s > goals.ttft_s:
             raise Overloaded(
                 f"the first token would come after {ttft_s:.2g} s, and the objective is {goals.ttft_s:g} s",

@@ -31,7 +31,7 @@ from pd_cluster.engine.link_probe.probe_messages import BLOCK_NBYTES, NUM_BLOCKS
 from pd_cluster.errors import LinkError
 from ranktable_tools.host_addresses import host_key
 
-BEGIN_S = 120.0  # to import torch and allocate a pool
+BEGIN_S = 120.0  # the time to import torch and allocate a pool
 
 
 def instances_of(place: Place) -> list[ListedInstance]:

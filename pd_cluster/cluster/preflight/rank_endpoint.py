@@ -1,4 +1,4 @@
-"""A process on a device of the rank table, which is one end of a link that is probed. Knows nothing of pairs."""
+"""A process on a device of the rank table: one end of a link to be probed. Knows nothing of pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def running(end: RankEndpoint) -> Iterator[RankEndpoint]:
 
 
 class RankEndpoint:
-    """The process of one end of a link that is probed. Each method raises LinkError with the process's own reason.
+    """The process of one end of a link to be probed. Each method raises LinkError with the process's own reason.
 
     `lines` are its answers, in order; an empty one marks its end.
     """

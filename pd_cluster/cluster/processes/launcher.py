@@ -1,8 +1,8 @@
 """A whole cluster on one host: rank tables, ports, one `pd-cluster serve` process for each instance.
 
 Starts the processes exactly as scripts/start_servers.sh does. The death of a worker is reported and, by default, the
-worker is restarted; a process that cannot start ends the whole cluster with its own error. The members of a unit end
-with the one that died, and each is restarted.
+worker is restarted; a process that cannot start ends the whole cluster with its own error. If a member of a unit dies,
+the other members end too, and each is restarted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
 from ranktable_tools.host_addresses import bracketed
 from ranktable_tools.table_files import PRIVATE
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the maximum
-MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not restarted
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay of the second start in a row, and the longest delay
+MOST_KILLED_FOR_MEMORY = 3  # a process that was killed this often in a row is not restarted
 LONG_LIFE_S = 30.0  # a death after this time counts as the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
@@ -243,14 +243,17 @@ class Cluster:
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
     async def dashboard_link(self) -> str:
-        """Returns a link that works once, for a minute, and how to get another one."""
+        """Returns a link that works once, for a minute, and how to get another one; "" if there is no dashboard."""
         import httpx
 
         again = f"`pd-cluster dashboard --admin {self.launch.admin_url}`"
         headers = {"Authorization": f"Bearer {self.admin_token_file.read_text().strip()}"}
         async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False, headers=headers) as client:
             try:
-                made = (await client.post(f"{self.launch.admin_url}/dashboard/codes")).json()
+                answer = await client.post(f"{self.launch.admin_url}/dashboard/codes")
+                if answer.status_code == httpx.codes.NOT_FOUND:
+                    return ""
+                made = answer.json()
                 return f"{self.launch.admin_url}{made['path']} (once, within a minute; again: {again})"
             except (httpx.HTTPError, ValueError, KeyError):
                 return again
@@ -476,11 +479,11 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
             f"the Unix socket {launch.uds}",
             f"curl --unix-socket {launch.uds} {launch.scheme}://localhost",
         )
+    shown = f"dashboard: {link}\n" * bool(link)
     say(
         f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
         f"{launch.instances}, "
         f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
-        f"dashboard: {link}\n"
-        f"try: {asking}/v1/{route} -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"{shown}try: {asking}/v1/{route} -H 'Content-Type: application/json'{key} -d '{body}'"
     )

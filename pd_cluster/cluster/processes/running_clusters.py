@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-MAX_NBYTES = 65536  # of a record
+MAX_NBYTES = 65536  # the largest record
 
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ FIRST_S, STEP, NUM_BINS = 0.05, 1.1, 120  # bins of waiting times: up to more th
 HALF_LIFE_S = 60.0
 LEAST_LEFT = 8.0  # minimum number of clients that left for an estimate
 MOMENT_S = 0.1
-FADE_S = 1.0  # between two reductions of old counts
+FADE_S = 1.0  # the time between two reductions of old counts
 LONGEST, SHORTEST = 4.0, 0.25  # bounds of an answer's expected time, as multiples of the mean
 
 _LOG_STEP = math.log(STEP)

@@ -21,7 +21,7 @@ from pd_cluster.cluster.queueing.abandonment import AbandonmentTimes
 from pd_cluster.types import INT32_MAX
 
 RECENT_S = 30.0  # clients seen within this time share the slots
-MAX_CLIENTS = 4096  # remembered without work in progress
+MAX_CLIENTS = 4096  # the most clients without work in progress that are remembered
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class Client:
     num_served_tokens: float = 0.0  # the counter
     num_sequences: int = 0  # begun and not ended
     num_begun: int = 0  # requests, likewise
-    num_arriving_tokens: int = 0  # of requests being read and tokenized, estimated by their size
-    num_waiting_tokens: int = 0  # of requests that may come before others', so none of batches
+    num_arriving_tokens: int = 0  # tokens of requests being read and tokenized, estimated by their size
+    num_waiting_tokens: int = 0  # tokens of waiting requests, except those of batches, which come after all others
     waiting: list[tuple[int, int, QueueEntry]] = field(default_factory=list)  # a heap: by priority, then by arrival
     seen_s: float = 0.0
     leave_times: AbandonmentTimes = field(default_factory=AbandonmentTimes, repr=False)
@@ -178,7 +178,7 @@ class FairQueue:
         return len(client.waiting) * num_clients >= most or client.num_waiting_tokens * num_clients >= most_tokens
 
     def _least_tokens(self) -> float:
-        """Returns the level at which a client begins: at most any waiting client's, whose requests may cost less."""
+        """Returns the level at which a client begins: no higher than the counter of any waiting client."""
         return min([self._now_tokens, *(each.num_served_tokens for each in self._waiting.values())])
 
     def _forget(self, now_s: float) -> None:

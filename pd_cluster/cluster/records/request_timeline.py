@@ -19,7 +19,7 @@ from pd_cluster.wire import TraceEvent
 MAX_REQUESTS = 1000
 MAX_EVENTS = 2000  # per request
 MAX_ALL_EVENTS = 200_000  # in total; beyond that the oldest requests are dropped
-NUM_SPARED = 100  # of a request's events, reserved for those that occur once
+NUM_SPARED = 100  # places among a request's events that are reserved for events that occur once
 REPEATED = frozenset({"chunk", "sent", "landed"})
 
 TimelineStatus = Literal["running", "finished", "failed"]

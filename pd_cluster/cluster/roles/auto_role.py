@@ -24,9 +24,9 @@ class Rules:
     `low` is far below `high`, so that one change does not cause the opposite one.
     """
 
-    num_prompts: int = 4  # waiting or being computed, per prefill instance
-    num_waiting: int = 4  # requests, per decode instance
-    num_running: int = 64  # sequences, per decode instance
+    num_prompts: int = 4  # prompts per prefill instance, waiting or being computed
+    num_waiting: int = 4  # waiting requests per decode instance
+    num_running: int = 64  # running sequences per decode instance
     high: float = 1.0
     low: float = 0.5
     sustain_s: float = 10.0
@@ -100,9 +100,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one evaluation. `verdict`: the role that an instance shall get, or why the roles stay
-    unchanged.
-    """
+    """The outcome of one evaluation. `verdict`: the role that an instance shall get, or why no role changes."""
 
     verdict: Held | Needy
     why: str

@@ -21,10 +21,10 @@ LEAST_STEP_S = 1e-6
 NEW_SHARE = 0.1  # weight of the newest measurements in the costs
 A_PROMPT = StepWork(num_prompt_tokens=1, num_prompt_pairs=1)
 A_TOKEN = StepWork(num_rows=1, num_context_tokens=1)
-BUSY_SHARE = 0.85  # of a prefill instance's time, if no objective limits how long a prompt may wait
-LEAST_BUSY_SHARE = 0.5  # always allowed to a role
-WAIT_TAIL = 2.0  # multiple of the mean wait that nearly all waits stay under
-CLEAR_S = 60.0  # within which waiting work should be served in addition to arrivals
+BUSY_SHARE = 0.85  # how busy a prefill instance may be if no objective limits how long a prompt may wait
+LEAST_BUSY_SHARE = 0.5  # a role may always be this busy
+WAIT_TAIL = 2.0  # nearly all waits stay below this multiple of the mean wait
+CLEAR_S = 60.0  # waiting work should be served within this time, in addition to arrivals
 
 
 class RoleGoals(NamedTuple):
@@ -39,7 +39,7 @@ class InstanceCost(NamedTuple):
 
     prefill: StepCost
     decode: StepCost
-    decode_step_s: float = 0.0  # of the current steps
+    decode_step_s: float = 0.0  # the time of a current decode step
     num_seqs: int = 0
     num_cache_tokens: int = 0
     tokens_per_step: float = 1.0
@@ -54,10 +54,10 @@ class InstanceCost(NamedTuple):
         )
 
     def doubted(self, needy: Role, goals: RoleGoals) -> InstanceCost:
-        """Returns the cost without measurements at fewer sequences than there are seats.
+        """Returns the cost without the measurements that were made with free seats.
 
-        More sequences may take no longer: decode instances count as too few only if their current steps are too long,
-        or seats are short.
+        More sequences may take no longer, so decode instances count as too few only if their current steps are too
+        long, or if seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self
@@ -150,9 +150,9 @@ class RoleModel:
     prompt_s: float  # an instance's seconds for a mean prompt
     token_s: float  # an instance's seconds for one token of it
     context: float  # tokens that a step of an answer attends to
-    answer_tokens: float  # of an answer
+    answer_tokens: float  # mean tokens of an answer
     num_seats: int  # sequences that an instance decodes at a time, within memory and objective
-    answer_tokens_per_s: float  # of an instance with all seats taken
+    answer_tokens_per_s: float  # the rate of an instance with all seats taken
 
     @classmethod
     def of(cls, usual: Work, cost: InstanceCost, goals: RoleGoals) -> RoleModel:

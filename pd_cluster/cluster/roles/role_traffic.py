@@ -56,7 +56,7 @@ class Waiting(NamedTuple):
 
     @classmethod
     def at(cls, instances: Sequence[Instance]) -> Waiting:
-        """Counts as waiting for decode the prompts that are held up until decode instances have room."""
+        """Counts waiting work. Prompts that only wait until decode instances have room count as waiting for decode."""
         prefills = [each.load for each in instances if each.role == "prefill"]
         decodes = [each.load for each in instances if each.role == "decode"]
         num_tokens = sum(load.num_queued_tokens for load in prefills if not _is_held_up(load))
@@ -69,8 +69,10 @@ def _is_held_up(load: Load) -> bool:
 
 
 class Window(NamedTuple):
-    """The instances of each role that arrivals need, the standard errors of these as shares, and the instances for
-    waiting work.
+    """The need of each role within one window of time.
+
+    `arrivals`: the instances that the arriving work keeps busy; `errors`: their standard errors, as shares.
+    `waiting`: the instances needed for waiting work.
     """
 
     model: RoleModel
@@ -83,7 +85,7 @@ class Window(NamedTuple):
         return _sum(self.arrivals, self.waiting)
 
     def doubted(self, needy: Role, noise: float) -> RoleNeed:
-        """Returns the need, assuming that noise of `noise` standard errors raised this role's and hid the other's."""
+        """Returns the need if noise has misled: this role's is lower by `noise` standard errors, the other's higher."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
         return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
@@ -135,8 +137,9 @@ class TrafficHistory:
         return self._usual
 
     def work(self, window_s: float) -> tuple[Work, RoleNeed] | None:
-        """Returns the work that arrived per second, and its standard errors as shares; None: the history is too
-        short.
+        """Returns the work that arrived per second, and its standard errors as shares.
+
+        Returns None if the history is too short.
         """
         last = self._readings[-1]
         first = next((each for each in reversed(self._readings) if last.at_s - each.at_s >= window_s), None)
@@ -164,13 +167,13 @@ class TrafficHistory:
         return cached / (cached + computed) if cached + computed else 0.0
 
     def _others_share(self) -> float:
-        """Returns all schedulers' requests as a multiple of this scheduler's, which are the sample."""
+        """Returns all schedulers' outstanding tokens as a multiple of this scheduler's, which are the sample."""
         first, last = self._readings[0], self._readings[-1]
         own = last.num_own_tokens - first.num_own_tokens
         return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0
 
     def _mean_answer(self, come: RoleTraffic, window_s: float) -> float:
-        """Returns the expected length of an answer: tokens per ended answer, where unfinished answers' tokens count.
+        """Returns the expected length of an answer: all generated tokens, divided by the number of ended answers.
 
         The earlier mean counts as one more answer, so that it holds while none ends.
         """
@@ -183,7 +186,10 @@ class TrafficHistory:
 
 
 def _errors(come: RoleTraffic) -> RoleNeed:
-    """Returns standard errors of a Poisson load: prompts by squares of their lengths, answers as if exponential."""
+    """Returns the standard errors of each role's work, as shares, for requests that arrive at random (Poisson).
+
+    A prompt's work is its number of tokens; lengths of answers are assumed to be exponentially distributed.
+    """
     if not come.num_prompt_tokens:
         return RoleNeed(0.0, 0.0)
     squares = 2 * come.num_prompt_pairs + come.num_prompt_tokens

@@ -33,15 +33,15 @@ class CostRules:
     """`windows_s`: windows of arrivals, the longest first; each may ask for a change."""
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
-    noise: float = 2.0  # standard errors that may have exaggerated one role's need and hidden the other's
+    noise: float = 2.0  # the standard errors by which noise may have raised one role's need and lowered the other's
     # for a further change in the same direction within `onward_s`: lengths are then known to have shifted
     onward_noise: float = 1.0
     onward_s: float = 120.0
-    least_gain: float = 0.05  # of the horizon's requests
-    horizon_s: float = 300.0  # for which arrivals are expected to stay the same
-    sustain_s: float = 3.0  # in each second of which the change was asked for
-    return_s: float = 60.0  # before a change back; doubled for each further one
-    forget_s: float = 1800.0  # without a change back, after which the next counts as the first again
+    least_gain: float = 0.05  # the least gain of a change, as a share of the horizon's requests
+    horizon_s: float = 300.0  # arrivals are expected to stay the same for this time
+    sustain_s: float = 3.0  # every evaluation of this time must have asked for the change
+    return_s: float = 60.0  # the least time before a change back; doubled for each further one
+    forget_s: float = 1800.0  # after this time without a change back, the next one counts as the first again
     period_s: float = 1.0
     most_gap_s: float = 3.0  # the longest gap between two evaluations of one history
 

@@ -19,7 +19,7 @@ from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
-MAX_WAITING = 1 << 14  # requests, and a bound on their tokens: limits memory
+MAX_WAITING = 1 << 14  # the most waiting requests, and the most tokens of them: limits memory
 MAX_WAITING_TOKENS = 1 << 22
 MOST_RETRY_S = 60  # no estimate beyond this is reliable
 MEASURED_S = 10.0  # events earlier than this count for less than a third

@@ -10,7 +10,7 @@ from pd_cluster.cluster.placement.wait_prediction import predict_step_s
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.types import TokenOutput
 
-MOST_STEPS = 1.5  # of the decode instance's steps: the rest of one, and messages
+MOST_STEPS = 1.5  # the longest hold, in steps of the decode instance: the rest of one, and messages
 MOST_HELD_S = 0.1
 
 

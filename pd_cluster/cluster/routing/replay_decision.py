@@ -8,8 +8,8 @@ from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
-MAX_DEATHS = 2  # of instances that served a request; after more, the request may be the cause
-MAX_DEATHS_TOGETHER = 3  # when instances die together, a host or an operator is the likelier cause
+MAX_DEATHS = 2  # if more instances have died while they served a request, the request may be the cause
+MAX_DEATHS_TOGETHER = 3  # the same if they died together: a host or an operator is then the likelier cause
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:
@@ -36,8 +36,8 @@ def _died_together(stream: RequestStream, limits: ReplayLimits) -> bool:
 def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
     """Returns the instances that may continue a request; one that has begun needs the same numerics.
 
-    After a second death only instances heard from since then count: instances that die together are not detected at
-    once, and a request must not be blamed for deaths that it merely encounters.
+    After a second death only instances that were heard from since then may continue it. Instances that die together are
+    not all detected at once, and a request must not be blamed for deaths that it merely encounters.
     """
     if stream.numerics is not None and stream.resumed():
         instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]

@@ -28,7 +28,7 @@ from pd_cluster.process_messages import Gate
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
-SETTLE_POLL_S = 0.1  # while the first pair is awaited: the expectation may end without any event
+SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited, since no event ends the expectation
 
 
 class RequestAdmission:

@@ -23,11 +23,11 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, PooledOutput, PromptOutput, RequestSpec, Resumed, TokenOutput
 from pd_cluster.types.variants import lora_of
 
-MAX_UNREAD_TOKENS = 4096  # of a request that its reader has not taken; with many sequences, MAX_UNREAD_STEPS each
+MAX_UNREAD_TOKENS = 4096  # tokens of a request that its reader may leave; with many sequences, MAX_UNREAD_STEPS each
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
-MAX_WEIGHED_TOKENS = 256  # of each sequence of an answer
-NUM_GATHERED = 64  # tokens that wake a reader of whole answers
+MAX_WEIGHED_TOKENS = 256  # the most tokens with which each sequence of an answer counts as load
+NUM_GATHERED = 64  # this many tokens wake a reader of whole answers
 
 Send = Callable[[str, wire.Body], None]  # to a connection
 Ending = Literal["answered", "left", "failed"]  # "left": its client left before the end

@@ -19,7 +19,7 @@ from pd_cluster.types import PromptOutput, TokenOutput
 
 SOME_AWAY = "an instance that may have the stream does not answer; ask again"
 MOST_SEARCHES = 256
-MOST_SENT_NBYTES = 64 << 20  # of a record, as `--resume-memory` measures it; a message has fewer bytes
+MOST_SENT_NBYTES = 64 << 20  # the largest record, as `--resume-memory` measures it; its message has fewer bytes
 
 
 @dataclass(frozen=True, slots=True)

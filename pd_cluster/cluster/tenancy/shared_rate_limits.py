@@ -24,7 +24,7 @@ NUM_WORDS = 8
 WORD_NBYTES = 8
 NOBODY = 0  # the tag of a record without an owner
 LOCK_TIMEOUT_S = 1.0  # a lock is held for some microseconds, unless its holder is stopped
-QUICK_TRIES = 50  # tries before pauses between them
+QUICK_TRIES = 50  # the number of tries without a pause before the next one
 PAUSE_S = 0.0002
 
 

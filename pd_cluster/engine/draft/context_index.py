@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 END = -1  # surrounds texts; no token equals it
 MAX_CHAIN_STEPS = 128  # steps along one chain, whose bucket other contexts may share
-FEW_TOKENS = 48  # so few tokens are added faster one by one than sorted
+FEW_TOKENS = 48  # up to this many tokens are faster to add one by one than to sort
 _MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits are the bucket
 _WORD = (1 << 64) - 1
 

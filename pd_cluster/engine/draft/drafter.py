@@ -12,9 +12,9 @@ from pd_cluster.types import Request
 class Drafter(Protocol):
     """The engine's thread calls it between steps.
 
-    A drafter's state of a sequence follows its tokens: it is stored weakly by request, extended by the new tokens at
-    each call, and may be dropped at any time, because the request's tokens suffice to rebuild it. Between calls a
-    shorter or different output may have replaced the output (a resumed request).
+    A drafter's state of a sequence is keyed weakly by request, and each call extends it by the new tokens. It may be
+    dropped at any time, because the request's tokens suffice to rebuild it. Between calls a shorter or different output
+    may have replaced the output (a resumed request).
     """
 
     name: str

@@ -21,7 +21,7 @@ from pd_cluster.types import Request
 
 MAX_CATCH_UP_ROWS = 32  # tokens that a sequence catches up with in a drafting step, one row each
 MIN_SLICE, MAX_SLICE = 16, 512  # tokens that a step catches up with, over all sequences
-FIRST_SLICE = 64  # before the time per token is known
+FIRST_SLICE = 64  # the slice's tokens before the time per token is known
 SPARE_SHARE = 0.5  # share of the spare time that a slice may take
 WEIGHT = 0.2  # the weight of the newest slice in the time per token
 

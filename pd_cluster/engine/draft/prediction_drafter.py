@@ -25,11 +25,11 @@ class PredictionDrafter(Drafter):
     """Copies the prediction from the position that the output has reached, and finds it again after a deviation.
 
     While output tokens equal the predicted ones, the position advances. Otherwise, it is the end of the longest match
-    of the last 8 to 2 output tokens: the nearest one at or after the last sure position, or else the nearest before. On
-    either side, the 32 nearest positions of the last two tokens are compared. If these two occur nowhere, shortly after
-    the deviation the last token alone is searched in the next 16 tokens, which finds the end of a deletion or
-    insertion; if it is not found, each output token is assumed to replace a predicted one. A position is sure once a
-    token that it predicts was generated.
+    of the last 8 to 2 output tokens: the nearest one at or after the last sure position, or otherwise the nearest
+    before. On either side, the 32 nearest positions of the last two tokens are compared. If these two occur nowhere,
+    shortly after the deviation the last token alone is searched in the next 16 tokens. That finds the end of a deletion
+    or insertion; otherwise each output token is assumed to replace a predicted one. A position is sure once a token
+    that it predicts was generated.
     """
 
     name = "prediction"

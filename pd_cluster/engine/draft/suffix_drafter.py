@@ -33,12 +33,13 @@ class SuffixDrafter(Drafter):
 
     The class of a position is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
     MAX_POSITIONS positions of the highest classes are counted, the newest first in a class. For each length m below
-    `max_tree_depth`, the positions that match m tokens or more give a draft. Each of its tokens is the most frequent
-    continuation of these positions, on a tie that of the first; its probability is its share of the positions that
-    continue, times the previous token's probability. The draft ends before a probability under `min_token_prob`, at
-    `max_spec_factor` x m tokens, and where m plus its length is the depth. The draft with the highest sum of
-    probabilities wins, from the sequence itself or from earlier outputs of its scope (cache salt and variant); on a
-    tie, the sequence's own draft and the longer match win.
+    `max_tree_depth`, the positions that match m tokens or more give a draft.
+
+    Each token of a draft is the most frequent continuation of these positions; on a tie, that of the first position.
+    Its probability is its share of the positions that continue, times the previous token's probability. The draft ends
+    before a probability under `min_token_prob`, at `max_spec_factor` * m tokens, and where m plus its length is the
+    depth. The draft with the highest sum of probabilities wins, whether from the sequence itself or from earlier
+    outputs of its scope (cache salt and variant). On a tie, the sequence's own draft and the longer match win.
 
     At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in total. Earlier outputs are
     dropped for running sequences; a sequence that gets no memory is drafted from earlier outputs alone.

@@ -27,7 +27,7 @@ class ShipLimits(NamedTuple):
 
 
 class ShipGroup(NamedTuple):
-    """A group of layers at this end. `block_size`: in tokens. `layer_nbytes`: of a block, in the largest layer.
+    """A group of layers at this end. `block_size`: in tokens. `layer_nbytes`: a block's bytes in the largest layer.
 
     `places`: its layers' indices among all attention layers of the model, ascending; () if it has all of them.
     """
@@ -44,7 +44,7 @@ class ShipGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShipSizes:
-    """Decides which pieces leave, for each group of layers. `min_nbytes`: of a piece while a step runs."""
+    """Decides which pieces leave, for each group of layers. `min_nbytes`: the least bytes of a piece during a step."""
 
     groups: tuple[ShipGroup, ...]
     min_nbytes: int = MIN_LAYERS_NBYTES
@@ -92,7 +92,8 @@ class ShipProgress:
     ) -> Iterator[wire.KVPiece]:
         """Yields pieces of layers that a running step has finished, if they are worth a payload.
 
-        `num_layers`: of the model's attention layers. `num_computed`: the prompt's tokens once the step has ended.
+        `num_layers`: how many of the model's attention layers have finished. `num_computed`: how many of the prompt's
+        tokens will be computed when the step has ended.
         """
         if self.group.holds.is_state:  # the next chunk changes it
             return

@@ -16,7 +16,7 @@ from pd_cluster.engine.leg_trace import Tracer
 from pd_cluster.types import MAX_UNSENT, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
 NOBODY = ""  # in place of a connection: the stream has no reader
-MAX_MESSAGE_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never split
+MAX_MESSAGE_LOGPROBS = 1 << 18  # the most logprobs in a message, whose size is limited; a token's are never split
 
 
 class OutputBatcher:

@@ -144,7 +144,10 @@ class Records:
                 record.former = NOBODY
 
     def aborted(self, conn: str, abort: wire.Abort) -> None:
-        """Starts the window of a stream that changes its reader after its leg has ended: its last token will follow."""
+        """Starts a stream's window after a request to abort its leg.
+
+        The scheduler aborts it to continue the stream with another reader, so the stream's last token is still to come.
+        """
         record = self._by_request.get(abort.request_id)
         if record is not None and (record.attempt, record.reader) == (abort.attempt, conn):
             self._leave(record, former=conn)

@@ -28,7 +28,7 @@ from pd_cluster.engine.start.rank_main import die_with_parent
 from pd_cluster.errors import LinkError, PdClusterError, told
 from pd_cluster.kv.kv_pool import KVPool
 
-AGAIN_S = 0.2  # between two attempts to reach an end that may not have started yet
+AGAIN_S = 0.2  # the time between two attempts to reach an end that may not have started yet
 
 
 class ProbeEnd:

@@ -65,7 +65,7 @@ LAYOUT = KVLayout(
 assert LAYOUT.block_nbytes == BLOCK_NBYTES
 TIMEOUTS = Timeouts()
 OPTIONS = wire.KVOptions()  # a worker's defaults
-DEADLINE_S = 60.0  # for a link, and for one transfer
+DEADLINE_S = 60.0  # the time for a link to open, and for one transfer
 LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, in another order than the sender's
 
 

@@ -249,10 +249,11 @@ class StepScheduler:
         """Plans the step after one that is recorded as computed, but whose tokens are not known yet.
 
         It follows the rules of `plan`. A sequence whose next token is being chosen computes that token; sequences in
-        `leaving` end with it, so their places are free, but not yet their blocks. Returns None if the host must plan: a
-        sequence that is due may not go ahead or gives way, a block must be copied or swapped, there are too few blocks,
-        the first waiting request could enter only with blocks that are about to be freed, or there are states, some of
-        which steps keep.
+        `leaving` end with it, so their places are free, but not yet their blocks.
+
+        Returns None if the host must plan: a sequence that is due may not go ahead or gives way; a block must be copied
+        or swapped; blocks are short, or the first waiting request could enter only with blocks that are about to be
+        freed; or the model has states, some of which steps keep.
         """
         if self._holdings.states is not None:
             return None

@@ -1,4 +1,4 @@
-"""Decides when a decode step waits: for a sequence that is about to join, or for many if no answer is needed early.
+"""Decides when a decode step waits for sequences: for one that joins soon, or for many if no answer is needed early.
 
 A step's cost is reading the weights, plus a part per sequence. Waiting pays if prefill computes on the same cores,
 which the caller determines: a separate device would only idle. It has no clock.
@@ -12,8 +12,8 @@ from typing import Protocol
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
 MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
-MAX_LANDING_DELAY_SHARE = 0.25  # of a step: the longest delay for a landing, less with many running sequences
-MAX_LANDING_DELAY_S = 0.02  # the maximum, in seconds: only a token and two messages are missing
+MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; less with many sequences
+MAX_LANDING_DELAY_S = 0.02  # the same in seconds: only a token and two messages are missing
 MAX_WAIT_S = 2.0  # maximum time since the last landing; then steps continue without delay until the next
 
 
@@ -37,7 +37,7 @@ class StepDelay:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step waits. It does not with prompts, other batches, no batch, or missing blocks."""
+        """Whether the next step waits. It never does with prompts, several batches, no batch, or missing blocks."""
         if self._coming.num_landings != self._num_landings:
             self._num_landings, self._landed_s = self._coming.num_landings, self._clock()
         running = self._scheduler.running

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pd_cluster.types import Request, StateCopy
 
-MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them needs a row of logits
+MAX_PROMPT_LOGPROB_TOKENS = 256  # tokens with prompt_logprobs in one step: each needs a row of logits
 MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
 
 
@@ -25,8 +25,8 @@ def service_order(request: Request) -> tuple[int, float, str, int]:
 def needs_host(request: Request) -> bool:
     """Whether the host must see a step of this request before it can plan the next one.
 
-    A guide's mask and a beam search need the tokens; the first token of several sequences forks them; a pooled prompt
-    and a prompt's logprobs are computed from the step's rows; adapters take turns.
+    The reasons: a guide's mask and a beam search need the tokens; the first token forks the sequences of a request; a
+    pooled prompt and a prompt's logprobs are computed from the step's rows; adapters take turns.
     """
     sampling = request.sampling
     return (

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 MAX_OWNERS = 4096  # owners whose last loads are remembered
-MAX_LOADING = 2  # one is read, and the next is ready; the order of the others can still change
+MAX_LOADING = 2  # one that is being read, and the next one; the order of the others can still change
 
 
 class OwnerRotation:

@@ -15,7 +15,7 @@ from pd_cluster.kv.prefix_index import keys_of
 from pd_cluster.kv.reached_blocks import ReachedBlocks
 from pd_cluster.types import TIERS, Tier
 
-MAX_KEYS = 1 << 16  # in one message
+MAX_KEYS = 1 << 16  # the most keys in one message
 
 
 class CacheReports(Stage):

@@ -38,7 +38,7 @@ from pd_cluster.errors import ConfigError
 
 MOST_FILES = 64
 LIFELINE, STDOUT, STDERR = range(3)  # positions in a request's files; the numbered files follow
-REQUEST_TIMEOUT_S = 5.0  # after the sender was invited to send
+REQUEST_TIMEOUT_S = 5.0  # the wait for a request after its sender was invited
 READAHEAD_NBYTES = 4 << 30
 
 

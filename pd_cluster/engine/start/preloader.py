@@ -31,9 +31,9 @@ DEVICE_FILES = (  # drivers' files; the last two are GPUs under WSL and on Jetso
     *("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd", "/dev/dxg", "/dev/nvmap"),
 )
 KNOCK = b"fork"  # sent over the channel, with a socket for answers
-MAX_NBYTES = 1 << 17  # per message, mostly an environment
+MAX_NBYTES = 1 << 17  # the largest message, mostly an environment
 FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
-CODE_TIMEOUT_S = 1.0  # for the exit code, after the process has ended
+CODE_TIMEOUT_S = 1.0  # the wait for the exit code of a process that has ended
 END_TIMEOUT_S = 5.0
 NAMESPACES = ("net", "mnt", "ipc", "pid", "user", "uts")
 LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK", "RLIMIT_CORE")

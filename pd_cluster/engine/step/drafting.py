@@ -19,7 +19,7 @@ from pd_cluster.types import DraftReport, Request
 
 DEFAULTS = Speculation()
 MAX_DRAFT_ROWS = 256  # rows of drafts in a step: each has a row of logits
-MIN_CHANCE = 0.3  # below it, the next drafters are tried
+MIN_CHANCE = 0.3  # if the chance of a guess is lower, the next drafters are tried
 WAIT_STEPS = 16  # steps ahead of the host before it looks for drafts again; doubled each time that it finds none
 MOST_WAIT_STEPS = 256
 

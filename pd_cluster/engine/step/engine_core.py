@@ -28,7 +28,7 @@ from pd_cluster.model.sampling.grammar_masks import Guides, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Candidate, Request, StateCopy, Status
 
-MEASURED_TOKENS = 64  # the least prompt tokens of a step that measures how fast prompts are computed
+MEASURED_TOKENS = 64  # a step with at least this many prompt tokens measures how fast prompts are computed
 
 
 class Runner(Protocol):

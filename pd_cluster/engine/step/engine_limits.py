@@ -28,7 +28,7 @@ MAX_LOGPROB_ENTRIES = 1_000_000
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_WIDTH = MAX_SEQUENCES
 MAX_LENGTH_PENALTY = 10.0  # positive or negative: a power of a length must stay finite
-MAX_ANSWER_TOKENS = 1_000_000  # for a beam search, in one message
+MAX_ANSWER_TOKENS = 1_000_000  # the most tokens of a beam search's answer, which is one message
 # By name: the annotations of `Sampling`'s fields.
 RANGES: dict[str, Range] = {
     name: range_

@@ -1,17 +1,17 @@
 """Launches one step ahead of the host: a step takes its input tokens from the device, and is read a step later.
 
 While the device computes a step, the host plans and launches the next one: sequences that decode, prompts in progress,
-and requests that can be admitted. Only steps in which no request needs the host (`plan.needs_host`) qualify. Random
-numbers depend on seed and position, so the host knows them before the tokens; masks and penalties combine the last
-token, which the device adds, with the earlier ones that the host knows (`model/sampling/adjust`).
+and requests that can be admitted. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers
+depend on seed and position, so the host knows them before the tokens. For masks and penalties the device adds the last
+token to the earlier ones that the host knows (model/sampling/logit_adjustments.py).
 
 A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned, since the next step
 reads and overwrites blocks later in the device's order. A sequence that turns out to have ended, or is aborted, is
 computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
 
-Every step begins with `Begins`, whether the host planned it in time or ahead. Launches follow one another, so a prompt
-that is handed over needs nothing more than in the host's steps: when a step begins, all layers of the previous one are
-launched, and a copy that is queued now waits for them on the device.
+Every step begins with `Begins`, whether the host planned it in time or ahead. A handover needs nothing more than in the
+host's steps: launches follow one another, so when a step begins, all layers of the previous one are launched, and a
+copy that is queued now waits for them on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes the vectors of pooling requests from final hidden states, chunk by chunk.
 
-A vector's bits depend on the prompt's hidden states alone: a mean is summed in float64, token by token, so that neither
-the chunks of a prompt nor other requests in a step can change the order. Knows nothing of models.
+A vector's bits depend only on the prompt's hidden states: a mean is summed in float64, token by token, in an order that
+depends neither on a prompt's chunks nor on other requests of a step. Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pd_cluster.errors import ConfigError, InstanceLost, called
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.settings.process_configs import UnitPlace
 
-AGAIN_S = 0.2  # between two attempts to reach a mate
+AGAIN_S = 0.2  # the time between two attempts to reach a mate
 log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,7 @@ from pd_cluster.errors import InstanceLost
 
 
 def have_ended(done: Set[int], rank: int, own: int) -> bool:
-    """Whether the end of a mate's connection is not a loss, because it is done and has ended, and this member will,
-    too.
+    """Whether a mate's connection ended as intended: the mate and this member are done.
 
     If a mate dies after it is done, others may still need it; they end, and so does this member.
     """

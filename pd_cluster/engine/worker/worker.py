@@ -60,7 +60,7 @@ class Worker:
         self._output_batcher, self._notes = legs.output_batcher, legs.notes
         self._next_tick_s = 0.0
         self._is_busy = False
-        self._step_waits_s = 0.0  # for a landing, at most
+        self._step_waits_s = 0.0  # the longest time that the next step waits for a landing
         self._step_delay = StepDelay(core.scheduler, self.handover.imports, self._clock)
         self._landing_wait = LandingWait(self.handover.imports, self._clock)
         self._rounds = next((stage for stage in stages if isinstance(stage, UnitRounds)), None)  # None: in no unit

@@ -9,7 +9,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.media.folder_fields import FolderFields, part
 from pd_cluster.media.video_rules import VideoRules
 
-LEAST_TOKENS, MOST_TOKENS = 128, 768  # of a frame, or of all, by default
+LEAST_TOKENS, MOST_TOKENS = 128, 768  # the default limits of a frame, or of all frames
 ALIKE = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
 
 

@@ -21,9 +21,9 @@ FIRST_KEY = 1
 class DraftHead:
     """`model`: one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`.
 
-    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see batch.Taps. `project`:
-    maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once per
-    token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
+    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see AuxiliaryStates.
+    `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once
+    per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
     model. `identity`: instances with the same head identity compute the same keys and values.
     """
 

@@ -1,14 +1,14 @@
 """The layer after a checkpoint's last one that predicts the token after the next (MTP), as a draft head.
 
-DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers: a decoder layer, together with
-`enorm`, `hnorm` and `eh_proj`, which compute its input from a token's embedding and the states of the preceding token,
-and `shared_head.norm`. Its embedding and output layer are copies of the model's and are not read. It is loaded as a
-model with one layer of the same type, by the same code and with the same proof as any model.
+DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers. It is a decoder layer with
+`shared_head.norm`; `enorm`, `hnorm` and `eh_proj` compute its input from a token's embedding and the states of the
+preceding token. Its embedding and output layer are copies of the model's and are not read. It is loaded as a model with
+one layer of the same type, by the same code and with the same proof as any model.
 
 States are those after a final norm, the model's or the head's own, and pair j has rotary position j: transformers'
 MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) counts a pair's positions from 0, zeroes
-the embedding at position 0, and takes a chain's states before the norm: its guesses differ for the first draft of a
-sequence's first pair, and from the second draft of a chain on.
+the embedding at position 0, and takes a chain's states before the norm. So its guesses differ for the first draft of
+a sequence's first pair, and from the second draft of a chain on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
 NOT_OF_THE_LAYER = (*NORMS, PROJECTION, "embed_tokens", "shared_head")
 FIRST = "model.layers.0."  # the layer's name in the model with one layer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FEW_ROWS = 16  # of the model's embedding: the layer is proven with this small vocabulary
+FEW_ROWS = 16  # rows of the model's embedding: the layer is proven with this small vocabulary
 
 
 def check_mtp(plan: LoadPlan) -> None:
@@ -70,7 +70,7 @@ def check_mtp(plan: LoadPlan) -> None:
     checkpoint, mtp_type = plan.checkpoint, plan.config.speculation.mtp_type
     if plan.device.is_accelerator or not plan.is_alone:
         where = plan.device.kind if plan.device.is_accelerator else f"{plan.group.size} ranks"
-        raise ConfigError(f"{PLACE}: method mtp: it runs on CPUs only, on one rank, and here are {where}; {WAY_OUT}")
+        raise ConfigError(f"{PLACE}: method mtp runs only on CPUs with one rank, but this is {where}; {WAY_OUT}")
     if mtp_type and checkpoint.model_type not in MTP_TYPES[mtp_type]:
         types = " and ".join(MTP_TYPES[mtp_type])
         raise ConfigError(
@@ -176,7 +176,7 @@ def _as_model(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        whole=config,  # the file says something else
+        whole=config,  # instead of the file's config, which describes the whole model
         layout=layout,
         quantization=_quantization(WeightFolder(checkpoint.path, layout), checkpoint.quantization),
         takes_adapters=False,

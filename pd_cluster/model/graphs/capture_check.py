@@ -22,7 +22,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 COPIES = ("aten::_to_copy", "aten::copy_")
-NUM_SEQS, CONTEXT_LENS = 2, (2, 3)  # of the steps that are watched
+NUM_SEQS, CONTEXT_LENS = 2, (2, 3)  # the sequences of the two steps that are watched
 
 
 class OperatorWatch(TorchDispatchMode):

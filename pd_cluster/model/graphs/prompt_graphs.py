@@ -27,7 +27,7 @@ from pd_cluster.model.language_model.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # of a graph; a step has fewer, because rows of padding write to the last one
+TOKENS = (64, 128, 256, 512)  # tokens per graph; a step has fewer, because padding rows write to the last token's row
 SEQS = (4, 16, 64)
 Ids = npt.NDArray[np.int32]
 

@@ -153,7 +153,7 @@ class ForwardBatch:
     query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # only for a graph's batch: the `host_context_lens` of the replayed step
     before_replay: Callable[[], None] | None = None  # only for a graph's batch: the kernels' work on the host
-    # Only for a graph's batch: the kernels' host values, by lengths.
+    # Only for a graph's batch: returns the host values that the kernels need for a step with these context lengths.
     host_values: Callable[[Ints], HostValues] | None = None
 
     @property

@@ -27,7 +27,7 @@ from pd_cluster.wire import Plane
 
 NAME = "pd_cluster_declaring"
 INDEXED = "indexed_attention"  # in transformers, the type of layers with an indexer that chooses keys
-STATE_DTYPE = "float32"  # of states, whatever the model's dtype
+STATE_DTYPE = "float32"  # the dtype of states, whatever the model's dtype
 NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
@@ -97,9 +97,9 @@ def _check_alike(model_type: str, caches: Sequence[LayerCache]) -> None:
     for index, each in enumerate(caches):
         first = firsts.setdefault(each.window, index) if each.planes else index
         if each.apart_from_index != caches[first].apart_from_index or len(index_planes) > 1:
-            raise ModelError(f"{model_type}: layer {index} keeps {each}, and layer {first} {caches[first]}")
+            raise ModelError(f"{model_type}: layer {index} keeps {each}, but layer {first} keeps {caches[first]}")
         if each.state not in (None, state):
-            raise ModelError(f"{model_type}: layer {index} keeps {each.state}, and other layers {state}")
+            raise ModelError(f"{model_type}: layer {index} keeps {each.state}, but other layers keep {state}")
 
 
 def _all_planes(caches: Sequence[LayerCache]) -> tuple[Plane, ...]:
@@ -194,9 +194,9 @@ def _layout_of_keys(
     for index, each in zip(layers, own, strict=True):
         if each.apart_from_index != own[0].apart_from_index:
             raise ModelError(
-                f"layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, and layer {layers[0]} "
-                f"{own[0].num_heads} of {_widths(own[0].planes)}, which one pool cannot hold; windows get a separate "
-                f"pool only on CPUs, without {called('kv_host_cache')}, prompt adapters and a draft model"
+                f"layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, but layer {layers[0]} "
+                f"keeps {own[0].num_heads} of {_widths(own[0].planes)}; one pool cannot hold both, and windows get a "
+                f"separate pool only on CPUs, without {called('kv_host_cache')}, prompt adapters and a draft model"
             )
     planes = _all_planes(own)
     with_plane = tuple(tuple(at for at, each in enumerate(own) if plane in each.planes) for plane in planes)

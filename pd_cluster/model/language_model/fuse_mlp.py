@@ -19,7 +19,7 @@ from pd_cluster.model.layers.packed_modules import rows_apart
 from pd_cluster.model.parallel.expert_modules import ParallelExperts
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-SHARED = "shared_mlp"  # in the layer itself, in addition to its experts or instead of them (Granite 4)
+SHARED = "shared_mlp"  # a module of the layer, in addition to its experts or instead of them (Granite 4)
 MULTIPLIER = "gate_multiplier"
 
 

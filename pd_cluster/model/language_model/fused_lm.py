@@ -48,7 +48,7 @@ class ModelEnds:
     ropes: RopeTables
     norm: Norm | None  # None: `head` applies it, and hidden states are those before the norm
     head: Linear
-    vocab_size: int  # of the whole model
+    vocab_size: int  # the whole model's
     embedding_factor: float = 1.0  # already applied by `embed`
     bf16_way: str = ""  # see CausalLM
     # In a draft head: joins the embedding to x.

@@ -1,8 +1,8 @@
 """Activation functions whose result for a value does not depend on its position in a tensor.
 
 On CPUs torch's own sigmoid, silu and tanh-gelu compute full vectors in one way and the remainder of a thread's part in
-another: a row's bits would depend on the other rows and on the number of threads. Its exp, tanh, sums, products and
-quotients do not. On accelerators torch's own functions are used.
+another. So a row's bits would depend on the other rows and on the number of threads. torch's exp, tanh, sums, products
+and quotients have no such difference. On accelerators torch's own functions are used.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # maximum number of values between an expert's two products, until the ranks join them
+MOST_WAITING = 1 << 20  # values between the two products of experts that may be kept before the ranks join them
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ExpertWeights:
 
 
 class ExpertWatch(Protocol):
-    """Receives, before an expert computes, the rows of its block that it computes."""
+    """Receives the rows that each expert of a block computes, before it computes them."""
 
     def begin_block(self, num_rows: int) -> bool:
         """Starts a block. Returns whether its experts must be computed one by one."""

@@ -16,7 +16,7 @@ from pd_cluster.model.layers.packed_modules import rows_apart
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
 SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # from gpt-oss; constants in the kernels
-MLP_NBYTES_AT_ONCE = 8 << 20  # for gate and up together
+MLP_NBYTES_AT_ONCE = 8 << 20  # the most bytes of gate and up together
 MLP_LEAST_ROWS = 256  # with fewer rows, repeated reads of the weights would cost more than this saves
 
 

@@ -102,7 +102,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden_size] -> [num
 
 
 class Ops(Gates, Protocol):
-    """`is_capturable`: on an accelerator no operation reads from the device, so that graphs can capture all of them."""
+    """`is_capturable`: on an accelerator the host never reads from the device, so graphs can capture all operations."""
 
     name: str
     attention: str  # name of the attention in use, for the log

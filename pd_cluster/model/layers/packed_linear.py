@@ -1,9 +1,9 @@
 """Linear layers with repacked weights, which are faster on CPU: in oneDNN's layout, or in that of the C kernels.
 
-The layout is chosen by fixed rules, without measurements: on x86-64 float32 is packed for oneDNN if there is AVX-512,
-and for the C kernels if there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for
-the C kernels where they can run; anything else stays plain. So a checkpoint gives the same values in every process of a
-machine; and in packed layers, unlike MKL's, a row's values do not depend on how many rows are computed with it.
+The layout is chosen by fixed rules, without measurements, so a checkpoint gives the same values in every process of a
+machine. On x86-64 float32 is packed for oneDNN with AVX-512, and for the C kernels with AVX2 only, where oneDNN takes
+twice the time for a few rows. bfloat16 is packed for the C kernels if they can run; anything else stays plain. In
+packed layers, unlike MKL's, a row's values do not depend on how many rows are computed with it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PackedLinear:
     """`x @ weight.T + bias` with a weight in oneDNN's own layout; the plain weight is not kept.
 
     oneDNN compiles anew for every number of rows, a millisecond each, and caches about a thousand results. So rows are
-    padded to a common number. Fewer than four rows of a wide input are padded to four: for a single row of more than
-    1,024 inputs oneDNN adds in another order (AVX-512), and four rows take no longer than one, while two or three do.
+    padded to a common number. Fewer than four rows of a wide input are padded to four, because for a single row of
+    more than 1,024 inputs oneDNN adds in another order (AVX-512). Four rows take no longer than one; two or three do.
 
     `few` computes up to 96 rows faster, and is used only if a test with this weight has given the same bits.
     """

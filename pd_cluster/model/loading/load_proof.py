@@ -30,11 +30,13 @@ BLOCK_SIZE = 4
 # reach those.
 WINDOW = 3
 SHORTENED = ("sliding_window", "index_topk")
-SCAN, MOST_SCANNED = "chunk_size", 64  # tokens that recurrent modules scan together: some scan more than 64
-ROUNDED = "int8"  # activations are rounded to codes, and some change with the last bits
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
-# The share of rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
-# everything after it. A model without a past, or with a wrong one, has at least half its rows wrong.
+# The tokens that recurrent modules scan together are limited to 64, so that the proof's steps cross such a boundary.
+SCAN, MOST_SCANNED = "chunk_size", 64
+ROUNDED = "int8"  # activations are rounded to codes, some of which change with the activations' last bits
+# The relative difference of a row of logits that is tolerated; in float32, rows differ by about 1e-6.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}
+# The share of rows that may exceed TOLERANCE: in 16 bits a router can choose another expert, which changes everything
+# after it. A model that reads no past, or a wrong one, has at least half its rows wrong.
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
@@ -57,7 +59,7 @@ class ProofSchedule(NamedTuple):
 KEYS = ProofSchedule(((5, 7), (6, 4), (1, 1)))
 STATES = ProofSchedule(
     ((64, 1), (65, 67), (1, 62), (1, 1)), kept=68
-)  # scans are of 64 tokens; the state is kept within a chunk
+)  # recurrent modules scan 64 tokens at a time; the state is kept in the middle of a chunk
 
 
 def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:

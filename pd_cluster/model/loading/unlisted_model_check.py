@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 NUM_BEYOND = 8  # tokens after a length
 NUM_BEFORE = 4  # tokens before the length whose logits are also compared
 COMPANY = 12  # tokens of a second sequence in the same steps
-MOST_FLOP = {"cpu": 5e12}  # for all these sequences together: about a minute on few cores
+MOST_FLOP = {"cpu": 5e12}  # operations of all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
 NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the maximum number of tokens that a request may get
 MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own attention

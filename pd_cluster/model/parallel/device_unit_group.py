@@ -38,11 +38,11 @@ class DeviceUnitGroup:
         step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # of each member in this step; None: the same as here
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: as many as here
         self._host = UnitGroup(rank, size, self._joined, timeout_s)
         self._meet, self._timeout = meet, timedelta(seconds=timeout_s)
         self._group: Any = None
-        self._num_rows: list[int] = []  # of each member, set by the last `gather`
+        self._num_rows: list[int] = []  # each member's number of rows in the last `gather`
 
     @property
     def exchange_s(self) -> float:

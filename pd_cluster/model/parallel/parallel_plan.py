@@ -1,11 +1,11 @@
 """The share of each weight that a rank holds, from transformers' `base_model_tp_plan`. Knows sizes and names, no
 weights.
 
-Megatron's scheme: weights that produce heads or intermediate features are split by rows (`colwise`), weights that
-consume them by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads are
+The scheme is Megatron's: weights that produce heads or intermediate features are split by rows (`colwise`), and weights
+that consume them by columns (`rowwise`). So a layer needs two sums: after attention and after the MLP. KV heads are
 replicated if there are fewer than ranks. Embedding and output layer are split by vocabulary. Layers that round their
-inputs to codes take whole rows (layers/whole_rows.py): instead of by columns, they are split by rows. transformers'
-plans cover little of hybrids; these are split by a table in this file and, if they keep states, by heads
+inputs to codes take whole rows (layers/whole_rows.py), so they are split by rows, not by columns. The plans of
+transformers cover little of hybrids. These are split by a table in this file and, if they keep states, by heads
 (state_heads.py).
 """
 

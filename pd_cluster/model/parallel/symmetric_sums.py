@@ -17,7 +17,7 @@ from pd_cluster.errors import ConfigError, called, first_line
 from pd_cluster.settings.engine_config import SYMMETRIC_SUMS
 
 NAME = "pd-cluster ranks"  # name of the group, known to torch in this process
-MOST_NBYTES = 1 << 20  # of one sum; for larger ones NCCL has more bandwidth
+MOST_NBYTES = 1 << 20  # the largest sum; for larger ones NCCL has more bandwidth
 MULTIPLE_NBYTES = 16  # sizes of a sum and offsets of its parts are multiples of this
 DTYPES = (torch.bfloat16, torch.float32)  # supported by the kernels
 SETTING = called("cuda_speedups")

@@ -17,7 +17,7 @@ import torch
 from pd_cluster.errors import InstanceLost, first_line
 
 TAG = 1  # messages between two ranks arrive in order
-LOAD_TIMEOUT_S = 600.0  # until all members have proven the model
+LOAD_TIMEOUT_S = 600.0  # the time until all members have proven the model
 
 
 class UnitGroup:
@@ -31,12 +31,12 @@ class UnitGroup:
         step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # of each member in this step; None: the same as here
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: as many as here
         self.exchange_s = 0.0
         self._meet = meet
         self._group: Any = None
         self._timeout, self._step_timeout = timedelta(seconds=LOAD_TIMEOUT_S), timedelta(seconds=timeout_s)
-        self._num_rows: list[int] = []  # of each member, set by the last `gather`
+        self._num_rows: list[int] = []  # each member's number of rows in the last `gather`
 
     def form(self) -> None:
         self._group = self._meet()

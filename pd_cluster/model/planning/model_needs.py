@@ -133,7 +133,7 @@ def _weight_nbytes(checkpoint: Checkpoint, num_weights: int, dtype: str) -> floa
 
 
 def _counts(model: torch.nn.Module, config: Any) -> tuple[int, int, int]:
-    """Counts all weights, those only looked up, and those of experts that a token does not use: three numbers."""
+    """Returns three counts of weights: all; those that are only looked up; those of experts that a token skips."""
     import torch
 
     num_experts, per_token = num_experts_of(config.to_dict()), _experts_per_token(config)

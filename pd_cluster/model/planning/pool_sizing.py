@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192  # defaults; the help text of the setting names them
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
-DEFAULT_SHARE = 0.5  # of a host's free memory for the pools of all its ranks; steps and other programs use the rest
+DEFAULT_SHARE = 0.5  # the share of a host's free memory for all its pools; steps and other programs use the rest
 GIB = 1 << 30
-DEFAULT_UTILIZATION = 0.9  # of an accelerator's memory
-UNSEEN_NBYTES = 1 << 30  # on an accelerator: the driver's context, library workspaces, graphs
+DEFAULT_UTILIZATION = 0.9  # the share of an accelerator's memory that is used
+UNSEEN_NBYTES = 1 << 30  # memory on an accelerator for the driver's context, library workspaces and graphs
 
 
 def num_step_tokens(config: EngineConfig, device: Device) -> int:

@@ -13,8 +13,8 @@ MOST_TOKENS = 64  # larger steps are bound by arithmetic and always borrow
 GAIN = 0.9  # a step with lent cores must take at most this part of the time without
 NUM_TRIED = 4  # successive steps, with and without lent cores
 TRIED_AGAIN_S = 20.0
-MOST_TRYING_S = 5.0  # if no step is offered cores from its start to its end
-WEIGHT = 0.3  # of the newest step in the moving average
+MOST_TRYING_S = 5.0  # the longest trial, even if no step was offered cores from its start to its end
+WEIGHT = 0.3  # the weight of the newest step in the moving average
 
 
 @dataclass(slots=True)

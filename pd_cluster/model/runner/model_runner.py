@@ -168,10 +168,10 @@ class ModelRunner:
 
     @property
     def rows_are_alike(self) -> bool:
-        """Whether a row's results depend on other rows only in the last bits of float32, or by an accelerator's
-        libraries.
+        """Whether other rows of a step change a row's results by no more than rounding does.
 
-        On CPUs, torch's own 16-bit products vary more, and in 16 bits the best two tokens often nearly tie.
+        True on accelerators, and on CPUs with float32 sums. With torch's own 16-bit products on CPUs results vary more,
+        and in 16 bits the best two tokens often nearly tie.
         """
         return self.device.is_accelerator or self._plan.dtype == "float32" or bool(self.model.bf16_way)
 
@@ -211,8 +211,8 @@ class ModelRunner:
         """Computes the chunks into the pool; returns logits and hidden states of the rows that need them.
 
         After each layer, `on_layer` receives the number of layers whose keys and values for the chunks are in the pool;
-        on an accelerator: writes are only launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched this
-        step with tokens that are still on its device.
+        on an accelerator, writes count when they are launched. `is_ahead`, only on ranks other than 0: rank 0 has
+        launched this step with tokens that are still on its device.
         """
         input_ids = None
         if is_ahead:

@@ -23,9 +23,9 @@ from pd_cluster.text.grammar import Compiler, Matcher, Words
 from pd_cluster.types import Guide, Request
 
 MAX_GUIDES = 64  # compiled guides that are kept, in addition to those in use
-MAX_NUM_CHARS = 2 << 20  # of guide text; compiled, a large guide takes some hundred times as much memory
-STACK_NBYTES = 16 << 20  # more than in the process that checked the guide
-UNREADY_WAIT_S = 0.05  # when there is nothing else to compute
+MAX_NUM_CHARS = 2 << 20  # characters of all guides; a large guide takes some hundred times its size when compiled
+STACK_NBYTES = 16 << 20  # a larger stack than in the process that checked the guide
+UNREADY_WAIT_S = 0.05  # the wait for guides when there is nothing else to compute
 
 
 class TokenMask(NamedTuple):
@@ -72,7 +72,7 @@ class Masks:
             return {key: [late] for key in self._keys}
 
 
-MASKS_TIMEOUT_S = 10.0  # for one step; the library's own limits end it long before
+MASKS_TIMEOUT_S = 10.0  # the time for the masks of a step; the library's own limits end them long before
 NO_MASKS = Masks()
 NO_WORDS: Words = np.zeros(0, dtype=np.uint32)
 

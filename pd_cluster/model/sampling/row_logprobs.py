@@ -77,15 +77,15 @@ def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
 def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, named: Tensor | None = None) -> Tensor:
     """Computes the input of `logprobs_from` on the logits' device, without waiting; [num_rows, num_values] int32.
 
-    Takes rows of logits [num_rows, vocab_size], a token of each and `nums` of the most likely ones, both [num_rows]
-    int64; `most` is the largest of `nums`, `named` [num_rows, num_named] are ids of further tokens. Floats are stored
-    by their bits:
+    Takes rows of logits [num_rows, vocab_size]; for each row a token, and the number of most likely tokens in `nums`,
+    both [num_rows] int64. `most` is the largest of `nums`; `named` [num_rows, num_named] are ids of further tokens.
+    Floats are stored by their bits:
 
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
         logits of the named tokens
 
-    Equals are the lowest ids of tokens with the same logit as the last of the most likely ones, counted from the
-    vocabulary's end, and 0 if there are no more: among equal tokens topk finds any.
+    "most equals" are needed because among equal tokens topk finds any: the lowest ids of tokens with the same logit as
+    the last of the most likely ones, counted from the vocabulary's end; 0 if there are no more.
     """
     table = mended(logits)
     best = table.amax(1, keepdim=True)

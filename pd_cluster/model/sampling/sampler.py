@@ -101,8 +101,8 @@ class Sampler:
         `at` gives the row of logits for each, if several use the same one.
 
         Never raises for any logits or parameters. If the masks ban every token, the result is the most likely of the
-        allowed_token_ids, or of all tokens if there are none; for a guided row it is an end if the output matches its
-        guide, and otherwise NO_TOKEN.
+        allowed_token_ids, or of all tokens if there are none. For a guided row the result is then an end token if the
+        output matches its guide, and otherwise NO_TOKEN.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"

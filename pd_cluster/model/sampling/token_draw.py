@@ -22,7 +22,7 @@ from pd_cluster.types import Sampling
 
 FEW = 64  # all but a few rows keep at most this many tokens; such rows are processed together
 MARGIN = 16  # extra candidates, so that tokens equal to the last kept one are seldom cut off
-NUM_BINS = 4096  # of logits below the best one
+NUM_BINS = 4096  # bins for logits below the best one
 # Relative error of a sum of float32 masses: products of 44 octaves, sums in a block, the last bits.
 MASS_ERROR = 2.0**-16
 MAX_BELOW = 80.0  # logits over temperature; less likely tokens share a bin

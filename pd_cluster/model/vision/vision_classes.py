@@ -23,10 +23,10 @@ Encode = Callable[[Any, Pixels, Image, Device], Layers]
 class VisionClasses(NamedTuple):
     """Names in the transformers module of a model type.
 
-    `tower`: the class of a tower whose weights' names begin with `visual.`; `encode` is called with this tower. "": the
-    tower is a part of the whole model; `encode` is called with the whole model without its text model. `rotary`: the
-    text model's rotary embedding, if pictures have positions of several dimensions. `pairs_neighbours`: its tables have
-    each angle twice in a row; otherwise they repeat all angles.
+    `tower`: the class of a tower whose weights' names begin with `visual.`; `encode` is called with this tower. If it
+    is "", the tower is a part of the whole model, and `encode` is called with the whole model without its text model.
+    `rotary`: the text model's rotary embedding, if pictures have positions of several dimensions. `pairs_neighbours`:
+    its tables have each angle twice in a row; otherwise they repeat all angles.
     """
 
     encode: Encode

@@ -50,7 +50,7 @@ class Tower:
         """`dtype`: the dtype of cached features and of the activations. `widths`: 1 + num_deep, hidden_size."""
         self.rules: ImageRules = part.rules
         self.encoded = EncoderTotals()
-        self.num_encoded = 0  # by this rank
+        self.num_encoded = 0  # images that this rank has computed
         self._module, self._part, self._device, self._dtype = module, part, device, dtype
         self._pixels = Pixels(part)
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`

@@ -34,7 +34,7 @@ def _int8_wo(weight: torch.Tensor) -> Parts:
 
 
 def _int4_wo(weight: torch.Tensor) -> Parts:
-    """Codes are -8 to 7; the largest magnitude is 7.5 steps."""
+    """Codes are -8 to 7; the largest magnitude is 7.5 times the scale."""
     groups = weight.reshape(len(weight), -1, math.gcd(weight.shape[1], MOST_IN_GROUP))
     steps = _steps(groups, 7.5)
     codes = (groups / steps.unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8)

@@ -11,7 +11,7 @@ from pd_cluster.model.layers.linear_weight import UnpackedLinear, WeightTensors
 from pd_cluster.model.weights.load_time_quantization import encoded
 from pd_cluster.model.weights.weight_forms import form_of
 
-ROWS_AT_ONCE = 8192  # in float32 and as steps, in addition to the whole weight
+ROWS_AT_ONCE = 8192  # rows that are held in float32 and divided by their scales, in addition to the whole weight
 
 
 def quantize_head(model: Any, scheme: str) -> None:

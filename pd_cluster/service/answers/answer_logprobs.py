@@ -17,7 +17,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Logprobs
 
 _encode = msgspec.json.Encoder().encode
-NPY_PREFIX_NBYTES = 10  # of a NumPy file before its header
+NPY_PREFIX_NBYTES = 10  # the bytes of a NumPy file before its header
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this instead
 
 

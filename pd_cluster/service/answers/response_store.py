@@ -31,7 +31,7 @@ T = TypeVar("T")
 ID = re.compile(r"resp_[0-9a-f]{48}")
 FILE = "responses.sqlite3"
 NUM_THREADS = 4
-MOST_EXPIRED = 64  # removed by one call, so that none takes long
+MOST_EXPIRED = 64  # the most expired responses that a call removes, so that no call takes long
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (owner BLOB, id TEXT, made_s REAL, nbytes INTEGER, body BLOB);
 CREATE UNIQUE INDEX IF NOT EXISTS by_id ON responses (owner, id);

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 Places = FairSlots[asyncio.Future[None]]
 
-MAX_CHILDREN = 3  # with quick jobs
-MAX_SLOW = 4  # with slow jobs
+MAX_CHILDREN = 3  # the most children with quick jobs
+MAX_SLOW = 4  # the most children with slow jobs
 MAX_WAITING = 64
 QUICK_S = 0.5
 SLOW_NICE = 12  # the niceness of a process with a slow job
-START_TIMEOUT_S = 60.0  # for imports, and for reading a tokenizer
+START_TIMEOUT_S = 60.0  # the time to import, and to read a tokenizer
 
 
 def _accept(line: bytes) -> None:

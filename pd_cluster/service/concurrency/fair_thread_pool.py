@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from pd_cluster.service.concurrency.fair_slots import FairSlots, current_client
 
 NUM_THREADS = 3
-LARGE = 1 << 18  # characters, tokens or the like of finished work; from this size on memory is returned
-GIVE_BACK_AFTER_S = 1.0  # idle, so that the answers are freed, too
+LARGE = 1 << 18  # memory is returned after finished work of this size, in characters, tokens or the like
+GIVE_BACK_AFTER_S = 1.0  # the idle time before memory is returned, so that the answers are freed, too
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class FairThreadPool(ThreadPoolExecutor):
         self._give_back_after_s = give_back_after_s
         self._lock = threading.Lock()
         self._clients: FairSlots[_Task] = FairSlots(num_threads)
-        self._size_done = 0  # since memory was last given back
+        self._size_done = 0  # the size of work finished since memory was last given back
         self._giving_back: threading.Timer | None = None
         self._is_closed = False
 

@@ -22,7 +22,7 @@ from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES, BodyTooLarge
 MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and its envelope
 MAX_ID_NUM_CHARS = 1024
 ID_PREFIX = "batch_req_"
-FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every output line
+FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # the beginning of every output line
 NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # errors of fsync for pipes and the like
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

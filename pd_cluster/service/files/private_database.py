@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pd_cluster.private_files import check_folder, open_own
 
-BUSY_TIMEOUT_S = 10.0  # for another process's write
+BUSY_TIMEOUT_S = 10.0  # the longest wait for another process's write
 
 
 class PrivateDatabase:

@@ -20,7 +20,7 @@ from pd_cluster.types import Sampling
 
 log = logging.getLogger(__name__)
 
-KEY_NUM_CHARS = 256  # kept after the cut, so that a key at the cut is still found
+KEY_NUM_CHARS = 256  # characters kept after the cut, so that a key at the cut is still found
 
 
 class _Answer:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SETTLE_S = 1.0  # for the other generators to end after a failure
+SETTLE_S = 1.0  # the time for the other generators to end after a failure
 NUM_A_TURN = 16  # generators to start before other tasks get a turn
 MAX_WAITING = 1024  # items that were not taken yet; beyond that, the generators wait
 

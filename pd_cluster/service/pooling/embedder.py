@@ -29,7 +29,7 @@ from pd_cluster.settings.request_settings import PoolerConfig, PoolingType
 from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
 
 POOLING_KINDS: dict[PoolingType, PoolingKind] = {"LAST": "last", "MEAN": "mean"}
-PROMPTS_A_TURN = 16  # to prepare before other tasks run
+PROMPTS_A_TURN = 16  # prompts to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pd_cluster.service.preprocessing.request_limits import check_priority
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.types import PooledOutput, Pooling
 
-ITEMS_A_TURN = 16  # to prepare before other tasks run
+ITEMS_A_TURN = 16  # items to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

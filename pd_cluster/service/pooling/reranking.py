@@ -35,7 +35,7 @@ PREFIX = (
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 WORDS = ("no", "yes")  # the answers; the score is the probability of the second
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-PAIRS_A_TURN = 16  # to prepare before other tasks run
+PAIRS_A_TURN = 16  # pairs to prepare before other tasks run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

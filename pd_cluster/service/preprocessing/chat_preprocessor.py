@@ -22,7 +22,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # the least that a template adds to each further message
 OF_TEXT = ("json_object", "json_schema")  # constrain text only, so clients may combine them with required calls
-NUM_END_TOKENS = 256  # of a prompt, decoded to find out if the answer begins with reasoning
+NUM_END_TOKENS = 256  # the last tokens of a prompt, decoded to find out if the answer begins with reasoning
 
 
 class _Plan(NamedTuple):

@@ -24,9 +24,9 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
 DEFAULT_MAX_LOGPROBS = RequestSettings().max_logprobs
-MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of a prompt; they are written at once, while other streams wait
-OUTPUT_TOKENS_COUNTED = 16_384  # per sequence, so that a single sequence may always fill the context
-MAX_STREAMED_NBYTES = 256 << 20  # of a streamed /generate with several texts; each frame repeats all texts
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # logprobs of a prompt, which are written at once while other streams wait
+OUTPUT_TOKENS_COUNTED = 16_384  # the most tokens that count per sequence, so that one may always fill the context
+MAX_STREAMED_NBYTES = 256 << 20  # bytes of a streamed /generate with several texts, all of which each frame repeats
 
 
 class Limits(NamedTuple):

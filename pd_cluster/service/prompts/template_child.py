@@ -19,8 +19,8 @@ from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.chat_template import ChatTemplate
 
-MAX_NBYTES = 512 << 20  # of address space, in addition to the use of a ready process
-MAX_NUM_CHARS = 8 << 20  # of a prompt
+MAX_NBYTES = 512 << 20  # the limit of address space, in addition to the use of a ready process
+MAX_NUM_CHARS = 8 << 20  # the longest prompt
 NICENESS = 10
 
 

@@ -27,7 +27,7 @@ MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
-MAX_CHOICES = 4096  # of all prompts of a request together
+MAX_CHOICES = 4096  # the choices of all prompts of a request together
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
@@ -118,7 +118,7 @@ DERIVED_FROM = {
 }  # the fields that a request's cached properties read
 
 MAX_MESSAGES = 4096  # or items of a request: validating each holds the interpreter's lock for some microseconds
-MAX_PARTS = 8192  # of all contents of a request, including calls
+MAX_PARTS = 8192  # the parts of all contents of a request, including calls
 FAIL_FAST = Field(fail_fast=True)  # only one error is reported; collecting millions blocks the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
 Id = Annotated[int, Field(ge=0, le=INT32_MAX)]

@@ -34,8 +34,8 @@ from pd_cluster.service.schema.tokens.derender_protocol import (
 )
 from pd_cluster.service.text_service import TextService
 
-MAX_TOKENS = 1 << 18  # of all answers in a request, as for /detokenize
-NUM_CHARS_PER_TOKEN = 4  # to estimate how long the work takes
+MAX_TOKENS = 1 << 18  # the tokens of all answers in a request, as for /detokenize
+NUM_CHARS_PER_TOKEN = 4  # an estimate, for how long the work takes
 UNSUPPORTED_FIELDS: Mapping[str, Any] = {  # fields of the rendered request that need more than the answer's tokens
     **dict.fromkeys(("stream", "stream_options", "best_of", "prompt_logprobs", "include_metrics")),
     **dict.fromkeys(("kv_transfer_params", "return_token_offsets", "use_beam_search", "prediction")),

@@ -49,7 +49,7 @@ from pd_cluster.service.schema.tokens.tokens_protocol import (
 )
 from pd_cluster.service.text_service import TextService
 
-NUM_CHATS_A_TURN = 16  # of a batch to prepare before other tasks run
+NUM_CHATS_A_TURN = 16  # chats of a batch to prepare before other tasks run
 FEW_CHATS = 4  # larger answers are built on a thread
 
 

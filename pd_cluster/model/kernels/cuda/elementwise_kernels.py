@@ -14,7 +14,7 @@ from pd_cluster.model.kernels.cuda.attention.quantized_kv import store_codes
 from pd_cluster.model.kernels.cuda.dependent_launch import begin
 from pd_cluster.model.layers.gated_mlp import Activation
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of activations
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # their numbers in `activated`
 
 

@@ -36,8 +36,8 @@ from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
 # (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
 
-MAX_FEATURES = 32768  # in a norm: a row stays in one program's registers
-ROW_ELEMENTS_PER_WARP = 512  # in a norm: 16 per thread
+MAX_FEATURES = 32768  # the most features of a norm: a row stays in one program's registers
+ROW_ELEMENTS_PER_WARP = 512  # elements of a norm: 16 per thread
 FEW_GATED = 1 << 20  # elements; this many fill the device with small programs
 HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 

@@ -25,7 +25,7 @@ from pd_cluster.model.layers.attention.sdpa import Scoring
 
 DTYPES = ("float16", "bfloat16")
 PACKED_HEAD_DIM = 128  # 192 is supported only without blocks
-PACKED_HEAD_DIM_ALONE = 64  # only if every query head has its own key head
+PACKED_HEAD_DIM_ALONE = 64  # supported only if every query head has its own key head
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
 BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of this

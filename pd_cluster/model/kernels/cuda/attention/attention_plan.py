@@ -18,8 +18,8 @@ from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionC
 # compared with 1 to 2 us until its first key arrives; its stored result is 1/64 of what it read. With 512 keys, a
 # context of 1,024 tokens would occupy only 16 programs.
 SPLIT_KEYS = 256
-MAX_SPLITS = 64  # of a context; bounds the workspace. Contexts of more than 16,128 keys have wider splits.
-PROGRAMS_PER_SM = 2  # that run concurrently, to keep enough bytes in flight
+MAX_SPLITS = 64  # the most splits of a context: bounds the workspace; contexts over 16,128 keys have wider splits
+PROGRAMS_PER_SM = 2  # programs that run concurrently, to keep enough bytes in flight
 
 Ids = npt.NDArray[np.int32]
 NO_SEQS: Ids = np.empty(0, dtype=np.int32)

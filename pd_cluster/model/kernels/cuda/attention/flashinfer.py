@@ -33,8 +33,8 @@ MAX_PAGE_ELEMENTS = 1 << 32  # the stride of a page, counted in 32 bits
 MAX_GROUP = 64  # query heads per KV head: they share a tile of rows
 LEAST_WORKSPACE_NBYTES = 128 << 20
 GRAPH_PLAN_NBYTES = 1 << 20  # a graph's plan has two tiles per sequence, about 13 bytes each
-PREFILL_ROWS = 128  # per tile, at most
-PROGRAMS_PER_SM = 2  # for which a plan splits contexts
+PREFILL_ROWS = 128  # the most rows of a tile
+PROGRAMS_PER_SM = 2  # a plan splits contexts for this many programs on each multiprocessor
 
 
 def problem(

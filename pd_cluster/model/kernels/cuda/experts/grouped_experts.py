@@ -21,11 +21,11 @@ from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
 MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
 SORT_BLOCK = 64
 ROUTED_ELEMENTS = 4096  # rows times experts per program
-MAX_ROUTED_ROWS = 16  # per program
+MAX_ROUTED_ROWS = 16  # the most rows per program
 SUM_BLOCK = 1024  # columns per program
 
 
-# The first whose `block_m` an expert's pairs fill by half on average; otherwise the last.
+# The first tile is used whose `block_m` is filled at least by half with an expert's average pairs; otherwise the last.
 TILINGS_16_BITS = (
     Tiling(128, 128, 64, 8, 3),
     Tiling(64, 128, 64, 4, 3),
@@ -33,7 +33,7 @@ TILINGS_16_BITS = (
     Tiling(16, 64, 128, 4, 4),
 )
 TILINGS_32_BITS = (Tiling(64, 64, 32, 8, 2), Tiling(16, 32, 64, 4, 2))
-# With `is_deterministic`, for any number of pairs. Not measured yet.
+# The tile for any number of pairs with `is_deterministic`. Not measured yet.
 FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 

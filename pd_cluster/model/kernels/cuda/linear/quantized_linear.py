@@ -31,7 +31,7 @@ ROUND_BLOCK = 8192  # inputs that a program rounds at once
 MANY_ROWS = 1024  # from here on the weight is decoded to memory; not for float32, which cuBLAS does not multiply faster
 SPLIT_ROWS = 64  # up to here inputs are split over programs
 PROGRAMS = 264  # goal: two on each multiprocessor of an H100
-LEAST_TILES = 4  # in a split
+LEAST_TILES = 4  # the fewest tiles of a split
 MAX_SPLITS = 8
 
 # (most rows, tile); `block_k` counts bytes. Not measured yet.

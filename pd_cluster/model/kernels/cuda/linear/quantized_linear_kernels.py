@@ -1,9 +1,9 @@
 """Triton kernels of linear layers with quantized weights: codes are decoded in registers, just before a product.
 
-A stored row of a weight is 32-bit words of eight four-bit codes, or bytes. In each tile of 128 inputs, bits 4 s to 4 s
-+ 3 of word j hold the code of input 16 s + j: so the words shifted by 4 s hold the codes of 16 adjacent inputs. Codes
-are decoded in float32 and rounded once, to the activations' dtype, like `CodedWeight.matrix`. Knows nothing of tables
-of tiles: see `pd_cluster.model.kernels.cuda.linear.quantized_linear`.
+A stored row of a weight is 32-bit words of eight four-bit codes, or bytes. In each tile of 128 inputs, the four bits of
+word j from bit 4 s on hold the code of input 16 s + j. So the words, shifted by 4 s, hold the codes of 16 adjacent
+inputs. Codes are decoded in float32 and rounded once, to the activations' dtype, like `CodedWeight.matrix`. Knows
+nothing of tables of tiles: see `pd_cluster.model.kernels.cuda.linear.quantized_linear`.
 """
 
 from __future__ import annotations

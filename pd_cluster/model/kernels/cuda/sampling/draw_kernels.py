@@ -2,7 +2,7 @@
 
     weigh_bins      counts and masses of the tokens in each part of a row, by bins of a few octaves below its best token
     gather_likely   tokens of the bins that can hold the last kept one, in vocabulary order
-    choose_among    among these: the lowest kept logit by bisection, then the draw
+    choose_among    the lowest kept logit among these tokens, by bisection, and then the drawn token
 
 Masses are those of `model/kernels/fixed_point`, so their sums are exact and do not depend on how a row is divided.
 """
@@ -21,7 +21,7 @@ ROUNDER = tl.constexpr(fixed_point.ROUNDER)
 UNIT = tl.constexpr(float(1 << fixed_point.MASS_BITS))
 TAYLOR = tuple(tl.constexpr(coefficient) for coefficient in fixed_point.TAYLOR)
 T1, T2, T3, T4, T5, T6, T7, T8, T9, T10 = TAYLOR
-OCTAVES = tl.constexpr(3.0)  # in a bin
+OCTAVES = tl.constexpr(3.0)  # the width of a bin
 NO_KEY = tl.constexpr(2147483647)
 
 

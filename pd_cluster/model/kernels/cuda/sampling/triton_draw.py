@@ -15,10 +15,10 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.sampling import draw_kernels as kernels
 from pd_cluster.model.kernels.fixed_point import MAX_VOCAB_SIZE
 
-BINS = 8  # of draw_kernels.OCTAVES each; the last bin holds the rest
-PART, BLOCK = 4096, 256  # tokens of a program, and tokens at once, with separate sums for each bin
-GATHERED = 1024  # tokens copied, or searched among the likely ones, at once
-SECTIONS = 4  # that one pass of the search divides the remaining range into
+BINS = 8  # bins of logits, each draw_kernels.OCTAVES wide; the last bin holds the rest
+PART, BLOCK = 4096, 256  # a program weighs PART tokens, BLOCK at a time, with separate sums for each bin
+GATHERED = 1024  # the number of tokens that are copied, or searched, at a time
+SECTIONS = 4  # each pass of the search divides the remaining range into this many sections
 
 
 class DrawnTokens(NamedTuple):
@@ -36,10 +36,10 @@ def draw_rows(
     best_ids: torch.Tensor,
     knobs: Mapping[str, torch.Tensor],
 ) -> DrawnTokens:
-    """Draws from `rows` [num_rows] int64 of logits [all rows, vocab_size]; takes 8 bytes per logit in them.
+    """Draws a token from each of `rows` [num_rows] int64 of logits [all rows, vocab_size].
 
-    `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs` has the fields of DrawParameters, each
-    [num_rows]. A row without candidates gets its best id.
+    It allocates 8 bytes per logit of these rows. `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs`
+    has the fields of DrawParameters, each [num_rows]. A row without candidates gets its best id.
     """
     num_rows, vocab_size = len(rows), logits.shape[1]
     assert logits.dtype in DTYPES

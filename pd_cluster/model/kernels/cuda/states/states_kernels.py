@@ -179,7 +179,7 @@ def gated_norm(
     WIDTH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,  # otherwise there is no norm
     WEIGHT_STRIDE: tl.constexpr,  # between groups
-    GATE: tl.constexpr,  # index in native.recurrences.GATES
+    GATE: tl.constexpr,  # index in native.recurrence_values.GATES
     BLOCK: tl.constexpr,
 ):
     """Grid: (num_rows, NUM_GROUPS). Norms a group of features by its root mean square; applies the gate before

@@ -22,11 +22,11 @@ from pd_cluster.model.layers.states.recurrent_kernels import StateShape
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
 KERNELS = range(2, 17)  # kernel sizes of a convolution
-MOST_WIDTH = 256  # of a key, or of B and C
-MOST_PARTS = 3  # of a convolution
-CONV_ROWS, CONV_CHANNELS = 4, 256  # of a program
-STATE_NUMBERS = 2048  # values of a program with one warp, which keeps them in registers
-MOST_NORMED = 32768  # features of a norm
+MOST_WIDTH = 256  # the largest width of a key, or of B and C
+MOST_PARTS = 3  # the most parts of a convolution
+CONV_ROWS, CONV_CHANNELS = 4, 256  # a program's tile of a convolution
+STATE_NUMBERS = 2048  # state values per program: its single warp keeps them in registers
+MOST_NORMED = 32768  # the most features of a norm
 
 
 def takes(shape: StateShape) -> bool:

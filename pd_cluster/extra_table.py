@@ -1,0 +1,56 @@
+"""Names in import strings what each extra plugs into the core, and imports an extra on its first use.
+
+No other module of the core imports extras. An extra is a folder of pd_cluster/extras/; without the folder, every
+use of the extra is one line that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from pd_cluster.errors import MissingExtra
+
+PACKAGE = "pd_cluster.extras"
+
+COMMANDS = {  # of `pd-cluster`
+    "dashboard": "dashboard.dashboard_command:dashboard",
+    "endpoint-picker": "gateway.endpoint_picker_command:endpoint_picker",
+    "quantize": "quantize.quantize_command:quantize",
+}
+API_EXTENSIONS = ("dashboard.dashboard_extension:Dashboard",)  # classes: see api/api_extension
+
+
+def load(name: str, used_by: str = "") -> Any:
+    """Returns `EXTRA.module` or `EXTRA.module:attribute`, imported. Raises MissingExtra.
+
+    `used_by`: the command, flag or name that needs it, for the error.
+    """
+    path, _, attribute = name.partition(":")
+    if not is_installed(name):
+        extra = _extra_of(name)
+        needs = f"{used_by or path} needs the extra {extra!r}"
+        raise MissingExtra(f"{needs}, which this installation lacks: restore pd_cluster/extras/{extra}")
+    module = import_module(f"{PACKAGE}.{path}")
+    return getattr(module, attribute) if attribute else module
+
+
+def command(name: str) -> Callable[..., Any]:
+    """Returns the function whose signature is the command line of `pd-cluster NAME`. Raises MissingExtra."""
+    found: Callable[..., Any] = load(COMMANDS[name], f"pd-cluster {name}")
+    return found
+
+
+def is_installed(name: str) -> bool:
+    """Says whether the extra of a name, as `load` takes it, is there."""
+    try:
+        spec = find_spec(f"{PACKAGE}.{_extra_of(name)}")
+    except ModuleNotFoundError:  # no extra is installed
+        return False
+    return spec is not None and spec.origin is not None  # a folder of compiled files alone has no origin
+
+
+def _extra_of(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]

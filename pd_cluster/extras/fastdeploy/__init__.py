@@ -1,0 +1,10 @@
+"""FastDeploy's offline interface under its own module paths: `fastdeploy.X` is `pd_cluster.fastdeploy.X`.
+
+The engine is that of `pd_cluster.LLM`. Where FastDeploy's documentation differs from vLLM's, this follows FastDeploy:
+`max_tokens` counts the prompt, `outputs` is one answer, and durations begin where FastDeploy's documentation says.
+"""
+
+from pd_cluster.extras.fastdeploy.engine.sampling_params import SamplingParams
+from pd_cluster.extras.fastdeploy.entrypoints.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]

@@ -1,0 +1,112 @@
+"""The core works without its extras; what needs a missing one says so in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pd_cluster
+from pd_cluster.extra_table import load
+
+PACKAGE = Path(pd_cluster.__file__).parent
+# Extra -> statements and commands that need it.
+USES: dict[str, list[str]] = {
+    "dashboard": ["pd-cluster dashboard --admin nowhere"],
+    "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],
+    "gateway": ["pd-cluster endpoint-picker --schedulers nowhere"],
+    "lmdeploy": [
+        "from pd_cluster import pipeline",
+        "import pd_cluster.vl",
+        *(f"from pd_cluster import {name}" for name in ("messages", "pytorch", "turbomind")),
+    ],
+    "quantize": ["pd-cluster quantize nowhere nothing"],
+}
+TRY_ALL = """
+import contextlib, io, json, sys
+from pd_cluster.commands.cli import main
+
+def line_of(use):
+    if not use.startswith("pd-cluster "):
+        exec(use)
+        return ""
+    sys.argv, errors = [*use.split()], io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        main()
+    return errors.getvalue().strip()
+
+lines = []
+for use in json.loads(sys.argv[1]):
+    try:
+        lines.append(line_of(use))
+    except ImportError as error:
+        lines.append(str(error))
+print(json.dumps(lines))
+"""
+CORE = """
+import importlib, sys
+from pathlib import Path
+import pd_cluster
+root = Path(pd_cluster.__file__).parent
+for file in sorted(root.rglob("*.py")):
+    name = ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+    try:
+        name.endswith("__main__") or importlib.import_module(name)
+    except ImportError as error:
+        assert error.name.partition(".")[0] in ("flashinfer", "guidellm", "torch_npu", "triton"), (name, error)
+assert not any(name.startswith("pd_cluster.extras") for name in sys.modules)
+with pd_cluster.LLM(sys.argv[1]) as llm:
+    (answer,) = llm.chat([{"role": "user", "content": "hello"}], pd_cluster.SamplingParams(max_tokens=4))
+assert len(answer.outputs[0].token_ids) == 4
+"""
+
+
+def copy_without(folder: Path, *extras: str) -> dict[str, str]:
+    """Copies the package without these extras, or without any. Returns the environment that imports the copy."""
+    left_out = {PACKAGE / "extras" / name for name in extras} or {PACKAGE / "extras"}
+
+    def ignored(where: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(where, name) in left_out}
+
+    folder.mkdir()
+    for package in (PACKAGE, PACKAGE.parent / "ranktable_tools"):
+        shutil.copytree(package, folder / package.name, ignore=ignored, copy_function=os.symlink)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run(code: str, environment: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_extra_is_known_and_can_be_loaded() -> None:
+    assert {path.name for path in (PACKAGE / "extras").iterdir() if (path / "__init__.py").exists()} == {*USES}
+    for extra in USES:
+        assert load(extra).__name__ == f"pd_cluster.extras.{extra}"
+
+
+def test_the_core_serves_without_any_extra(tmp_path: Path) -> None:
+    bare = copy_without(tmp_path / "bare")
+    run(CORE, bare, str(PACKAGE / "models" / "tiny-chat"))
+    uses = [(extra, use) for extra, each in USES.items() for use in each]
+    lines = json.loads(run(TRY_ALL, bare, json.dumps([use for _, use in uses])))
+    for (extra, use), line in zip(uses, lines, strict=True):
+        way_out = f"which this installation lacks: restore pd_cluster/extras/{extra}"
+        assert line.endswith(f" needs the extra {extra!r}, {way_out}"), use
+        assert len(line.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", USES)
+def test_one_extra_is_missing(extra: str, tmp_path: Path) -> None:
+    uses = [(each, use) for each in USES for use in USES[each]]
+    lines = json.loads(run(TRY_ALL, copy_without(tmp_path / "copy", extra), json.dumps([use for _, use in uses])))
+    assert ["restore" in line for line in lines] == [each == extra for each, _ in uses]

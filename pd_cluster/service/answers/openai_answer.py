@@ -238,9 +238,11 @@ class Answer(ABC):
 
     def _weight_versions(self, choice: int) -> list[WeightVersionSpan] | None:
         stream, wanted = self._generation_of(choice).stream, self.wanted
-        if stream is None or len(stream.sequences) != self._num_choices:  # the best of several
+        if stream is None:
             return None
         if not (wanted.weight_versions or (stream.weight_marks and (wanted.token_ids or wanted.logprobs))):
+            return None
+        if len(stream.sequences) != self._num_choices:  # the choices are the best of several
             return None
         spans = stream.weight_spans(choice % self._num_choices)
         return [WeightVersionSpan(name or DEFAULT_WEIGHTS, *span) for name, *span in spans]

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.types import Sampling
+from pd_cluster.types import RequestSpec, Sampling
 from tests.cluster.test_control import Background, Steered, running
 from tests.support.cluster import free_port_pair, together
-from tests.support.engines import assert_all_same, generate, shared_core
+from tests.support.engines import assert_all_same, shared_core
+from tests.support.engines import together as run_together
 from tests.support.weight_versions import Trainer, make_version
 
 Checkpoints = Callable[..., Path]
@@ -54,15 +55,21 @@ def update(cluster: Steered, folder: str, mode: str = "wait", **fields: Any) -> 
     return cluster.command("/finish_weight_update", json=fields)
 
 
-def assert_named(versions: Path, prompt: list[int], choice: dict[str, Any]) -> None:
+def assert_named(versions: Path, choices: list[dict[str, Any]]) -> None:
     """Asserts that each span's tokens are those of an engine that began with its version."""
-    tokens = choice["token_ids"]
-    for span in choice["weight_versions"]:
-        core = shared_core(versions / span["version"], num_blocks=256, device="cpu")
-        sampling = Sampling(max_tokens=span["end"] - span["start"], temperature=0.0, ignore_eos=True)
-        (expected,) = generate(core, [prompt + tokens[: span["start"]]], sampling)
-        assert tokens[span["start"] : span["end"]] == expected, span
-    assert [span["end"] for span in choice["weight_versions"]][-1] == len(tokens)
+    spans = [(choice, span) for choice in choices for span in choice["weight_versions"]]
+    assert all(choice["weight_versions"][-1]["end"] == len(choice["token_ids"]) for choice in choices)
+    for folder in {span["version"] for _, span in spans}:
+        wanted = {}
+        for choice, span in spans:
+            if span["version"] == folder:
+                start, end = span["start"], span["end"]
+                before = *choice["prompt"], *choice["token_ids"][:start]
+                wanted[before, end - start] = choice["token_ids"][start:end]
+        core = shared_core(versions / folder, num_blocks=1024, device="cpu")
+        samplings = [Sampling(max_tokens=count, temperature=0.0, ignore_eos=True) for _, count in wanted]
+        orders = [RequestSpec(list(before), each) for (before, _), each in zip(wanted, samplings, strict=True)]
+        assert run_together(core, orders) == list(wanted.values())
 
 
 def ask(cluster: Steered, **fields: Any) -> tuple[list[int], int, list[dict[str, Any]]]:
@@ -105,7 +112,7 @@ def test_a_request_continues_on_the_new_weights(learning: Steered, versions: Pat
         first, second = choice["weight_versions"]
         assert (first["version"], second["version"], second["end"]) == ("step-1", "step-2", 1500)
         assert first["end"] == second["start"]
-        assert_named(versions, PROMPT, choice)
+        assert_named(versions, [{**choice, "prompt": PROMPT}])
 
 
 def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None:
@@ -218,6 +225,7 @@ def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_token_is_of_the_version_that_its_answer_names(
     model: Path, versions: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -251,7 +259,7 @@ def test_every_token_is_of_the_version_that_its_answer_names(
         for choice in choices:
             for span in choice["weight_versions"]:
                 span["version"] = folders[span["version"]]
-            assert_named(versions, choice["prompt"], choice)
+        assert_named(versions, choices)
         cluster.await_ready()
         cluster.assert_home()
         before_mib = resident_mib(cluster, "decode-0")  # growth by requests is not that of updates

@@ -34,7 +34,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: list[str]
     epoch: int
     pid: int
-    rank_pids: list[int] = []  # pids of the ranks that have started, in order
+    rank_pids: list[int] = []  # pids of the started ranks, by rank
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""

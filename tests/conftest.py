@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,21 @@ def freed() -> Iterator[None]:
     """Frees wide models after the test: they are in cycles, which Python would collect only gigabytes later."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def one_preloader() -> Iterator[None]:
+    """Lets engines of worker processes fork their ranks from the preloader of this process's clusters.
+
+    It starts here, since a preloader ends with the thread that starts it.
+    """
+    from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
+    from pd_cluster.offline import split_cluster
+    from tests.support.cluster import shared_preloader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_cluster, "LaunchPreloader", partial(LaunchPreloader, given=shared_preloader()))
+        yield
 
 
 @pytest.fixture

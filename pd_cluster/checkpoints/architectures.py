@@ -21,7 +21,7 @@ _parsing = threading.Lock()
 
 STATE = "keeps a state besides keys and values ({what}) that no listed type has"
 ENCODER_DECODER = "is an encoder-decoder model ({what}): its decoder attends to what an encoder made"
-CROSS = "has cross attention ({what}): it attends to what no prompt of tokens gives"
+CROSS = "has cross attention ({what}): it attends to inputs that no prompt of tokens has"
 LATENT = "has latent attention ({what}) of a type that is not listed, and no test compares it with transformers"
 CHOSEN = "attends to tokens that it chooses ({what}), and the paged attention sees all or a window of them"
 CHUNKS = "attends within chunks ({what}), which the paged attention does not know"
@@ -44,7 +44,7 @@ BY_NAME = {
     "deepseek_v4": "keeps windows of compressed tokens, in caches of its own; take deepseek_v32",
     **dict.fromkeys(
         ("glm5_next", "glm5_next_text"),
-        "chooses keys by pooled ones beside its states, in caches of its own; take glm_moe_dsa or kimi_linear",
+        "has states, and chooses keys by pooled keys, in caches of its own; take glm_moe_dsa or kimi_linear",
     ),
 }
 
@@ -100,7 +100,7 @@ COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # exceptions
 
 
 def why_not(config: Config) -> str | None:
-    """Returns why a model of transformers cannot be served, to follow "it"; None if it may be tried."""
+    """Returns why a model of transformers cannot be served, in words that follow "it"; None if it may be tried."""
     model_type = str(config.get("model_type"))
     if model_type in BY_NAME:
         return BY_NAME[model_type]
@@ -115,7 +115,7 @@ def why_not(config: Config) -> str | None:
     if model_type in _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
         return MORE_THAN_TEXT.format(what="images")
     if is_known() and not is_causal:
-        return "is no language model: transformers has no causal one of it"
+        return "is not a language model: transformers has no causal model of this type"
     return why_not_by_fields(config, _is_stateful(model_type))
 
 
@@ -222,7 +222,7 @@ def _class_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str,
 def null_fields(config: Config) -> str:
     """Returns a hint for an error that a null may have caused; "" without nulls."""
     names = [name for name, value in _fields(config) if value is None]
-    return f"; config.json has null for {', '.join(names)}: leave out, or give values" if names else ""
+    return f"; config.json has null for {', '.join(names)}: leave them out, or give values" if names else ""
 
 
 def _fields(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

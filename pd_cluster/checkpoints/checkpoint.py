@@ -185,7 +185,7 @@ class Checkpoint:
     def warn_of_ignored_files(self) -> None:
         """Warns of ignored files that change the model's results elsewhere."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
-            log.warning("%s: %s: the model is served without; see --lora-modules", self.path, ", ".join(files))
+            log.warning("%s: %s: the model is served without them; see --lora-modules", self.path, ", ".join(files))
 
     @property
     def generation_file(self) -> Path:
@@ -333,7 +333,7 @@ def _nearest(model_type: object) -> str:
 
 
 def _why_never(config: Config) -> str | None:
-    """Returns why an unlisted type cannot even be tried, to follow "it"; None if it can."""
+    """Returns why an unlisted type cannot even be tried, in words that follow "it"; None if it can."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)

@@ -127,7 +127,7 @@ class Eagle3Config:
         if self.layers[-1] >= num_layers:
             raise ModelError(
                 f"{self.file}: eagle_aux_hidden_state_layer_ids {list(self.layers)}: the model has {num_layers} "
-                f"layers, whose inputs are meant; {WAY_OUT}"
+                f"layers, and these numbers name their inputs; {WAY_OUT}"
             )
         return self.layers
 
@@ -196,7 +196,7 @@ def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
     else:
         names = given.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) & {*ARCHITECTURES}:
-            raise own.error("architectures", f"no EAGLE-3 head that is read: {', '.join(ARCHITECTURES)}")
+            raise own.error("architectures", f"not a known EAGLE-3 head; known are {', '.join(ARCHITECTURES)}")
     for name in (*PARALLEL, "quantization_config", "compression_config"):
         if own.get(name) not in (None, False):
             why = "heads that guess several tokens at once are not read"
@@ -205,7 +205,7 @@ def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
         if own.get(name) not in (None, only):
             raise own.error(name, f"only {only!r} is computed")
     if own.switch("norm_before_fc") and own.switch("fc_norm"):
-        raise own.error("fc_norm", "norm_before_fc is true as well, and a head has one of them")
+        raise own.error("fc_norm", "norm_before_fc is true as well, and a head may have only one of the two")
     kind = layer.get("model_type", "llama")
     if kind not in LAYER_TYPES:
         raise _Fields(place, layer).error("model_type", f"only layers of {' and '.join(LAYER_TYPES)} are computed")
@@ -251,9 +251,9 @@ def _rope(layer: _Fields) -> dict[str, Any]:
         raise layer.error(name, "must be an object", "copy the file again")
     kind = given.get("rope_type", given.get("type")) or "default"
     if kind not in ROPE_TYPES or "mrope_section" in given:
-        raise layer.error(name, f"positions are rotated as {', '.join(ROPE_TYPES)} alone")
+        raise layer.error(name, f"only the rotations {', '.join(ROPE_TYPES)} are computed")
     if (layer.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise layer.error(name, "partial_rotary_factor: heads are rotated whole")
+        raise layer.error(name, "partial_rotary_factor: only whole heads are rotated")
     fields = (*ROPE_FIELDS, "max_position_embeddings")
     return {field: layer.get(field) for field in fields if layer.has(field)}
 

@@ -31,9 +31,9 @@ NO_EFFECT = (
     *("runtime_config", "bias", "arrow_config", "modules_to_save", "target_parameters"),
 )
 WHY_NOT = {
-    "use_dora": "DoRA scales the base's products, too",
+    "use_dora": "DoRA also scales the base's products",
     "trainable_token_indices": "rows of embeddings are not replaced",
-    "ensure_weight_tying": "embedding and output layer are adapted each by itself; train without it",
+    "ensure_weight_tying": "embedding and output layer are adapted separately; train without it",
     "layer_replication": "layers are not repeated",
     "lora_bias": "biases of adapters are not added",
     "alora_invocation_tokens": "an adapter applies to the whole prompt",
@@ -118,8 +118,8 @@ def _check_supported(file: Path, given: Mapping[str, Any]) -> None:
     init = given.get("init_lora_weights")
     if not any(init is each if isinstance(each, bool | None) else init == each for each in HARMLESS_INITS):
         raise ModelError(
-            f"{file}: init_lora_weights {reprlib.repr(init)}: training began from a changed base, on which alone these "
-            f"tensors are right; save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
+            f"{file}: init_lora_weights {reprlib.repr(init)}: these tensors are right only with the changed base from "
+            f"which training began; save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
         )
     _switch(file, given, "fan_in_fan_out")  # it does not change the layout of A and B
     for name, value in given.items():

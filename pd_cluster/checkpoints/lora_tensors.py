@@ -24,7 +24,7 @@ EXPERTS = re.compile(r"(?P<path>.*\.experts)(?:\.base_layer)?")
 OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
 OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
 WHY_NOT = {
-    ".lora_magnitude_vector": "DoRA scales the base's products, too, and is not supported",
+    ".lora_magnitude_vector": "DoRA, which also scales the base's products, is not supported",
     ".lora_B.bias": "biases of adapters are not added",
     ".token_adapter.": "rows of embeddings are not replaced",
 }

@@ -166,7 +166,9 @@ class PaddleSizes(NamedTuple):
         shares = (1, 1) if len(names) == 2 else (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         unit, rest = divmod(shape[dim], sum(shares))
         if rest:
-            raise ModelError(f"{key}: {shape[dim]} outputs are no {' + '.join(map(str, shares))} equal parts")
+            raise ModelError(
+                f"{key}: {shape[dim]} outputs cannot be split into {' + '.join(map(str, shares))} equal parts"
+            )
         starts = [unit * sum(shares[:index]) for index in range(len(shares))]
         return tuple(
             TensorPlace(name, ((start, start + unit * share),), dim, is_turned)

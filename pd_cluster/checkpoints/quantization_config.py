@@ -135,7 +135,7 @@ def _awq(found: Quantization, settings: Settings) -> Quantization:
     _only(found, {"bits": settings.get("bits", settings.get("w_bit"))}, "bits", (4, None))
     name = "q_group_size" if settings.get("group_size") is None else "group_size"
     if version == "gemv" and settings.get(name) is None:
-        raise _refused(found, "version gemv without group_size, which its tensors do not tell", "add it")
+        raise _refused(found, "version gemv without group_size, which its tensors do not show", "add it")
     return replace(found, is_by_rows=version == "gemv", group_size=_whole(found, settings, name, -1))
 
 
@@ -222,7 +222,7 @@ def _check_transforms(found: Quantization, settings: Settings) -> None:
 def _block(found: Quantization, value: object, name: str) -> tuple[int, int]:
     """Returns the output and input features of a block. Raises ModelError."""
     if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
-        raise _refused(found, f"{name} {reprlib.repr(value)} is no size", "give two whole numbers")
+        raise _refused(found, f"{name} {reprlib.repr(value)} is not a size", "give two whole numbers")
     return value[0], value[1]
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from pd_cluster.errors import ModelError
 
-MAX_HEADER_NBYTES = 100 << 20  # safetensors' own
+MAX_HEADER_NBYTES = 100 << 20  # the limit of safetensors itself
 MAX_TENSORS = 1 << 20
 MARKS_OF_TENSOR = {b":": 4, b",": 5}  # including the comma after it
 MARKS_OF_METADATA = 4096
@@ -57,7 +57,7 @@ def read_header(
         for entry in entries.values():
             entry["dtype"], entry["shape"]
     except (ValueError, RecursionError, LookupError, TypeError, msgspec.DecodeError):
-        raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
+        raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of such a file)") from None
     _check_spans(file, spans, size - PREFIX_NBYTES - length)
     return Header(prefix + data, entries, size)
 

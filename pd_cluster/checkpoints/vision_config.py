@@ -43,7 +43,7 @@ class VisionPart:
         model_type = str(config["model_type"])
         kind = KINDS[model_type]
         given = _given(folder, config)
-        given.refuse(SWITCHES, False, "pictures that are not so prepared are not supported")
+        given.refuse(SWITCHES, False, "pictures without this preparation are not supported")
         resample = given.preprocessor.get("resample", kind.resample)
         if resample not in FILTERS:
             known = ", ".join(f"{number} ({name})" for number, name in FILTERS.items())

@@ -52,7 +52,7 @@ def new(
 
 @app.command()
 def trust(
-    public: Annotated[list[Path], typer.Argument(metavar="NODE.pub...", help="Public parts, as `new` writes them.")],
+    public: Annotated[list[Path], typer.Argument(metavar="NODE.pub...", help="Public keys, as `new` writes them.")],
     file: Annotated[Path, FILE],
     host: Annotated[list[str] | None, HOST] = None,
 ) -> None:

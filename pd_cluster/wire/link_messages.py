@@ -76,7 +76,7 @@ class LinkOpen(Message, frozen=True):
 
 
 class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of P sends it to one rank of D. `offers`: the addresses for D's rank, for each transport that P allows.
+    """One rank of P sends this to one rank of D. `offers`: addresses for D's rank, for each transport that P allows.
 
     `probe_seed` determines the contents of the probe block in this group's pool at P's rank.
     """

@@ -112,7 +112,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_shared_hit_tokens: int = 0  # tokens whose blocks were loaded from the shared store to host memory
     num_lower_written: int = 0  # blocks written to disk and to the shared store
     num_lower_dropped: int = 0  # blocks not written, because too many waited or writing failed
-    num_lower_bad: int = 0  # blocks that were found there with other content than was written
+    num_lower_bad: int = 0  # blocks whose content there differed from what was written
     tier_token_s: dict[Tier, float] = {}  # measured time to load the KV of a token from each tier, where known
     num_queued_tokens: int = 0  # prompt tokens that wait here to be computed
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet

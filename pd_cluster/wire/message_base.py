@@ -14,7 +14,7 @@ KEY_NBYTES = 32
 MAX_GROUPS = 3  # groups of layers of a model, each with its own pool
 OWNER_NBYTES = 8  # the size of a client's pseudonym
 Owner = Annotated[bytes, msgspec.Meta(max_length=OWNER_NBYTES)]
-PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of CURVE; b"": unknown
+PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # a key of CURVE; b"": unknown
 MOST_NODE_KEYS = 2  # keys of one node at a time: the new and the previous one during a rotation
 MOST_TEXT = 256
 ShortText = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]

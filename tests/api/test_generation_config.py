@@ -18,6 +18,8 @@ from tests.api.conftest import FLAGS
 from tests.support.checkpoints import EOS_ID, reference_greedy
 from tests.support.cluster import LiveCluster
 
+pytestmark = pytest.mark.usefixtures("one_preloader")
+
 PROMPT = "Once upon a time"
 NUM_TOKENS = 24
 SEEDS = (1, 2, 3)

@@ -16,8 +16,6 @@ from tests.api.test_tools import WEATHER as SHOWN
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
 
-anthropic = pytest.importorskip("anthropic", reason="the test extra has it: scripts/setup.sh")
-
 HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}]}
 FUNCTION = SHOWN["function"]
 WEATHER = {name: FUNCTION[name] for name in ("name", "description")} | {"input_schema": FUNCTION["parameters"]}
@@ -25,6 +23,8 @@ FAMILY = FAMILIES["qwen3"]
 
 
 def client_of(cluster: LiveCluster, **more: Any) -> Any:
+    import anthropic  # takes seconds
+
     return anthropic.Anthropic(**{"base_url": cluster.url, "api_key": "none", "max_retries": 0, "timeout": 60, **more})
 
 
@@ -254,6 +254,8 @@ def test_thinking_that_is_switched(speaker: Speaker) -> None:
 
 
 def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> None:
+    import anthropic
+
     for fields, kind, name in (
         ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),

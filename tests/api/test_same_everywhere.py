@@ -15,6 +15,8 @@ from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster
 
+pytestmark = pytest.mark.usefixtures("one_preloader")
+
 PROMPTS = ["hello", "a longer prompt than the first", "x"]
 NUM_TOKENS = 12
 DRAWN = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}

@@ -14,6 +14,8 @@ from tests.cluster.test_unequal_pairs import links_of
 from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 
+pytestmark = pytest.mark.usefixtures("one_preloader")
+
 Checkpoints = Callable[..., Path]
 PROMPTS = [random_prompt(random.Random(8), n) for n in (1, 7, 16, 25, 64, 100)]
 MAX_TOKENS = 10

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pd_cluster import LLM, PoolingParams, SamplingParams, pipeline, turbomind
+from pd_cluster import LLM, AsyncEngine, PoolingParams, SamplingParams, pipeline, turbomind
 from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.engine.worker.worker_load import LOAD_S
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
+from pd_cluster.offline import split_cluster
 from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
 from pd_cluster.offline.split_cluster import SplitCluster
 from pd_cluster.service.callers.caller import Caller
@@ -34,6 +36,8 @@ from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
 from tests.support.positions import KINDS, assert_same
 from tests.support.vectors import reference_vector
+
+pytestmark = pytest.mark.usefixtures("one_preloader")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
@@ -53,7 +57,23 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def split(llm: LLM) -> OfflineService:
-    return llm._offline
+    return offline_of(llm)
+
+
+def offline_of(made: LLM | AsyncEngine) -> OfflineService:
+    return made._offline
+
+
+def cluster_of(made: OfflineService) -> SplitCluster:
+    backend = made._parts.backend
+    assert isinstance(backend, SplitCluster)
+    return backend
+
+
+def nums_of_ranks(made: LLM | AsyncEngine) -> list[int]:
+    """Returns the number of ranks of each instance."""
+    infos = [each.info for each in offline_of(made).service.router.membership.instances]
+    return [len(info.rank_pids) for info in infos if info is not None]
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +117,16 @@ async def heartbeats_of(*instances: Instance) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_a_prefill_instance_embeds_and_no_decode_leg_is_taken(llm: LLM, model: Path) -> None:
-    prefill, decode = sorted(llm._offline.service.router.membership.instances, key=lambda each: each.role == "decode")
-    llm._offline.run(heartbeats_of(prefill, decode))
+def test_a_prefill_instance_embeds_and_no_decode_leg_is_taken(llm: LLM, split: OfflineService, model: Path) -> None:
+    prefill, decode = sorted(split.service.router.membership.instances, key=lambda each: each.role == "decode")
+    split.run(heartbeats_of(prefill, decode))
     before = prefill.load.num_steps, decode.load.num_steps, decode.load.num_landings
     for prompt, output in zip(PROMPTS, llm.embed(PROMPTS), strict=True):
         assert (output.prompt_token_ids, output.error_msg) == (prompt, None)
         assert np.allclose(output.outputs.embedding, reference_vector(model, prompt, Pooling()), atol=1e-5)
     few = llm.encode(PROMPTS, PoolingParams(dimensions=7), pooling_task="embed")
     assert [output.outputs.data.shape for output in few] == [(7,)] * len(PROMPTS)
-    llm._offline.run(heartbeats_of(prefill, decode))
+    split.run(heartbeats_of(prefill, decode))
     assert prefill.load.num_steps > before[0]
     assert (decode.load.num_steps, decode.load.num_landings) == before[1:]
     assert (prefill.num_outstanding, decode.num_outstanding) == (0, 0)
@@ -148,8 +168,7 @@ def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
         outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=8))
         found = [list(output.outputs[0].token_ids) for output in outputs]
         assert found == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
-        infos = [each.info for each in llm._offline.service.router.membership.instances]
-        assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
+        assert nums_of_ranks(llm) == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -169,14 +188,12 @@ def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
         response = pipe(text, GenerationConfig(max_new_tokens=8), do_preprocess=False)
         assert isinstance(response, Response)
         assert response.token_ids == reference_greedy(model, make_tokenizer().encode(text).ids, 8)
-        infos = [each.info for each in pipe._offline.service.router.membership.instances]
-        assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
+        assert nums_of_ranks(pipe) == [2, 2]
 
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: OfflineService, model: Path) -> None:
     """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
-    assert isinstance(split._parts.backend, SplitCluster)
-    prefill = split._parts.backend._processes["prefill-0"].pid
+    prefill = cluster_of(split)._processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
     assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
@@ -236,11 +253,12 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", take_time)
+    monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # one of its own
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
-    assert isinstance(made._parts.backend, SplitCluster)
-    folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())
-    assert made._parts.backend._preloader is not None
-    preloader = made._parts.backend._preloader.pid
+    cluster = cluster_of(made)
+    folder, processes, own = cluster._folder, list(cluster._processes.values()), cluster._preloader
+    assert own is not None
+    preloader = own.pid
     pids = [preloader, *children_of(preloader), *(each.pid for each in processes)]
     assert len(pids) == 5
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))

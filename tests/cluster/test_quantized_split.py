@@ -13,6 +13,8 @@ from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 from tests.support.quantized import FORMATS, W8A8, rewritten, with_outliers
 
+pytestmark = pytest.mark.usefixtures("one_preloader")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
 

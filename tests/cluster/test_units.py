@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.cluster import together
@@ -54,6 +56,7 @@ def in_one_process(folder: Path, prompt: list[int], sampling: Sampling) -> list[
     return [[token.token_id for token in found[index]] for index in range(sampling.n)]
 
 
+@pytest.mark.usefixtures("one_preloader")
 def test_units_of_a_python_program(checkpoint: Checkpoints) -> None:
     """What generate() says, and an answer's numbers are the same alone in its unit and beside others."""
     folder, prompts = checkpoint("qwen3_moe"), prompts_of(6, (1, 17, 60))

@@ -46,7 +46,7 @@ def check(core: EngineCore, folder: Path, prompt: list[int], sampling: Sampling)
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "deepseek_v3"])
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
     """One token, a block, a block and one, more than a step takes: together, often with an end in sight, and alone."""
     folder = checkpoint(architecture)

@@ -219,6 +219,31 @@ def test_kernels_compile_and_fit(compiler: TritonChild, name: str, arch: int) ->
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "is_uniform", "arch"),
+    [
+        ("bfloat16", "", False, 90),
+        *(pytest.param("bfloat16", "", True, arch, marks=pytest.mark.slow) for arch in (80, 90)),
+        *(pytest.param("bfloat16", codes, False, 90, marks=pytest.mark.slow) for codes in ("int8", "fp8_e4m3")),
+        *(pytest.param("bfloat16", codes, False, 80, marks=pytest.mark.slow) for codes in ("", "int8", "fp8_e4m3")),
+        *(pytest.param("float32", "", False, arch, marks=pytest.mark.slow) for arch in (80, 90)),
+    ],
+)
+def test_attention_to_latents_compiles_and_fits(
+    compiler: TritonChild, dtype: str, pool_dtype: str, is_uniform: bool, arch: int
+) -> None:
+    """In the widths of DeepSeek, Kimi and GLM."""
+    shape = {"num_heads": 128, "widths": (512, 64), "pool_dtype": pool_dtype, "is_uniform": is_uniform}
+    found = compiler.call("triton_compile", "latents_compiled", arch=arch, dtype=dtype, **shape)
+    assert set(found) == {"prefill_kernel", "decode_kernel"}
+    for name, takes in found.items():
+        assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
+        assert takes["stack_nbytes"] <= 64, (name, takes)
+        if dtype == "bfloat16":
+            assert takes["mma"] + takes["wgmma"] > 0, (name, takes)
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`--deterministic` on CUDA: interpreted on CPU everywhere, and on a GPU where there is one."""
+"""`--deterministic` on CUDA: refusals, and rows on a GPU; test_cuda_ops.py has those that are interpreted."""
 
 from __future__ import annotations
 
@@ -22,26 +22,13 @@ from pd_cluster.model.parallel.parallel_layers import SpanningNorm
 from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.engines import make_core, random_prompt, run
-from tests.support.interpreted import run_cases
 
 pytest.importorskip("triton")
 
-CASES = ("cuda_deterministic_cases.py",)
 LOGPROBS = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=3)
 DRAWN = Sampling(max_tokens=40, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True, logprobs=3)
 ON_GPU = ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "qwen2_moe", "glm4", "olmo2")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-@pytest.mark.timeout(300)
-def test_rows_are_the_same_in_the_interpreter() -> None:
-    assert " passed" in run_cases(CASES, "-m", "not slow", timeout_s=280)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_more_rows_are_the_same_in_the_interpreter() -> None:
-    assert " passed" in run_cases(CASES, "-m", "slow", timeout_s=1180)
 
 
 # ---- refusals

@@ -1,4 +1,4 @@
-"""The Triton kernels but for attention, without a GPU: interpreted on CPU, and compiled for GPUs that are not there.
+"""The Triton kernels, and models on them, without a GPU: interpreted on CPU, and compiled for GPUs that are not there.
 
 Both happen in child processes: triton decides when it is imported whether kernels are interpreted.
 """
@@ -27,16 +27,18 @@ CASES = [
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
     ("cuda_lora_cases.py",),
     ("cuda_states_cases.py",),
+    ("cuda_deterministic_cases.py",),
+    ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py"),
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_kernels_agree_with_their_references() -> None:
     """The files name their cases, which are listed one by one on failure.
 
     All share a child, since its start takes long.
     """
-    assert " passed" in run_cases([file for files in CASES for file in files], "-m", "not slow", timeout_s=280)
+    assert " passed" in run_cases([file for files in CASES for file in files], "-m", "not slow", timeout_s=480)
 
 
 @pytest.mark.slow

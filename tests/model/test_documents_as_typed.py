@@ -249,19 +249,14 @@ def test_a_script_with_two_ranks_starts_with_and_without_an_entry(tmp_path: Path
     assert done.stdout.count("finish_reason='stop'") == 2
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        pytest.param("print(pipe('hi').text)", 0, marks=pytest.mark.slow),
-        pytest.param("print(next(pipe.stream_infer('hi')).text)", 0, marks=pytest.mark.slow),
-        ("for each in pipe.stream_infer('hi'): sys.exit(3)", 3),
-    ],
-)
-def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str, code: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["print(pipe('hi').text)", "print(next(pipe.stream_infer('hi')).text)"])
+def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str) -> None:
+    """In the middle of a stream: see test_documents_models.py."""
     script = tmp_path / "script.py"
-    script.write_text(f"import sys\nfrom pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{end}\n")
+    script.write_text(f"from pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{end}\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
-    assert (done.returncode, done.stderr) == (code, "")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_pipeline_that_is_forgotten_ends_its_threads() -> None:

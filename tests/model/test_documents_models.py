@@ -105,19 +105,24 @@ def test_a_model_by_its_id(hub: Callable[..., None], path: Path, caplog: pytest.
 
 
 def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
-    """The document's script runs in a process whose hub is on this machine."""
+    """The document's script runs in a process whose hub is on this machine.
+
+    A script that ends in the middle of a stream, and never closes its pipeline, ends quietly.
+    """
     script = (
+        "import sys\n"
         "from pd_cluster import GenerationConfig, pipeline\n"
         f"pipe = pipeline({NAME!r})\n"
         "response = pipe(['ab'], GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)\n"
         "print(response[0].token_ids)\n"
+        "for part in pipe.stream_infer('ab'): sys.exit(3)\n"
     )
     with Hub({NAME: {"main": path}}) as running:
         env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         env |= running.environment(tmp_path)
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.strip() == str(greedy(path, "ab"))
 
 

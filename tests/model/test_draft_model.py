@@ -219,6 +219,7 @@ def test_both_models_share_the_memory_of_the_pool(checkpoint: Checkpoints) -> No
     assert both == pytest.approx(alone * 3 / 4, abs=1), "three layers, and one of the draft model"
 
 
+@pytest.mark.usefixtures("one_preloader")
 def test_over_a_split(checkpoint: Checkpoints) -> None:
     """The decode instance computes the draft model's KV of prompts that it receives; rank processes know both types."""
     folder, draft, rng = checkpoint("llama"), checkpoint("qwen3", seed=1), random.Random(6)

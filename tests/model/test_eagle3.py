@@ -354,7 +354,7 @@ def changed_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["EagleLlamaForCausalLM"]}, "architectures ['EagleLlamaForCausalLM']: no EAGLE-3 head"),
+    ({"architectures": ["EagleLlamaForCausalLM"]}, "architectures ['EagleLlamaForCausalLM']: not a known EAGLE-3 head"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash': only eagle3 is read; give another head"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config None: must be an object"),
     ({"parallel_drafting": True}, "parallel_drafting True: heads that guess several tokens at once are not read"),
@@ -363,7 +363,10 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, "num_hidden_layers 2: a head has 1 layer, not 2"),
     ({"attention_bias": True}, "attention_bias True: layers of heads have no biases here"),
     ({"hidden_act": "relu"}, "hidden_act 'relu': only silu and gelu_pytorch_tanh are computed"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotated as default, linear, llama3, yarn alone"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "only the rotations default, linear, llama3, yarn are computed",
+    ),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'rope_type': 'llama3', 'factor': 2.0"),
     ({"logit_scale": 0.5}, "logit_scale 0.5: only 1 is computed"),
     ({"fc_norm": True, "norm_before_fc": True}, "fc_norm True: norm_before_fc is true as well"),
@@ -374,7 +377,10 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"target_hidden_size": 128}, "fc.weight: shape [64, 192], and by "),
     ({"draft_vocab_size": 60}, "d2t: shape [50], and by "),
     ({"eagle_config": {IDS: [1, 1]}}, f"{IDS} [1, 1]: must be different numbers of layers"),
-    ({"eagle_config": {IDS: [1, 2, 7]}}, f"{IDS} [1, 2, 7]: the model has 7 layers, whose inputs are meant"),
+    (
+        {"eagle_config": {IDS: [1, 2, 7]}},
+        f"{IDS} [1, 2, 7]: the model has 7 layers, and these numbers name their inputs",
+    ),
     ({"num_aux_hidden_states": 4}, f"num_aux_hidden_states 4: without {IDS} there are 3; write {IDS}"),
     ({"vocab_size": 330}, "vocab_size 330: "),
 ]

@@ -34,6 +34,7 @@ MOST_FILES = {
     "A fused model": 1,
     "A kind of attention": 2,
 }
+TOGETHER = ("A routing policy", "A stage", "A setting", "A kind of attention")  # their scripts share a process
 POLICY = """
 from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.settings.serve_options import ServeOptions
@@ -143,10 +144,16 @@ if __name__ == "__main__":
 """
 
 
-def extended(tmp_path: Path, section: str) -> Path:
-    """A copy of the package with this section's patch."""
+def extended(tmp_path: Path, *sections: str) -> Path:
+    """A copy of the package with the patches of these sections."""
     for package in ("pd_cluster", "ranktable_tools"):
         shutil.copytree(ROOT / package, tmp_path / package)  # with what Python has compiled, which takes seconds
+    for section in sections:
+        apply(section, tmp_path)
+    return tmp_path
+
+
+def apply(section: str, tmp_path: Path) -> None:
     (patch,) = re.findall(r"```diff\n(.*?)```", SECTIONS[section], re.S)
     assert patch.count("\n+++ ") == MOST_FILES[section]
     (tmp_path / "patch").write_text(patch, "utf-8")
@@ -157,28 +164,32 @@ def extended(tmp_path: Path, section: str) -> Path:
         command = [sys.executable, "-m", "ruff", *check, "--no-cache", "--config", str(ROOT / "pyproject.toml"), *files]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
-    return tmp_path
 
 
 def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
     (folder / "script.py").write_text(code, "utf-8")
     command = [sys.executable, "-P", *(["-m", module] if module else ["script.py"]), *arguments]
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TERM": "dumb", "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_a_routing_policy(tmp_path: Path) -> None:
-    folder = extended(tmp_path, "A routing policy")
-    assert run(folder, POLICY).splitlines() == ["prefill-1 decode-1", "fewest-requests"]
-    assert "predicted-ttft" in (screen := run(folder, "", "serve", "--help-all", module="pd_cluster"))
-    assert "fewest-requests" in screen
+def test_policy_setting_stage_and_attention(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    """A batch begins when the chat has ended; one that is aborted meanwhile never does.
 
-
-def test_a_stage(tmp_path: Path) -> None:
-    """A batch begins when the chat has ended; one that is aborted meanwhile never does."""
-    assert run(extended(tmp_path, "A stage"), STAGE) == "{'chat': 8, 'batch': 8, 'aborted': 0}\n"
+    The attention is that of prompts and decode, alone and over the split: its planes are handed over like any others.
+    """
+    folder, model = extended(tmp_path, *TOGETHER), checkpoint("llama")
+    settings = [{"enable_chunked_prefill": True, "max_num_batched_tokens": 2}, {"prefill": 1, "decode": 1}]
+    lines = run(folder, POLICY + SETTING + STAGE + FUSED, str(model), json.dumps(settings)).splitlines()
+    assert lines[:4] == ["prefill-1 decode-1", "fewest-requests", "3", "{'chat': 8, 'batch': 8, 'aborted': 0}"]
+    assert any("fused layers" in line for line in lines)
+    tokens = [json.loads(line) for line in lines if line.startswith("[")]
+    assert tokens == [reference_greedy(model, [1, 2, 3], 8)] * 2
+    screen = run(folder, "", "serve", "--help-all", module="pd_cluster")
+    for word in ("predicted-ttft", "fewest-requests", "--max-prefill-seqs"):
+        assert word in screen
 
 
 @pytest.mark.slow
@@ -195,12 +206,6 @@ def test_an_api_extension(tmp_path: Path) -> None:
     refused, counts, dashboard = run(extended(tmp_path, "An API extension"), EXTENSION).splitlines()
     assert (refused, dashboard) == ("401", "200")
     assert counts.startswith("{'ready': ")
-
-
-def test_a_setting(tmp_path: Path) -> None:
-    folder = extended(tmp_path, "A setting")
-    assert run(folder, SETTING) == "3\n"
-    assert "--max-prefill-seqs" in run(folder, "", "serve", "--help-all", module="pd_cluster")
 
 
 @pytest.mark.slow
@@ -226,16 +231,6 @@ def test_a_fused_model(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Non
     assert tokens == reference_greedy(model, [1, 2, 3], 8)
 
 
-def test_a_kind_of_attention(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    """In prompts and decode, alone and over the split: its planes are handed over like any others."""
-    folder, model = extended(tmp_path, "A kind of attention"), checkpoint("llama")
-    settings = [{"enable_chunked_prefill": True, "max_num_batched_tokens": 2}, {"prefill": 1, "decode": 1}]
-    lines = run(folder, FUSED, str(model), json.dumps(settings)).splitlines()
-    assert any("fused layers" in line for line in lines)
-    tokens = [json.loads(line) for line in lines if line.startswith("[")]
-    assert tokens == [reference_greedy(model, [1, 2, 3], 8)] * 2
-
-
 # ---- the Python of README and of other pages
 
 
@@ -247,8 +242,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def run_page(page: str, names: dict[str, Path]) -> dict[str, Any]:
     """Returns what the page's blocks define."""
     defined: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL)
-    assert len(blocks) > 1
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    assert blocks
     for block in blocks:
         for name, path in names.items():
             block = block.replace(f'"{name}"', f'"{path}"')
@@ -261,7 +256,7 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64), "red").save("cat.jpg")
     Path("clip.mp4").write_bytes(file_of(clip(1, 6, 64, 64)))
-    found = run_page("multimodal.md", {"Qwen2.5-VL-7B-Instruct": SEES, "Qwen2-VL-7B-Instruct": SEES})
+    found = run_page("docs/multimodal.md", {"Qwen2.5-VL-7B-Instruct": SEES, "Qwen2-VL-7B-Instruct": SEES})
     found["llm"].close()
     found["pipe"].close()
     assert not [message for message in caplog.messages if "failed" in message]
@@ -273,24 +268,13 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     generate = LLM.generate
     monkeypatch.setattr(LLM, "generate", lambda *given, **named: answers.extend(generate(*given, **named)))
     names = {"MODEL": SHIPPED_MODEL, "/adapters/french": SHIPPED_MODEL.parent / "pirate", "/adapters/polite": polite}
-    run_page("adapters.md", names)
+    run_page("docs/adapters.md", names)
     assert not [message for message in caplog.messages if "failed" in message]
     assert len(answers) == 3
     assert all(answer.outputs[0].token_ids for answer in answers)
 
 
-BLOCKS = [
-    block
-    for page in ("README.md", "docs/features.md")
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
-]
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_a_block_runs(block: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(block.replace("/path/to/model", str(SHIPPED_MODEL)))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip()) > 5
+@pytest.mark.parametrize(("page", "engine"), [("README.md", "llm"), ("docs/features.md", "pipe")])
+def test_the_blocks_of_a_page_run(page: str, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(page, {"/path/to/model": SHIPPED_MODEL})[engine].close()
+    assert len(capsys.readouterr().out.strip()) > 5

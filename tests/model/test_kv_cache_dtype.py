@@ -177,6 +177,7 @@ def test_logprobs_are_those_of_rounded_products(tmp_path: Path, architecture: st
     assert max(errors) < 0.1
 
 
+@pytest.mark.usefixtures("one_preloader")
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_the_split_and_ranks_compute_what_one_process_does(tmp_path: Path, architecture: str) -> None:
     folder = narrow(tmp_path / "model", architecture)

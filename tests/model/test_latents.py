@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -20,11 +21,11 @@ from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, latents
 from pd_cluster.kv.pool_compatibility import check_pair
 from pd_cluster.model.kernels.attention_backend import choose_attention
 from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layout_of
-from pd_cluster.types import Sampling
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.model.test_lora import check
 from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import reference_greedy
-from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.more_checkpoints import LATENTS
 
 Checkpoints = Callable[..., Path]
@@ -91,11 +92,10 @@ def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4: latents keep 8 bits or more; use int8 or fp8"):
         layout_of((cache,), 16, "int4")
     layout = layout_of((cache,), 16, "bfloat16")
-    for backend in ("flashinfer", "triton"):
-        with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: latent attention .* use auto, or sdpa"):
-            choose_attention(backend, None, layout, Device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"--deterministic: latent attention .* remove it"):
-        choose_attention("auto", None, layout, Device("cuda", 0), is_deterministic=True)
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer: latent attention .* use auto"):
+        choose_attention("flashinfer", None, layout, Device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: latent attention .* use auto, or sdpa"):
+        choose_attention("triton", None, layout, Device("npu", 0))
     heads = KVLayout(1, 1, keys_and_values(40), 16, "bfloat16")
     with pytest.raises(LinkError, match="planes is k, v on the prefill instance and latent, rope on the decode"):
         check_pair(heads, layout)
@@ -141,6 +141,28 @@ def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path, is_pa
     core = make_core(tmp_path, num_blocks=32, language_model_only=is_part)
     (output,) = generate(core, [prompt], GREEDY)
     assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
+
+
+def test_several_sequences_and_guides_beside_others(checkpoint: Checkpoints) -> None:
+    """Three drawn sequences of one prompt, and an answer that a guide forces, are what each is alone."""
+    folder, prompts = checkpoint("deepseek_v3"), prompts_of(6)
+    drawn = Sampling(n=3, max_tokens=16, temperature=1.0, seed=5, ignore_eos=True)
+    schema = '{"type": "object", "properties": {"a": {"enum": ["forced"]}}, "required": ["a"]}'
+    guided = Sampling(max_tokens=40, temperature=0.0, guide=Guide("json", schema))
+    orders = [RequestSpec(prompts[2], drawn), RequestSpec(prompts[1], guided), RequestSpec(prompts[3], GREEDY)]
+
+    def answered(*chosen: RequestSpec) -> list[dict[int, list[int]]]:
+        core = make_core(folder, num_blocks=64, max_num_batched_tokens=32)
+        found = run(core, [Request(f"{at}", order, arrival_s=float(at)) for at, order in enumerate(chosen)])
+        return [
+            {at: [token.token_id for token in each] for at, each in by_index.items()} for by_index in found.values()
+        ]
+
+    among = answered(*orders)
+    assert among == [answered(order)[0] for order in orders]
+    assert len({tuple(each) for each in among[0].values()}) == 3
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(among[1][0]).startswith("{")
+    assert_all_same(folder, [prompts[3]], [among[2][0]], GREEDY.max_tokens)
 
 
 def test_a_folder_with_a_tokenizer_of_another_form(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_more_than_there_is_room_for(llm: LLM, models: dict[str, Path], tmp_path
     check(llm, models, ["a", "b", ""])
 
 
+@pytest.mark.usefixtures("one_preloader")
 def test_worker_processes(models: dict[str, Path], tmp_path: Path) -> None:
     """Two ranks on either side have adapters from the start, found by their content, and others on first use."""
     folder = models["a"].parent

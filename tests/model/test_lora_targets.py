@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -49,6 +48,8 @@ def ends_of(model: Any) -> tuple[str, str]:
 
 def written(folder: Path, base: Path, seed: int = 1, only: str = "", **config: Any) -> Any:
     """Writes an adapter with random matrices; returns PEFT's model."""
+    import peft  # takes seconds
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     own = [name for name in linear_modules(model) if only in name]
     config.setdefault("target_modules", own)

@@ -8,8 +8,6 @@ import functools
 import gc
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -36,7 +34,6 @@ from tests.support.adapters import make_adapter
 from tests.support.checkpoints import reference_greedy
 from tests.support.held import held, more_than, processes_of
 
-SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 
 
@@ -193,13 +190,6 @@ def test_a_fork_does_not_have_it(offline: OfflineService) -> None:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert len(offline.run(pieces_of(offline, PROMPTS))) == len(PROMPTS)
-
-
-def test_a_script_that_does_not_close_it_ends_without_a_word(model: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
-    command = [sys.executable, str(SCRIPT), str(model), "0", "end"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_what_is_refused_by_name(twins: Twins, tmp_path: Path) -> None:
     paddle = as_paddle(twins("tied")[0], tmp_path / "paddle")
     file = paddle / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "num_attention_heads": 5}))
-    with pytest.raises(ModelError, match=r"qkv_proj\.\w+: 128 outputs are no 5 \+ 2 \+ 2 equal parts"):
+    with pytest.raises(ModelError, match=r"qkv_proj\.\w+: 128 outputs cannot be split into 5 \+ 2 \+ 2 equal parts"):
         make_core(paddle, num_blocks=8)
     (paddle / "model.safetensors").unlink()
     (paddle / "model_state.pdparams").write_bytes(b"\x80")

@@ -154,6 +154,7 @@ def test_penalties_and_prompt_logprobs_do_not_see_virtual_tokens(checkpoint: Che
         assert penalized[0][0].logprob == ask(prompt_adapter_request=request).outputs[0].logprobs[0][0].logprob
 
 
+@pytest.mark.usefixtures("one_preloader")
 def test_llm_in_one_process_and_split(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A list with one for each prompt; loaded on first use, in the worker processes too."""
     base = checkpoint("llama")

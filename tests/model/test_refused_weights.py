@@ -307,5 +307,7 @@ def test_tied_embeddings_that_are_null(checkpoint: Callable[..., Path], tmp_path
     folder = copy_of(checkpoint("llama"), tmp_path, {})
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "tie_word_embeddings": None}))
-    with pytest.raises(ModelError, match=r"config\.json: .*null for tie_word_embeddings: leave out, or give values$"):
+    with pytest.raises(
+        ModelError, match=r"config\.json: .*null for tie_word_embeddings: leave them out, or give values$"
+    ):
         load_model(Checkpoint.open(str(folder)), "float32", CPU)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from schemathesis import Case, GenerationMode
 
 from tests.support.cluster import LiveCluster
 
+if TYPE_CHECKING:
+    from schemathesis import Case
 
-def each_case(operation: Any, mode: GenerationMode, num_cases: int, use: Callable[[Case, random.Random], None]) -> None:
+MODES = ("positive", "negative")  # the values of Schemathesis' GenerationMode, which takes a second to import
+
+
+def each_case(operation: Any, mode: str, num_cases: int, use: Callable[[Case, random.Random], None]) -> None:
     """Makes so many cases, the same in each run, and hands over each with a source of further choices."""
+    from schemathesis import GenerationMode
 
     @seed(num_cases)
     @settings(
@@ -25,7 +30,7 @@ def each_case(operation: Any, mode: GenerationMode, num_cases: int, use: Callabl
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode), choose=st.randoms(use_true_random=False))
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)), choose=st.randoms(use_true_random=False))
     def make(case: Case, choose: random.Random) -> None:
         use(case, choose)
 

@@ -1,14 +1,14 @@
 """The path of `--deterministic`: a row's bits among any rows, for each kernel and for whole engines.
 
-Interpreted on CPU; on a GPU if the cases run without TRITON_INTERPRET. Run by tests/model/test_cuda_deterministic.py.
+Interpreted on CPU; on a GPU if the cases run without TRITON_INTERPRET. Run by tests/model/test_cuda_ops.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.engine.step.engine_core import EngineCore
-from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, latents
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
@@ -31,6 +31,7 @@ from pd_cluster.model.kernels.attention_backend import triton_attention
 from pd_cluster.model.kernels.cuda import deterministic
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, TileConfig, padded
 from pd_cluster.model.kernels.cuda.attention.attention_plan import tiles_of
+from pd_cluster.model.kernels.cuda.attention.triton_planner import AttentionShape
 from pd_cluster.model.kernels.cuda.deterministic import DeterministicOps, attend_rows
 from pd_cluster.model.kernels.cuda.experts import experts_kernels
 from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
@@ -41,20 +42,28 @@ from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from pd_cluster.model.layers.expert_weights import experts_of
 from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
+from pd_cluster.model.layers.ops import Rope
 from pd_cluster.model.loading import model_loader
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
+from tests.support.cuda_latent_cases import rows_of
 from tests.support.draft_steps import Steps, random_orders
 from tests.support.engines import assert_all_same, generate, random_prompt, run
-from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device
+from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device, multiplied_in_order
 from tests.support.spread import spread
 
-choose_device(in_order=True)
+choose_device()
 
 COMPANIES = (1, 2, 7, 33, 64, 200)  # numbers of rows
 ASKING = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
 Answer = list[tuple[int, float, list[tuple[int, float]]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_order() -> Iterator[None]:
+    with multiplied_in_order():
+        yield
 
 
 # ---- kernels
@@ -158,9 +167,9 @@ def test_the_gate_has_one_launch_for_all_sizes(monkeypatch: pytest.MonkeyPatch) 
 # ---- attention
 
 
-def small_configs(head_dim: int, bits: int, group: int, device: object, has_codes: bool) -> AttentionConfigs:
-    tile = TileConfig(padded(8 * group), 16, 4, 2)
-    return AttentionConfigs(tile, tile, is_uniform=True)
+def small_configs(shape: AttentionShape, bits: int, device: object, has_codes: bool) -> AttentionConfigs:
+    tile = TileConfig(padded(8 * shape.group), 16, 4, 2)
+    return replace(shape.configs(bits, (9, 0)), prefill=tile, decode=tile, is_uniform=True)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +209,39 @@ def test_a_token_attends_the_same_however_its_prompt_is_cut(
     for start in (0, 20, 42):
         assert torch.equal(attended([(1, 0, 30), (0, start, 43), (1, 40, 41)])[1], whole[start:])
         assert torch.equal(attended([(1, 3, 4), (0, start, start + 1)])[1], whole[start : start + 1])
+
+
+def test_a_token_attends_to_latents_the_same_however_its_prompt_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and beside the chunks of another prompt, which is the same one at other places."""
+    monkeypatch.setattr(deterministic, "configs_of", small_configs)
+    shape = (4, (24, 40, 16, 32), 8, "float32", "float32")
+    num_tokens, ops = 29, DeterministicOps(attend_rows)
+    layer, queries, kept, rope = rows_of(shape, num_tokens, 3)
+
+    def attended(*steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Returns the rows of the first sequence; chunks are (sequence, first token, last token + 1)."""
+        pool = KVPool(KVLayout(2, 1, latents(40, 16), 8, "float32"), 8)
+        found = []
+        for chunks in steps:
+            requests = []
+            for seq, start, stop in chunks:
+                order = RequestSpec([0] * num_tokens, Sampling())
+                table = list(range(4 * seq, 4 * seq + 4))
+                requests.append((Request(f"{seq}", order, num_computed_tokens=start, tables=[table]), stop - start))
+            rows = torch.cat([torch.arange(start, stop) for _, start, stop in chunks])
+            turned = Rope(rope.cos[rows], rope.sin[rows])
+            result = ops.attend_latents(layer, queries[rows], kept[rows], turned, build_batch(requests, pool))
+            parts = result.split([stop - start for _, start, stop in chunks])
+            found += [part for (seq, *_), part in zip(chunks, parts, strict=True) if seq == 0]
+        return found
+
+    (whole,) = attended([(0, 0, num_tokens)])
+    assert torch.isfinite(whole).all()
+    for cuts in ((0, 1, 17, 29), (0, 27, 28, 29)):
+        parts = attended(*([(0, start, stop)] for start, stop in itertools.pairwise(cuts)))
+        assert torch.equal(torch.cat(parts), whole), cuts
+    beside = attended([(1, 0, 20), (0, 0, 5)], [(0, 5, 6), (1, 20, 21)], [(1, 21, 29), (0, 6, 29)])
+    assert torch.equal(torch.cat(beside), whole)
 
 
 def test_tiles_cover_each_query_once() -> None:
@@ -254,7 +296,10 @@ def _told(token: TokenOutput) -> tuple[int, float, list[tuple[int, float]]]:
     "architecture",
     [
         pytest.param("llama", marks=SLOW_IF_INTERPRETED),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen2_moe", "gpt_oss", "glm4")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("mixtral", "qwen2_moe", "gpt_oss", "glm4", "deepseek_v3")
+        ),
     ],
 )
 def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption(

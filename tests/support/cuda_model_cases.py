@@ -1,6 +1,6 @@
 """Whole models through the CUDA path's kernels, graphs and steps ahead, against transformers' `generate()`.
 
-Interpreted on CPU, where replaying a graph repeats its calls. Run by tests/model/test_cuda_model.py.
+Interpreted on CPU, where replaying a graph repeats its calls. Run by tests/model/test_cuda_ops.py.
 """
 
 from __future__ import annotations
@@ -177,12 +177,13 @@ def noted_kinds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return kinds
 
 
-def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_steps_with_prompts_through_graphs(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside sequences that decode, ahead of the host; four sequences are too many."""
     as_cuda(monkeypatch)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (6, 17))
     monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
-    folder = make_checkpoint(tmp_path, "llama", **SHALLOW)
+    folder = make_checkpoint(tmp_path, architecture, **SHALLOW)
     core, runner, _ = with_graphs(folder, max_num_batched_tokens=16)
     planner = PaddedPlanner(runner.model.config.num_attention_heads, runner.pool.layout, 32, CPU)
     graphs = PromptGraphs(runner.model, runner.pool, lambda run: run, GraphRules(8, 400), planner)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, resolve
+from pd_cluster.kv.copy_kernel import WORDS_PER_PROGRAM, copy_pairs
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.kv_vectors import encode
@@ -116,3 +117,12 @@ def filled(heads: Heads, pool_dtype: str, sequences: list[tuple[int, int]]) -> t
         order = RequestSpec([0] * context, Sampling())
         chunks.append((Request("x", order, num_computed_tokens=context - query_len, tables=[table]), query_len))
     return pool, build_batch(chunks, pool)
+
+
+@pytest.mark.parametrize("words", [8, WORDS_PER_PROGRAM, 2 * WORDS_PER_PROGRAM + 24])
+def test_the_copy_kernel_copies_named_blocks_and_no_others(words: int) -> None:
+    source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
+    expected = target.clone()
+    expected[[3, 0, 6], words:] = source[[8, 2, 1], words:]
+    copy_pairs(source[:, words:], target[:, words:], torch.tensor([[8, 3], [2, 0], [1, 6]]))
+    assert torch.equal(target, expected)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,15 +47,10 @@ def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> 
     return done.stdout
 
 
-def choose_device(in_order: bool = False) -> None:
-    """Chooses the device for this process: CPU, interpreted; a GPU if the cases run without TRITON_INTERPRET.
-
-    `in_order`: products add up their inputs one by one, as below.
-    """
+def choose_device() -> None:
+    """Chooses the device for this process: CPU, interpreted; a GPU if the cases run without TRITON_INTERPRET."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         mend()
-        if in_order:
-            multiply_in_order()
     else:
         torch.set_default_device("cuda")
 
@@ -73,6 +70,7 @@ class Noted:
         return launch
 
 
+@cache
 def mend() -> None:
     """Fixes the interpreter for this process."""
     import triton.language as tl  # only in processes that run kernels
@@ -112,12 +110,16 @@ def mend() -> None:
     interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # restores nothing
 
 
-def multiply_in_order() -> None:
+@contextmanager
+def multiplied_in_order() -> Iterator[None]:
     """Makes an element of a product the accumulator plus one term after the other, wherever it is in its tile.
 
     A GPU's instruction treats all rows of a tile alike. numpy's BLAS does not: the rows of one product have different
     orders of summation.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
     from triton.runtime import interpreter
 
     def dot(self: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
@@ -127,7 +129,9 @@ def multiply_in_order() -> None:
             total += left[:, k, None] * right[None, k, :]
         return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = dot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield
 
 
 def _as_float32(handle: Any) -> Any:

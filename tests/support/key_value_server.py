@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import redis
 
 from pd_cluster.cluster.processes.port_reservations import free_port_pair
 
@@ -42,6 +41,8 @@ class KeyValueServer:
     """`with KeyValueServer(folder) as server:`; on the loopback address, and it writes nothing to disk."""
 
     def __init__(self, folder: Path) -> None:
+        import redis
+
         command, env = server_command(folder)
         self.port = free_port_pair()
         self.url = f"redis://127.0.0.1:{self.port}"
@@ -52,6 +53,8 @@ class KeyValueServer:
         self.client = redis.Redis.from_url(self.url, socket_timeout=10)
 
     def __enter__(self) -> KeyValueServer:
+        import redis
+
         stop_s = time.monotonic() + START_S
         while True:
             try:

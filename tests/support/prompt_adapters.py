@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import peft
 import torch
 import transformers
 
@@ -25,6 +24,8 @@ def _base(folder: Path) -> Any:
 
 def make_prompt_adapter(folder: Path, base: Path, kind: Kind = "prompt", num_tokens: int = 5, seed: int = 0) -> Path:
     """Writes an adapter for `base`."""
+    import peft  # takes seconds
+
     torch.manual_seed(seed)
     common: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": num_tokens}
     config = {
@@ -47,6 +48,8 @@ def variant_of(folder: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _adapted(base: Path, adapter: Path | None) -> Any:
+    import peft
+
     model = _base(base)
     return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,3 +14,20 @@ def spread(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     """
     rows = [[each[at % len(each)] for each in values] for at in range(max(map(len, values)))]
     return [tuple(part for each in row for part in (each if isinstance(each, tuple) else (each,))) for row in rows]
+
+
+def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns rows in which any two values of two lists meet in one, at least: a third to a tenth of all combinations.
+
+    Takes the row with the most pairs that are still missing, again and again; the same rows in each run.
+    """
+    rows = list(itertools.product(*values))
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing, found = set().union(*map(pairs, rows)), []
+    while missing:
+        found.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(found[-1])
+    return found

@@ -5,6 +5,7 @@ Runs in a TritonChild that does not interpret.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.kernels.cuda.attention import paged_attention
-from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for, latent_configs_for
 from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_attention
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.compile_cuda_ops import facts, launches_of
@@ -22,7 +23,16 @@ from tests.support.compile_cuda_ops import facts, launches_of
 
 def compiled(arch: int, **shape: Any) -> dict[str, dict[str, Any]]:
     """Maps each kernel to its use of a multiprocessor and what its code has (`facts`)."""
-    launches = launches_of(lambda: _step(**shape, arch=arch))
+    return _facts(arch, lambda: _step(**shape, arch=arch))
+
+
+def latents_compiled(arch: int, **shape: Any) -> dict[str, dict[str, Any]]:
+    """Does the same for attention to latents, without the products around it."""
+    return _facts(arch, lambda: _latents_step(**shape, arch=arch))
+
+
+def _facts(arch: int, step: Callable[[], None]) -> dict[str, dict[str, Any]]:
+    launches = launches_of(step)
     found = {launch[0].__name__: facts("attention", launch, arch) for launch in launches}
     assert len(found) == len(launches)
     return found
@@ -64,3 +74,26 @@ def _step(
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
     paged_attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
     paged_attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype, pdl=pdl)
+
+
+def _latents_step(
+    arch: int, num_heads: int, widths: tuple[int, int], dtype: str, pool_dtype: str = "", is_uniform: bool = False
+) -> None:
+    query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
+    torch_dtype = TORCH_DTYPES[dtype]
+    capability = divmod(arch, 10)
+    configs = latent_configs_for(num_heads, widths, torch_dtype.itemsize * 8, capability, bool(pool_dtype))
+    assert configs.latent is not None
+    configs = replace(configs, is_uniform=is_uniform)
+    group = configs.latent.group
+    plan = plan_attention(query_lens, context_lens, group, num_heads // group, configs, 132)
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    stored = [stored_width(pool_dtype or dtype, width) for width in widths]
+    pools = [empty(4000, 61, 64, 1, width, dtype=TORCH_DTYPES[pool_dtype or dtype])[:, 3] for width in stored]
+    query, tiles = empty(502, num_heads, sum(widths), dtype=torch_dtype), empty(len(plan.tiles), 2)
+    arrivals = empty(plan.num_arrivals(num_heads // group))
+    batch = paged_attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals)
+    paged_attention.attend(query, *pools, batch, plan, Scoring(0.1), pool_dtype=pool_dtype)

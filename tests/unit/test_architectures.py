@@ -29,11 +29,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba2"}, "keeps states and no keys and values; take a hybrid of it"),
     ({"model_type": "zamba2"}, "shares one attention between layers, in a cache of its own; take"),
     ({"model_type": "deepseek_v4"}, "keeps windows of compressed tokens, in caches of its own; take deepseek_v32"),
-    ({"model_type": "glm5_next", "vision_config": {"x": 1}}, "chooses keys by pooled ones beside its states"),
+    ({"model_type": "glm5_next", "vision_config": {"x": 1}}, "has states, and chooses keys by pooled keys"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder model (is_encoder_decoder)"),
     ({"model_type": "bart"}, "is an encoder-decoder model"),
     ({"model_type": "bert", "position_embedding_type": "absolute"}, "is an encoder: its tokens see later ones"),
-    ({"model_type": "vit"}, "is no language model: transformers has no causal one of it"),
+    ({"model_type": "vit"}, "is not a language model: transformers has no causal model of this type"),
     ({"model_type": "llama4", "vision_config": {"x": 1}}, "takes more than text (vision_config)"),
     ({"model_type": "blip-2"}, "takes more than text (images)"),
     ({"model_type": "llama4_text", "layer_types": ["chunked_attention"]}, "attends within chunks (layer_types has "),
@@ -94,16 +94,18 @@ def test_one_that_may_be_tried_and_its_defaults(tmp_path: Path) -> None:
 
 
 def test_without_transformers_the_worker_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget() -> None:
+        for cached in (architectures._table, architectures._statements):
+            cached.cache_clear()
+
     monkeypatch.setattr(architectures, "_folder", lambda: None)
-    architectures._table.cache_clear()
-    architectures._statements.cache_clear()
+    forget()
     try:
         folder = make_folder(tmp_path / "model", model_type="nobody_knows")
         assert opened(folder, try_unlisted=("nobody_knows",)).is_unproven
         assert "keeps a state" in fault(folder, {"model_type": "lfm9", "state_size": 4}, try_unlisted=("lfm9",))
     finally:
-        architectures._table.cache_clear()
-        architectures._statements.cache_clear()
+        forget()
 
 
 def test_lengths_of_a_config() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
-from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from pd_cluster.cluster.records.request_stats import RequestStats
@@ -29,7 +29,6 @@ from tests.support.kept import ids_in
 from tests.support.public_port import Answer, ask, make_app
 from tests.support.router_world import admission_of
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 A, B, C = make_tokenizer().encode("abc").ids
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
@@ -37,6 +36,13 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 LOST = InstanceLost("its worker died")
+
+
+@cache
+def event_type() -> TypeAdapter[Any]:
+    from openai.types.responses import ResponseStreamEvent  # takes a second, as its adapter does
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 class Script:
@@ -85,7 +91,7 @@ def test_a_failure_after_the_first_events_is_told_in_band(tmp_path: Path, path: 
     last = events[-1]
     if path == "/v1/responses":
         for event in events:
-            EVENT.validate_python(event)
+            event_type().validate_python(event)
         assert last["type"] == "response.failed"
         assert last["response"]["status"] == "failed"
         assert last["response"]["error"] == {"code": "server_error", "message": "its worker died"}

@@ -299,8 +299,8 @@ def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, val
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True is not supported"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:awq_marlin"}, "packing_format 'awq_marlin' is"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is no size"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is no size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not a size"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not a size"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' is not supported"),
         (w4a8({"symmetric": False}, {}), "weights.symmetric False is not supported"),
         (w4a8({}, {"strategy": "tensor"}), "input_activations.strategy 'tensor' is not"),
@@ -404,7 +404,7 @@ def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCap
     assert not caplog.records
     (folder / "adapter_config.json").write_text("{}")
     Checkpoint.open(str(folder)).warn_of_ignored_files()
-    assert caplog.messages == [f"{folder}: adapter_config.json: the model is served without; see --lora-modules"]
+    assert caplog.messages == [f"{folder}: adapter_config.json: the model is served without them; see --lora-modules"]
 
 
 # ---- --generation-config

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
 import pytest
-from openai.types import ReasoningEffort
 
 from pd_cluster.api.routes.tokens.token_routes import TokenizeChatRequest
 from pd_cluster.errors import RequestError
@@ -172,6 +171,8 @@ def test_what_a_template_has_no_place_for_is_refused(name: str, value: Any) -> N
 
 
 def test_an_effort_is_honoured_or_refused() -> None:
+    from openai.types import ReasoningEffort
+
     levels, plain = ChatTemplate("{{ reasoning_effort }}"), ChatTemplate("{{ messages[0].content }}")
     for effort in get_args(get_args(ReasoningEffort)[0]):
         assert rendered(template=levels, reasoning_effort=effort) == effort

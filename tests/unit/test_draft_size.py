@@ -10,6 +10,7 @@ import pytest
 from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.step_costs import NEVER, NUM_TRIED, SIZES, StepCosts
 from pd_cluster.types import Request, RequestSpec, Sampling
+from tests.support.spread import pairwise
 
 MOST = 16
 Cost = Callable[[int], float]
@@ -58,9 +59,9 @@ def best(cost: Cost, num_seqs: int, chance: float) -> float:
     return max(gains) * cost(num_seqs)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("num_seqs", [1, 4, pytest.param(16, marks=pytest.mark.slow), 32])
-@pytest.mark.parametrize("chance", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.5, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("machine", "num_seqs", "chance"), pairwise(list(MACHINES), [1, 4, 16, 32], [0.0, 0.1, 0.5, 0.8, 1.0])
+)
 def test_it_comes_near_the_best_constant_number(machine: str, num_seqs: int, chance: float) -> None:
     found, most = speedup(MACHINES[machine], num_seqs, chance), best(MACHINES[machine], num_seqs, chance)
     assert found >= 0.97, "drafts cost more than they bring"
@@ -91,9 +92,7 @@ def test_estimates_are_of_all_sizes() -> None:
 DRAFT_S = 0.1  # of a draft for each of any number of sequences
 
 
-@pytest.mark.parametrize("machine", ["16", "1"])
-@pytest.mark.parametrize("num_seqs", [1, 4])
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize(("machine", "num_seqs", "chance"), pairwise(["16", "1"], [1, 4], [0.0, 0.1, 0.5, 0.8, 1.0]))
 def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chance: float) -> None:
     """Near the best constant number, as above; a model that is wrong is tried again, which may cost a little."""
     rng, cost, size, draft_costs = random.Random(3), MACHINES[machine], DraftSize(), StepCosts()

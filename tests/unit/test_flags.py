@@ -5,6 +5,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -208,15 +209,22 @@ def refused(*argv: str) -> str:
     return str(caught.value)
 
 
+FORMS: dict[Takes, tuple[str, ...]] = {
+    Takes.SWITCH: ("--{}", "--no-{}", "--{} False"),
+    Takes.ONE: ("--{} 1", "--{}=1", "--{} a"),
+    Takes.SEVERAL: ("--{} 1", "--{}=1", "--{} a b"),
+}
+
+
 def test_every_flag_without_effect_is_accepted_between_others() -> None:
+    """Each kind of flag in each form, and every flag in one of them."""
+    seen = Counter[Takes]()
     for each in (each for each in NAMED if each.values is None):
-        is_switch = each.takes is Takes.SWITCH
-        for argv in (
-            [each.name, *([] if is_switch else ["1"])],
-            [f"--no-{each.name[2:]}"] if is_switch else [f"{each.name}=1"],
-            [each.name, "False"] if is_switch else [each.name, *(["a", "b"] if each.takes is Takes.SEVERAL else "a")],
-        ):
-            assert accepted(*argv) == [f"{argv[0].partition('=')[0]} has no effect: {told(each.why)}"]
+        forms = FORMS[each.takes]
+        argv = forms[seen[each.takes] % len(forms)].format(each.name[2:]).split()
+        seen[each.takes] += 1
+        assert accepted(*argv) == [f"{argv[0].partition('=')[0]} has no effect: {told(each.why)}"]
+    assert all(seen[takes] >= len(forms) for takes, forms in FORMS.items())
 
 
 def test_only_known_values_are_without_effect() -> None:
@@ -238,13 +246,14 @@ def test_a_flag_that_lacks_its_value() -> None:
 
 
 def test_every_refusal_gives_its_reason() -> None:
-    for each in (each for each in NAMED if each.values == ()):
+    """Every flag in one of the forms, which are the same for all, and with one of the values that are nothing."""
+    forms, nothings = ("{} value", "{}=value", "{}.member=1", "{}"), ("", "{}", "None")
+    for at, each in enumerate(each for each in NAMED if each.values == ()):
         name, why = each.name, told(each.why)
-        for argv in ([name, "value"], [f"{name}=value"], [f"{name}.member=1"], [name]):
-            assert refused(*argv).startswith(name)
-            assert refused(*argv).endswith(why)
-        for nothing in ("", "{}", "None"):
-            assert accepted(name, nothing) == [f"{name} has no effect: {why}"]
+        said = refused(*forms[at % len(forms)].format(name).split())
+        assert said.startswith(name)
+        assert said.endswith(why)
+        assert accepted(name, nothings[at % len(nothings)]) == [f"{name} has no effect: {why}"]
 
 
 def test_a_family_of_flags_has_one_answer() -> None:

@@ -77,10 +77,10 @@ PLAIN = (
     *("D waits for a landing", "D drafts cold"),
 )
 ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
-    (World, 200, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
-    (RestingWorld, 90, ("P the link to decode did not open", "rests", "wakes")),
-    (AheadWorld, 200, ("P the link to decode is down", "D aborted", "steps ahead")),
-    (GroupsWorld, 100, (*PLAIN[:6], "D died", "P died", "windows spare tokens")),
+    (World, 125, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
+    (RestingWorld, 60, ("P the link to decode did not open", "rests", "wakes")),
+    (AheadWorld, 125, ("P the link to decode is down", "D aborted", "steps ahead")),
+    (GroupsWorld, 65, (*PLAIN[:6], "D died", "P died", "windows spare tokens")),
 ]
 
 

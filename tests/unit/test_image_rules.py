@@ -163,7 +163,7 @@ def test_a_folder_s_sizes_of_videos(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"patch_size": 16}, "patch_size 16: config.json has patch_size 14"),
-        ({"do_normalize": False}, "do_normalize false: pictures that are not so prepared are not supported"),
+        ({"do_normalize": False}, "do_normalize false: pictures without this preparation are not supported"),
         ({"resample": 5}, r"resample 5: supported are 1 \(Lanczos\), 2 \(bilinear\), 3 \(bicubic\)"),
         ({"image_std": [1, 2]}, r"image_std \[1, 2\]: must be three numbers"),
     ],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -298,23 +295,3 @@ def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None
         expected[into, first:] = numbers[ids, first:]
         copy_blocks(numbers[:, first:], target[:, first:], ids, into, paired_runs(ids, into))
         assert torch.equal(target, expected)
-
-
-KERNEL = """
-import torch
-from pd_cluster.kv.copy_kernel import WORDS_PER_PROGRAM, copy_pairs
-for words in (8, WORDS_PER_PROGRAM, 2 * WORDS_PER_PROGRAM + 24):
-    source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
-    expected = target.clone()
-    expected[[3, 0, 6], words:] = source[[8, 2, 1], words:]
-    copy_pairs(source[:, words:], target[:, words:], torch.tensor([[8, 3], [2, 0], [1, 6]]))
-    assert torch.equal(target, expected), words
-"""
-
-
-@pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
-def test_the_kernel_copies_named_blocks_and_no_others() -> None:
-    """In Triton's interpreter, which must be chosen before the kernel is read."""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -11,16 +11,23 @@ import pytest
 from pd_cluster.native.malloc_settings import CHOICES
 
 PROGRAM = """
-import resource, sys
-import torch
+import ctypes, resource
 from pd_cluster.native.malloc_settings import keep_what_is_freed
 
+def taken(size):
+    # as torch takes memory for a tensor
+    block = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(block), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    ctypes.memset(block, 1, size)
+    return block
+
+libc = ctypes.CDLL(None)
 print(keep_what_is_freed())
 for step in range(10):
     if step == 5:  # by then the heap is as large as it gets
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    parts = [torch.empty(6 << 20).fill_(1.0) for _ in range(6)]  # 24 MiB each
-    del parts
+    for block in [taken(24 << 20) for _ in range(6)]:
+        libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -160,8 +160,8 @@ def test_settings_are_refused_by_their_field() -> None:
     settings: list[tuple[str, dict[str, object], str]] = [
         ("awq", {"version": "gemv"}, "version gemv without group_size"),
         ("awq", {"group_size": "all"}, "group_size 'all' is not a whole number"),
-        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\] is no size"),
-        ("fp8", {"weight_block_size": "128x128"}, "weight_block_size '128x128' is no size"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\] is not a size"),
+        ("fp8", {"weight_block_size": "128x128"}, "weight_block_size '128x128' is not a size"),
         (
             "compressed-tensors",
             {"config_groups": {"W4A16": ["Linear"]}},

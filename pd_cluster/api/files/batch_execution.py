@@ -19,7 +19,7 @@ from pd_cluster.service.files.batch_validation import check_entries
 P = ParamSpec("P")
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
-READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # lines and their bytes
+READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # the most lines that are read together, and their bytes
 MOST_NBYTES = 64 << 20  # the bytes of requests that are being answered or wait
 WHY_EXPIRED = "This request could not be executed before the completion window expired."
 WHY_CANCELLED = "This request was not executed, because its batch was cancelled."
@@ -43,7 +43,7 @@ class BatchExecution:
         """`may_run`: whether the batch's owner has a key."""
         self._store, self._id, self._answers, self._may_run = store, batch_id, answers, may_run
         self._most = store.files.config.batch_concurrency
-        self._most_nbytes = 0  # of the batch's files, by its owner's quota
+        self._most_nbytes = 0  # the largest size of the batch's files, by its owner's quota
         self._pending: set[asyncio.Future[Any]] = set()  # calls on threads
 
     async def run(self) -> None:

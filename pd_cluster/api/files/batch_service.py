@@ -17,8 +17,8 @@ from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-RETRY_S = 10.0  # the time until a batch is tried again that had to stop, such as for a full disk
-MOST_AT_ONCE = 8  # batches, besides those that are about to end
+RETRY_S = 10.0  # the time until a batch that had to stop, such as for a full disk, is tried again
+MOST_AT_ONCE = 8  # the most running batches, besides those that are about to end
 
 
 class BatchService:

@@ -17,7 +17,7 @@ from pd_cluster.service.schema.error_bodies import BodyTooLarge
 IDLE_TIMEOUT_S = 60.0
 WRITTEN_NBYTES = 1 << 20  # the bytes of one write
 FORM_NBYTES = 64 << 10  # the largest form, without its file
-SHORTEST_S, LONGEST_S = 3600, 2_592_000  # as OpenAI's
+SHORTEST_S, LONGEST_S = 3600, 2_592_000  # OpenAI's limits of a file's lifetime
 MAX_LENGTH_NUM_DIGITS = 18
 
 

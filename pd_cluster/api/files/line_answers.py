@@ -23,7 +23,7 @@ from pd_cluster.types.request_spec import BATCH_PRIORITY
 
 log = logging.getLogger(__name__)
 
-MOST_TRIES = 3  # how often a request is tried that loses its instances or times out
+MOST_TRIES = 3  # how often a request that loses its instances or times out is tried
 RETRY_S, LONGEST_WAIT_S = 1.0, 30.0
 
 

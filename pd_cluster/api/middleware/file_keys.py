@@ -54,7 +54,7 @@ class FileKeys:
         return any(known.key.tenant == name and not self._has_expired(known) for known in self._known.values())
 
     def validity(self, key: bytes) -> Callable[[], bool] | None:
-        """Returns a function that says whether the key is still valid, without storing it; None for an unknown key.
+        """Returns a function that says whether the key is still valid, without storing the key; None if it is unknown.
 
         Raises Unauthorized for an expired key.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Examples = dict[str, tuple[str, dict[str, Any]]]  # name -> (summary, the request's body, but for the model's name)
+Examples = dict[str, tuple[str, dict[str, Any]]]  # name -> (summary, the request's body without the model's name)
 
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 ANSWER_SCHEMA = {

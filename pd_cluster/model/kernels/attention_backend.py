@@ -105,8 +105,10 @@ def choose_attention(
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
-    if layout.has_latents:
+    if layout.has_latents and not device.traits.runs_triton:
         return _by_modules(wanted, is_deterministic, "latent attention (MLA) runs")
+    if layout.has_latents and wanted == "flashinfer":
+        raise ConfigError(f"{BACKEND} flashinfer: latent attention (MLA) runs on Triton or SDPA; use auto")
     if not layout.has_one_width:
         return _by_modules(wanted, is_deterministic, "attention whose values are narrower than its keys runs")
     if layout.dtype != dtype and not device.traits.runs_triton:
@@ -230,4 +232,4 @@ def _why_not_triton(layout: KVLayout, config: Any) -> str:
         return "Triton is not installed"
     from pd_cluster.model.kernels.cuda.attention.triton_planner import problem
 
-    return problem(layout.head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)
+    return problem(layout, config.num_attention_heads)

@@ -68,11 +68,12 @@ def latent_attention(
 ) -> LatentAttention:
     assert isinstance(maker.ops, LatentOps)
     up: UpProjection = attention.kv_b_proj
+    dtype = torch.float32 if maker.ops.wide_latents else attention.kv_a_layernorm.weight.dtype
     latents = Latents(
         layer_idx=attention.layer_idx,
         norm=norm_of(attention.kv_a_layernorm, quirks),
-        keys=up.keys.float(),
-        values=up.values.float(),
+        keys=up.keys.to(dtype),
+        values=up.values.to(dtype),
         rope_width=attention.qk_rope_head_dim,
         scaling=attention.scaling,
     )

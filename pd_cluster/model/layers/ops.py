@@ -143,7 +143,9 @@ class Ops(Gates, Protocol):
 
 @runtime_checkable
 class LatentOps(Ops, Protocol):
-    """`Ops` with latent attention."""
+    """`Ops` with latent attention. `wide_latents`: `Latents.keys` and `values` are float32 beside narrower rows."""
+
+    wide_latents: bool
 
     def attend_latents(
         self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
@@ -172,6 +174,7 @@ class TorchOps:
     name = "torch"
     attention = "SDPA"
     is_capturable = False  # SDPA reads lengths on the host
+    wide_latents = True
 
     def linear(self, weight: LinearWeight) -> Linear:
         return weight.linear()

@@ -178,7 +178,7 @@ def load_model(
     takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
-    without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
+    without_kernels = logn is not None or (layout.has_latents and device.is_accelerator and not attention.make_ops)
     may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use the classes of others
     is_fused = may_fuse and can_fuse(model) and has_kernels(model, _ops_of(attention))
     if not is_fused:

@@ -129,14 +129,15 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
     """Returns the bytes of the split-KV workspace of the largest decode step, which graphs hold in addition to the
     peak.
 
-    For latents: the workspace of a step over the longest past, because the step that is measured has no past.
+    For latents without Triton: the workspace of a step over the longest past, because the step that is measured has no
+    past.
     """
-    if layout.has_latents:
-        return workspace_nbytes(max_model_len, sum(plane.width for plane in layout.planes))
     if model.attention != "Triton":
-        return 0
+        all_widths = sum(plane.width for plane in layout.planes)
+        return workspace_nbytes(max_model_len, all_widths) if layout.has_latents else 0
     num_heads: int = model.config.num_attention_heads  # this rank's heads: the config describes its share
-    return 4 * num_seqs * num_heads * most_splits(max_model_len) * (layout.head_dim + 1)
+    width = layout.planes[0].width if layout.has_latents else layout.head_dim
+    return 4 * num_seqs * num_heads * most_splits(max_model_len) * (width + 1)
 
 
 def largest_step(

@@ -158,6 +158,7 @@ class CpuOps:
     name = "C"
     attention = "C"
     is_capturable = False  # there are no graphs on a CPU
+    wide_latents = True
 
     def __init__(
         self, flags: tuple[str, ...] = build.FLAGS, pool_dtype: str = "float32", has_latents: bool = False

@@ -15,9 +15,10 @@ import torch
 from pd_cluster.devices.device import Device, compute_capability
 from pd_cluster.kv.kv_layout import CODE_BITS
 from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
-from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
 from pd_cluster.model.kernels.cuda.attention.attention_plan import AttentionPlan, plan_tiles
 from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+from pd_cluster.model.kernels.cuda.attention.triton_planner import AttentionShape
 from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
 from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
 from pd_cluster.model.kernels.cuda.linear.triton_linear import TritonLinear
@@ -36,6 +37,7 @@ class DeterministicOps(CudaOps):
 
     name = "deterministic Triton"
     few_gated = sys.maxsize
+    has_one_tile = True
 
     def linear(self, weight: LinearWeight) -> Linear:
         """Multiplies by the weight's codes if it is quantized, otherwise by the weight itself."""
@@ -56,23 +58,22 @@ def attend_rows(
     pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
-    group = query.shape[1] // key_pool.shape[2]
+    shape = AttentionShape.of_step(query, key_pool, batch.pool.layout)
     known = batch.kernel_state
     if not isinstance(known, dict):
         known = batch.kernel_state = {}
-    key = "rows", query.shape[2], group
+    key = "rows", shape
     if key not in known:
         has_codes = batch.pool.layout.dtype in CODE_BITS
-        configs = configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device, has_codes)
-        known[key] = _plan(batch, configs, group)
+        configs = configs_of(shape, query.element_size() * 8, batch.pool.device, has_codes)
+        known[key] = _plan(batch, configs, shape.group)
     plan, metadata = known[key]
     return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
 
 @functools.cache
-def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool = False) -> AttentionConfigs:
-    found = configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)
-    return replace(found, is_uniform=True)
+def configs_of(shape: AttentionShape, dtype_bits: int, device: Device, has_codes: bool = False) -> AttentionConfigs:
+    return replace(shape.configs(dtype_bits, compute_capability(device), has_codes), is_uniform=True)
 
 
 def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:

@@ -6,7 +6,7 @@ current stream, and its sizes depend on shapes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton
 from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cuda import elementwise_kernels as kernels
+from pd_cluster.model.kernels.cuda.attention.latent_heads import Attend, attend_latents
 from pd_cluster.model.kernels.cuda.attention.quantized_kv import codes_of
 from pd_cluster.model.kernels.cuda.dependent_launch import launched
 from pd_cluster.model.kernels.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
@@ -22,19 +23,15 @@ from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import DTYPES as DTYPES_16
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
 from pd_cluster.model.kernels.cuda.states import triton_states
-from pd_cluster.model.layers.attention.sdpa import Scoring
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, FewRows
 from pd_cluster.model.layers.linear_weight import LinearWeight
-from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
+from pd_cluster.model.layers.ops import Heads, Latents, Norm, Rope, Rows
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
 from pd_cluster.model.layers.states.recurrent_kernels import RecurrentKernel, StateShape
 from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
-
-# (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
 
 MAX_FEATURES = 32768  # the most features of a norm: a row stays in one program's registers
 ROW_ELEMENTS_PER_WARP = 512  # elements of a norm: 16 per thread
@@ -47,7 +44,9 @@ class CudaOps:
 
     name = "Triton"
     is_capturable = True
+    wide_latents = False
     few_gated = FEW_GATED
+    has_one_tile = False  # products of latents have the same tile for every number of rows
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
         """`attention`: its name, for the log. `speedups`: see model/kernels/cuda_speedups.py."""
@@ -104,6 +103,11 @@ class CudaOps:
         query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl, dtype)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
+
+    def attend_latents(
+        self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> torch.Tensor:
+        return attend_latents(self._attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
 
     def takes_states(self, shape: StateShape, device: torch.device) -> bool:
         return triton_states.takes(shape)

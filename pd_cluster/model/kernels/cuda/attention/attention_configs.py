@@ -26,12 +26,24 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentTile:
+    """Latent attention: `group` query heads of a program read the same latents, of `width` numbers, which are also
+    the values, and the rotated parts of keys, of `rope_width`.
+    """
+
+    group: int
+    width: int
+    rope_width: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfigs:
     """`is_uniform`: prefill masks every tile of keys, so that all queries run the same instructions."""
 
     prefill: TileConfig
     decode: TileConfig
     is_uniform: bool = False
+    latent: LatentTile | None = None
 
 
 # (padded head_dim, bits of an element, arch) -> rows, keys, warps, stages of prefill; keys, warps, stages of decode
@@ -80,3 +92,41 @@ def configs_for(
         of_prefill[0], keys = max(MIN_ROWS, of_prefill[0] // 2), max(MIN_ROWS, keys // 2)
     decode = TileConfig(padded(group), keys, num_warps, num_stages)
     return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), decode)
+
+
+# As above, by (bits of an element, arch), for latents. Sums of 16 heads times 512 numbers fill
+# the registers of eight warps to a quarter, and those of 64 rows fill them.
+MAX_LATENT, MAX_LATENT_ROPE, MAX_LATENT_GROUP = 512, 128, 16
+_LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
+    (16, 90): ((64, 32, 8, 2), (32, 8, 2)),
+    (16, 80): ((32, 16, 8, 2), (32, 8, 2)),
+    (32, 90): ((16, 16, 8, 2), (16, 8, 2)),
+    (32, 80): ((16, 16, 8, 1), (16, 8, 1)),
+}
+
+
+def latent_group(num_heads: int) -> int:
+    """Returns how many query heads a program has: the largest divisor of `num_heads` that is at most 16."""
+    return max(size for size in range(1, MAX_LATENT_GROUP + 1) if num_heads % size == 0)
+
+
+def latent_configs_for(
+    num_heads: int,
+    widths: tuple[int, int],
+    dtype_bits: int,
+    compute_capability: tuple[int, int],
+    has_codes: bool = False,
+) -> AttentionConfigs:
+    """Returns the configs; `widths`: of a latent and of its rotated part. `has_codes`: the pool is quantized.
+
+    Raises ValueError for shapes that the kernels do not support.
+    """
+    for name, width, most in zip(("latents", "rotated parts"), widths, (MAX_LATENT, MAX_LATENT_ROPE), strict=True):
+        if not 0 < width <= most or width % 8:
+            raise ValueError(f"{name} of {width} numbers: the Triton attention supports multiples of 8 up to {most}")
+    arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
+    (rows, *of_prefill), (keys, *of_decode) = _LATENT_TABLE[dtype_bits, arch]
+    if has_codes:
+        rows, of_prefill[0], keys = max(MIN_ROWS, rows // 2), MIN_ROWS, MIN_ROWS
+    prefill, decode = TileConfig(rows, *of_prefill), TileConfig(MIN_ROWS, keys, *of_decode)
+    return AttentionConfigs(prefill, decode, latent=LatentTile(latent_group(num_heads), *widths))

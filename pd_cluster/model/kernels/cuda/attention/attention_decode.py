@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pd_cluster.model.kernels.cuda.attention.attention_kernels import add_sink, sweep
+from pd_cluster.model.kernels.cuda.attention.attention_kernels import add_sink, rope_of, sweep
 from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 
@@ -125,12 +125,16 @@ def decode_kernel(
     block_stride,
     token_stride,
     head_stride,
+    value_block_stride,
+    value_token_stride,
     window,
     scale,
     softcap,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -194,8 +198,11 @@ def decode_kernel(
         table = block_table + tl.load(table_starts + seq)
         first, end, keys = _splits_of(context_len, window, SPLIT_KEYS, MAX_SPLITS, HAS_WINDOW)
         split = item - before
-        q_at = (heads * query_head_stride)[:, None] + d[None, :]
-        q = tl.load(query + row.to(tl.int64) * query_stride + q_at, mask=there, other=0.0)
+        q_rows = row.to(tl.int64) * query_stride + heads * query_head_stride
+        q = tl.load(query + q_rows[:, None] + d[None, :], mask=there, other=0.0)
+        q_rope = q
+        if ROPE_DIM > 0:
+            q_rope = rope_of(query, q_rows, r < GROUP, HEAD_DIM, ROPE_DIM, R)
 
         lo = (first + split) * keys
         hi = tl.minimum(lo + keys, context_len)
@@ -210,9 +217,10 @@ def decode_kernel(
             whole_hi = tl.maximum(whole_lo, whole_hi)
         positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
         acc, top, total = sweep(
-            q, positions, positions, seen_from, lo, whole_lo, whole_hi, hi,
+            q, q_rope, positions, positions, seen_from, lo, whole_lo, whole_hi, hi,
             key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
-            window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE,
+            value_block_stride, value_token_stride, window, scale, softcap,
+            HEAD_DIM, BLOCK_M, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
             HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
         )  # fmt: skip
         num_splits = end - first

@@ -26,11 +26,55 @@ def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
+def _rope_scores(
+    q_rope,  # [M, R]
+    base,
+    block,
+    start,
+    is_seen,  # [BLOCK_N]
+    block_stride,
+    token_stride,
+    ROPE_DIM: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Returns the products [M, BLOCK_N] of queries with the rotated parts of a tile of keys."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, R)
+    if BLOCK_N <= BLOCK_SIZE:
+        rows = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
+    else:
+        rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    there = is_seen[:, None] & (d < ROPE_DIM)[None, :]
+    if CODES > 0:
+        rows = tl.multiple_of(rows, 4)
+        k = decoded(base, rows, there, d, q_rope.dtype, ROPE_DIM, CODES)
+    else:
+        k = tl.load(base + rows[:, None] + d[None, :], mask=there, other=0.0).to(q_rope.dtype)
+    scores = tl.dot(q_rope, tl.trans(k), input_precision=PRECISION)
+    if CODES > 0:
+        scores *= scale_at(base, rows, is_seen, ROPE_DIM, CODES)[None, :]
+    return scores
+
+
+@triton.jit
+def rope_of(query, rows, there, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, R: tl.constexpr):
+    """Returns the rotated parts [M, R] of queries at `rows`, which come after their first HEAD_DIM numbers."""
+    d = tl.arange(0, R)
+    at = rows[:, None] + (HEAD_DIM + d)[None, :]
+    return tl.load(query + at, mask=there[:, None] & (d < ROPE_DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def _attend_tile(
     acc,  # [M, D] float32
     top,  # [M] float32: highest score so far
     total,  # [M] float32: sum of weights so far
     q,  # [M, D]
+    q_rope,  # [M, R], with ROPE_DIM
     positions,  # [M] int32: the queries' positions
     ends,  # [M] int32: the last visible key of each query
     block,  # from `blocks_at`
@@ -41,11 +85,15 @@ def _attend_tile(
     value_base,
     block_stride,
     token_stride,
+    value_block_stride,
+    value_token_stride,
     window,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -54,7 +102,10 @@ def _attend_tile(
     CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
     MASKED: tl.constexpr,
 ):
-    """Returns (acc, top, total) after BLOCK_N more keys."""
+    """Returns (acc, top, total) after BLOCK_N more keys.
+
+    With ROPE_DIM the first plane has latents, which are also the values, and the second one the keys' rotated parts.
+    """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     if BLOCK_N <= BLOCK_SIZE:
@@ -73,21 +124,32 @@ def _attend_tile(
     if CODES > 0:
         there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
         k = decoded(key_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
-        v = decoded(value_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
+        if ROPE_DIM == 0:
+            v = decoded(value_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
     elif MASKED:
         there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(key_base + offsets, mask=there, other=0.0).to(q.dtype)
-        v = tl.load(value_base + offsets, mask=there, other=0.0).to(q.dtype)
+        if ROPE_DIM == 0:
+            v = tl.load(value_base + offsets, mask=there, other=0.0).to(q.dtype)
     elif HEAD_DIM < D:
         k = tl.load(key_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
-        v = tl.load(value_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+        if ROPE_DIM == 0:
+            v = tl.load(value_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
     else:
         k = tl.load(key_base + offsets).to(q.dtype)
-        v = tl.load(value_base + offsets).to(q.dtype)
+        if ROPE_DIM == 0:
+            v = tl.load(value_base + offsets).to(q.dtype)
+    if ROPE_DIM > 0:
+        v = k
 
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, BLOCK_N]
     if CODES > 0:
         scores *= scale_at(key_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
+    if ROPE_DIM > 0:
+        scores += _rope_scores(
+            q_rope, value_base, block, start, is_seen, value_block_stride, value_token_stride,
+            ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, PRECISION, CODES,
+        )  # fmt: skip
     if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the factors to and from log2
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
     if MASKED:
@@ -109,7 +171,8 @@ def _attend_tile(
     fade = tl.exp2(top - shift)
     total = total * fade + tl.sum(weights, 1)
     if CODES > 0:
-        weights *= scale_at(value_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
+        values = key_base if ROPE_DIM > 0 else value_base
+        weights *= scale_at(values, rows, is_seen, HEAD_DIM, CODES)[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
@@ -117,6 +180,7 @@ def _attend_tile(
 @triton.jit
 def sweep(
     q,
+    q_rope,
     positions,
     ends,  # [M]: the last visible key of each query, at least its own position
     seen_from,  # the first key that is visible to any query
@@ -129,12 +193,16 @@ def sweep(
     table,
     block_stride,
     token_stride,
+    value_block_stride,
+    value_token_stride,
     window,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -155,24 +223,27 @@ def sweep(
             block = upcoming
             upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
             acc, top, total = _attend_tile(
-                acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
-                block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+                acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
+                block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
+                HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
                 HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
             )  # fmt: skip
     for start in range(whole_lo, whole_hi, BLOCK_N):
         block = upcoming
         upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
         acc, top, total = _attend_tile(
-            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
-            block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+            acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
+            block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
+            HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
             HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=False,
         )  # fmt: skip
     for start in range(whole_hi, hi, BLOCK_N):
         block = upcoming
         upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
         acc, top, total = _attend_tile(
-            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
-            block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+            acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
+            block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
+            HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
             HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
         )  # fmt: skip
     return acc, top, total
@@ -216,12 +287,16 @@ def prefill_kernel(
     block_stride,
     token_stride,
     head_stride,
+    value_block_stride,
+    value_token_stride,
     window,
     scale,
     softcap,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -257,8 +332,11 @@ def prefill_kernel(
     is_row = (r < QUERIES * GROUP) & (index < query_len)
     there = is_row[:, None] & (d < HEAD_DIM)[None, :]
     token = (row_start + index).to(tl.int64)
-    q_at = (token * query_stride + heads * query_head_stride)[:, None] + d[None, :]
-    q = tl.load(query + q_at, mask=there, other=0.0)
+    q_rows = token * query_stride + heads * query_head_stride
+    q = tl.load(query + q_rows[:, None] + d[None, :], mask=there, other=0.0)
+    q_rope = q
+    if ROPE_DIM > 0:
+        q_rope = rope_of(query, q_rows, is_row, HEAD_DIM, ROPE_DIM, R)
 
     least = prefix + first
     most = prefix + tl.minimum(first + QUERIES, query_len) - 1
@@ -283,9 +361,10 @@ def prefill_kernel(
     if CODES > 0:
         head_at = tl.multiple_of(head_at, 4)
     acc, top, total = sweep(
-        q, prefix + index, ends, seen_from, lo, whole_lo, whole_hi, hi,
+        q, q_rope, prefix + index, ends, seen_from, lo, whole_lo, whole_hi, hi,
         key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
-        window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
+        value_block_stride, value_token_stride, window, scale, softcap,
+        HEAD_DIM, BLOCK_M, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
     )  # fmt: skip
     if HAS_SINKS:
         fade, total = add_sink(top, total, sinks, heads, is_row)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
 from pd_cluster.kv.kv_layout import stored_width
-from pd_cluster.model.kernels.cuda.attention.attention_configs import padded
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, LatentTile, padded
 from pd_cluster.model.kernels.cuda.attention.attention_decode import decode_kernel
 from pd_cluster.model.kernels.cuda.attention.attention_kernels import prefill_kernel
 from pd_cluster.model.kernels.cuda.attention.attention_plan import MAX_SPLITS, AttentionPlan
@@ -48,6 +49,22 @@ class BatchMetadata:
     key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
 
 
+class _ValueHeads(NamedTuple):
+    """For the kernels, heads that share latents are those of a KV head, and each KV head is at the same place."""
+
+    num_kv_heads: int
+    head_dim: int  # of the values
+    rope_dim: int
+    head_stride: int
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key_pool: torch.Tensor, configs: AttentionConfigs) -> _ValueHeads:
+        latent = configs.latent
+        if latent is None:
+            return cls(key_pool.shape[2], query.shape[2], 0, key_pool.stride(2))
+        return cls(query.shape[1] // latent.group, latent.width, latent.rope_width, 0)
+
+
 def attend(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
     key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim or stored width of codes]
@@ -62,16 +79,18 @@ def attend(
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must already be in the pool.
 
-    `pool_dtype`: the pool's dtype if it is quantized.
+    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, queries are of its two widths, one
+    after the other, the pools hold latents and rotated parts, and the result has the width of a latent.
     """
+    shape = _ValueHeads.of(query, key_pool, plan.configs)
     if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _check(query, key_pool, value_pool, out, scoring, pool_dtype)
+        out = torch.empty(*query.shape[:2], shape.head_dim, dtype=query.dtype, device=query.device)
+    _check(query, key_pool, value_pool, out, scoring, pool_dtype, plan.configs.latent)
     if len(plan.tiles):
         _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype, pdl)
     if len(plan.decode_seqs):
         if workspace is None:
-            numel = plan.workspace_numel(query.shape[1], query.shape[2])
+            numel = plan.workspace_numel(query.shape[1], shape.head_dim)
             workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
         _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype, pdl)
     return out
@@ -125,12 +144,17 @@ def write_kv(
     )
 
 
-def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor, latent: LatentTile | None = None) -> None:
     """Asserts the kernels' preconditions; block ids were checked when the batch was built."""
-    _, block_size, _, width = key_pool.shape
-    assert key_pool.shape == value_pool.shape
-    assert key_pool.stride() == value_pool.stride()
-    assert key_pool.stride()[2:] == (width, 1)
+    block_size = key_pool.shape[1]
+    if latent is None:
+        assert key_pool.shape == value_pool.shape
+        assert key_pool.stride() == value_pool.stride()
+    else:
+        assert key_pool.shape[:3] == value_pool.shape[:3]
+        assert key_pool.shape[2] == 1
+    for pool in (key_pool, value_pool):
+        assert pool.stride()[2:] == (pool.shape[3], 1)
     assert block_size & (block_size - 1) == 0
     assert MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE, f"block_size {block_size}"
 
@@ -142,16 +166,26 @@ def _check(
     out: torch.Tensor,
     scoring: Scoring,
     pool_dtype: str,
+    latent: LatentTile | None,
 ) -> None:
-    _check_pools(key_pool, value_pool)
+    _check_pools(key_pool, value_pool, latent)
     num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
-    assert num_heads % num_kv_heads == 0
-    assert stored_width(pool_dtype, query.shape[2]) == key_pool.shape[3]
+    if latent is None:
+        assert num_heads % num_kv_heads == 0
+        assert stored_width(pool_dtype, query.shape[2]) == key_pool.shape[3]
+        assert out.shape == query.shape
+    else:
+        assert num_heads % latent.group == 0
+        widths = latent.width, latent.rope_width
+        assert (key_pool.shape[3], value_pool.shape[3]) == tuple(stored_width(pool_dtype, each) for each in widths)
+        assert query.shape[2] == sum(widths)
+        assert out.shape == (*query.shape[:2], latent.width)
+        assert scoring.is_plain
+        assert scoring.sliding_window is None
     assert query.stride(2) == 1
     assert query.dtype == out.dtype
     assert key_pool.dtype == value_pool.dtype
     assert (key_pool.dtype == torch.uint8) == bool(codes_of(pool_dtype))
-    assert out.shape == query.shape
     assert out.is_contiguous()
     assert scoring.scaling > 0
     assert scoring.sinks is None or scoring.sinks.shape == (num_heads,)
@@ -164,13 +198,23 @@ def _scales(scoring: Scoring) -> tuple[float, float]:
     return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
 
 
-def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str) -> dict[str, object]:
+def _strides(
+    query: torch.Tensor, out: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, heads: _ValueHeads
+) -> tuple[int, ...]:
+    of_rows = *query.stride()[:2], out.stride(0)
+    return (*of_rows, *key_pool.stride()[:2], heads.head_stride, *value_pool.stride()[:2])
+
+
+def _constants(
+    query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str, shape: _ValueHeads
+) -> dict[str, object]:
     """Returns the constants that specialize both attention kernels."""
-    head_dim = query.shape[2]
     return {
-        "GROUP": query.shape[1] // key_pool.shape[2],
-        "HEAD_DIM": head_dim,
-        "D": padded(head_dim),
+        "GROUP": query.shape[1] // shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "D": padded(shape.head_dim),
+        "ROPE_DIM": shape.rope_dim,
+        "R": padded(shape.rope_dim) if shape.rope_dim else 1,
         "BLOCK_SIZE": key_pool.shape[1],
         "HAS_WINDOW": scoring.sliding_window is not None,
         "HAS_SOFTCAP": scoring.softcap is not None,
@@ -191,8 +235,8 @@ def _prefill(
     pool_dtype: str,
     pdl: bool,
 ) -> None:
-    config = plan.configs.prefill
-    num_kv_heads = key_pool.shape[2]
+    config, shape = plan.configs.prefill, _ValueHeads.of(query, key_pool, plan.configs)
+    num_kv_heads = shape.num_kv_heads
     prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
         query,
         out,
@@ -206,12 +250,7 @@ def _prefill(
         batch.key_limits if batch.key_limits is not None else batch.tiles,
         scoring.sinks if scoring.sinks is not None else out,
         num_kv_heads,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        key_pool.stride(0),
-        key_pool.stride(1),
-        key_pool.stride(2),
+        *_strides(query, out, key_pool, value_pool, shape),
         scoring.sliding_window or 0,
         *_scales(scoring),
         BLOCK_M=config.rows,
@@ -220,7 +259,7 @@ def _prefill(
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(query, key_pool, scoring, pool_dtype),
+        **_constants(query, key_pool, scoring, pool_dtype, shape),
         **launched(pdl),
     )
 
@@ -238,17 +277,18 @@ def _decode(
     pdl: bool,
 ) -> None:
     config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
-    _, num_heads, head_dim = query.shape
+    shape, num_heads = _ValueHeads.of(query, key_pool, plan.configs), query.shape[1]
+    num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= plan.workspace_numel(num_heads, head_dim)
     assert not plan.all_decode or num_decode == len(query)
     assert plan.split_keys % config.keys == 0
     partial = workspace[: num_decode * num_heads * max_splits * head_dim] if max_splits > 1 else workspace
     partial_lse = workspace[partial.numel() :] if max_splits > 1 else workspace
-    d, merged = padded(head_dim), 1 << (num_heads // key_pool.shape[2] - 1).bit_length()
-    assert batch.arrivals.numel() >= plan.num_arrivals(key_pool.shape[2])
+    d, merged = padded(head_dim), 1 << (num_heads // num_kv_heads - 1).bit_length()
+    assert batch.arrivals.numel() >= plan.num_arrivals(num_kv_heads)
     sinks = scoring.sinks if scoring.sinks is not None else out
-    decode_kernel[key_pool.shape[2], plan.num_workers](
+    decode_kernel[num_kv_heads, plan.num_workers](
         query,
         out,
         partial,
@@ -264,12 +304,7 @@ def _decode(
         sinks,
         num_decode,
         max_splits,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        key_pool.stride(0),
-        key_pool.stride(1),
-        key_pool.stride(2),
+        *_strides(query, out, key_pool, value_pool, shape),
         scoring.sliding_window or 0,
         *_scales(scoring),
         BLOCK_M=config.rows,
@@ -282,6 +317,6 @@ def _decode(
         ALL_DECODE=plan.all_decode,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(query, key_pool, scoring, pool_dtype),
+        **_constants(query, key_pool, scoring, pool_dtype, shape),
         **launched(pdl),
     )

@@ -7,14 +7,19 @@ kernels do not support: then they are not used, and the log says so.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
 from pd_cluster.kv.kv_layout import CODE_BITS, KVLayout
 from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
-from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_configs import (
+    AttentionConfigs,
+    configs_for,
+    latent_configs_for,
+    latent_group,
+)
 from pd_cluster.model.kernels.cuda.attention.attention_plan import (
     AttentionPlan,
     Ids,
@@ -35,12 +40,53 @@ from pd_cluster.model.layers.attention.sdpa import Scoring
 Planned = tuple[AttentionPlan, BatchMetadata]
 
 
-def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -> str:
-    """Returns why these kernels do not support this model and pool; "" if they do."""
+class AttentionShape(NamedTuple):
+    """A rank's heads. The heads of a program that share latents count as those of one KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    width: int  # of the values
+    rope_width: int = 0  # of the rotated parts beside latents; 0: the pool has keys and values
+
+    @classmethod
+    def of_latents(cls, num_heads: int, layout: KVLayout) -> AttentionShape:
+        latent, rope, *_ = layout.planes
+        return cls(num_heads, num_heads // latent_group(num_heads), latent.width, rope.width)
+
+    @classmethod
+    def of_pool(cls, num_heads: int, layout: KVLayout) -> AttentionShape:
+        if layout.has_latents:
+            return cls.of_latents(num_heads, layout)
+        return cls(num_heads, layout.local_kv_heads, layout.head_dim)
+
+    @classmethod
+    def of_step(cls, query: torch.Tensor, key_pool: torch.Tensor, layout: KVLayout) -> AttentionShape:
+        if layout.has_latents:
+            return cls.of_latents(query.shape[1], layout)
+        return cls(query.shape[1], key_pool.shape[2], query.shape[2])
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def configs(self, dtype_bits: int, capability: tuple[int, int], has_codes: bool = False) -> AttentionConfigs:
+        """Returns the kernels' tiles. Raises ValueError for unsupported shapes."""
+        if self.rope_width:
+            widths = self.width, self.rope_width
+            return latent_configs_for(self.num_heads, widths, dtype_bits, capability, has_codes)
+        return configs_for(self.width, dtype_bits, self.group, capability, has_codes)
+
+
+def problem(layout: KVLayout, num_heads: int) -> str:
+    """Returns why these kernels do not support this pool and this model's `num_heads`; "" if they do."""
+    block_size = layout.block_size
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"blocks of {block_size} tokens: the Triton attention supports powers of 2 from {MIN_BLOCK_SIZE} on"
+    shape = AttentionShape(num_heads, layout.num_kv_heads, layout.head_dim)
+    if layout.has_latents:
+        shape = AttentionShape.of_latents(num_heads, layout)
     try:
-        configs_for(head_dim, 16, num_heads // num_kv_heads, (9, 0))
+        shape.configs(16, (9, 0))
     except ValueError as error:
         return str(error)
     return ""
@@ -55,7 +101,7 @@ def attend_batch(
     pdl: bool = False,
 ) -> torch.Tensor:
     """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
-    plan, metadata = _planned(batch, query, key_pool.shape[2])
+    plan, metadata = _planned(batch, query, key_pool)
     return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
 
@@ -74,24 +120,23 @@ def write_and_attend(
     return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
 
 
-def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Planned:
+def _planned(batch: ForwardBatch, query: torch.Tensor, key_pool: torch.Tensor) -> Planned:
     """Returns the batch's plan; the first layer makes it."""
-    _, num_heads, head_dim = query.shape
-    key = num_heads, num_kv_heads, head_dim
+    key = AttentionShape.of_step(query, key_pool, batch.pool.layout)
     known = batch.kernel_state
     if not isinstance(known, dict):
         known = batch.kernel_state = {}
     if key not in known:
-        known[key] = _plan(batch, query.element_size() * 8, *key)
+        known[key] = _plan(batch, query.element_size() * 8, key)
     found: Planned = known[key]
     return found
 
 
-def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Planned:
-    device, group = batch.pool.device, num_heads // num_kv_heads
-    configs = _configs(head_dim, dtype_bits, group, device, batch.pool.layout.dtype in CODE_BITS)
+def _plan(batch: ForwardBatch, dtype_bits: int, shape: AttentionShape) -> Planned:
+    device, num_kv_heads = batch.pool.device, shape.num_kv_heads
+    configs = _configs(shape, dtype_bits, device, batch.pool.layout.dtype in CODE_BITS)
     plan = plan_attention(
-        batch.query_lens, batch.host_context_lens, group, num_kv_heads, configs, num_multiprocessors(device)
+        batch.query_lens, batch.host_context_lens, shape.group, num_kv_heads, configs, num_multiprocessors(device)
     )
     there = {"decode_seqs": batch.table_starts[:0], "tiles": batch.table_starts[:0]}
     if not plan.all_decode:
@@ -116,16 +161,15 @@ class PaddedPlanner:
 
     def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
         """`num_heads`: this rank's query heads; `dtype_bits`: bits of a query's element."""
-        self._key = num_heads, layout.local_kv_heads, layout.head_dim
-        self._group = num_heads // layout.local_kv_heads
-        self._configs = _configs(layout.head_dim, dtype_bits, self._group, device, layout.dtype in CODE_BITS)
+        self._shape = AttentionShape.of_pool(num_heads, layout)
+        self._configs = _configs(self._shape, dtype_bits, device, layout.dtype in CODE_BITS)
         self._num_sms = num_multiprocessors(device)
 
     def num_tiles(self, size: tuple[int, int]) -> int:
-        return most_tiles(*size, self._configs.prefill.rows // self._group)
+        return most_tiles(*size, self._configs.prefill.rows // self._shape.group)
 
     def items(self, query_lens: Any, context_lens: Any, size: tuple[int, int]) -> tuple[Ids, Ids]:
-        return padded_items(query_lens, context_lens, *size, self._group, self._configs)
+        return padded_items(query_lens, context_lens, *size, self._shape.group, self._configs)
 
     def install(
         self,
@@ -135,16 +179,16 @@ class PaddedPlanner:
         decode_seqs: torch.Tensor,
         tiles: torch.Tensor,
     ) -> None:
-        num_kv_heads = self._key[1]
-        plan = plan_padded(*size, longest, self._group, num_kv_heads, self._configs, self._num_sms)
+        num_kv_heads = self._shape.num_kv_heads
+        plan = plan_padded(*size, longest, self._shape.group, num_kv_heads, self._configs, self._num_sms)
         arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32, device=tiles.device)
         metadata = BatchMetadata(
             *(batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts),
             *(decode_seqs, tiles, arrivals),
         )
-        batch.kernel_state = {self._key: (plan, metadata)}
+        batch.kernel_state = {self._shape: (plan, metadata)}
 
 
 @functools.cache
-def _configs(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool) -> AttentionConfigs:
-    return configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)
+def _configs(shape: AttentionShape, dtype_bits: int, device: Device, has_codes: bool) -> AttentionConfigs:
+    return shape.configs(dtype_bits, compute_capability(device), has_codes)

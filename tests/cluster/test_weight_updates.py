@@ -241,6 +241,7 @@ def test_every_token_is_of_the_version_that_its_answer_names(
 
         def change() -> None:
             for number in range(1, 11):
+                cluster.wait_until("an instance is ready", lambda: "ready" in states(cluster), 60)
                 update(cluster, folders[f"v{number}"], ("keep", "wait")[number % 2], weight_version=f"v{number}")
                 if number in (4, 7):
                     name = {4: "decode-1", 7: "prefill-0"}[number]
@@ -284,6 +285,10 @@ def streamed(url: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
                 found["weight_versions"] = choice.get("weight_versions")
     assert len(found["token_ids"]) == max_tokens
     return found
+
+
+def states(cluster: Steered) -> list[str]:
+    return [each["state"] for each in cluster.instances()]
 
 
 def resident_mib(cluster: Steered, name: str) -> float:

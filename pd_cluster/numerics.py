@@ -131,7 +131,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope/rope_tables.py). `bf16_way`: how a CPU multiplies bfloat16 weights
     (native/packed_products.py); "": it does not. `logits_processors`: the operator's classes, which change tokens
-    rather than KV.
+    rather than KV. `weights`: the digest of the weights that replaced the folder's; "": none did.
     """
 
     device: str = "cpu"
@@ -146,6 +146,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     bf16_way: str = ""
     quantize_head: str = ""
     logits_processors: str = ""
+    weights: str = ""
 
     @functools.cached_property
     def digest(self) -> str:

@@ -235,3 +235,41 @@ class ApiReport(msgspec.Struct, frozen=True):
     adapters: AdapterUse = AdapterUse()
     adapters_version: int = 0  # the version of the last AdapterNames
     pause_version: int = 0  # the version of the last PauseUpdate
+
+
+# ---- scheduler -> the process that receives a trainer's tensors
+
+
+class JoinTrainer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Joins the torch.distributed group of `world_size` ranks whose rank 0 sends weights."""
+
+    backend: Literal["gloo", "nccl", "hccl"]
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
+class SentTensor(msgspec.Struct, frozen=True, array_like=True):
+    """`dtype`: torch's name for it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class ReceiveTensors(msgspec.Struct, frozen=True, tag=True):
+    """Receives these tensors in this order, and writes them to a safetensors file."""
+
+    tensors: list[SentTensor]
+    path: str
+
+
+ToReceiver = JoinTrainer | ReceiveTensors
+
+
+class Received(msgspec.Struct, frozen=True):
+    """The answer to each of them. `problem`: "" if there was none."""
+
+    problem: str

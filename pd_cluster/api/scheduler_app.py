@@ -26,6 +26,7 @@ from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.metrics_routes import ONLY_ONE, Owner
 from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timeline_routes import LocalTimelines, RemoteTimelines, TimelineSource
+from pd_cluster.api.admin.weight_routes import weight_routes
 from pd_cluster.api.api_extension import ApiExtension, ClusterView, PublicPort, api_extensions
 from pd_cluster.api.connections.http_server import bind_unix, make_server, serve_until_signal
 from pd_cluster.api.files.files_api import most_nbytes_of
@@ -47,6 +48,7 @@ from pd_cluster.cluster.roles.auto_role import RoleChooser
 from pd_cluster.cluster.roles.role_costs import RoleGoals
 from pd_cluster.cluster.roles.roles_by_cost import role_chooser
 from pd_cluster.cluster.tenancy.key_store import KeyStore
+from pd_cluster.cluster.weights.weight_updates import WeightRules, WeightUpdates
 from pd_cluster.errors import ConfigError, Refused, Unavailable
 from pd_cluster.process_messages import AdapterNames, Busy, Stats
 from pd_cluster.service.serving_context import ServingContext
@@ -73,12 +75,14 @@ class KnownCluster:
 class Extras:
     """The optional parts of a scheduler. `join`: address and port for workers in no table.
 
-    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `lease`: for one of several
-    schedulers. `keys`: the keys of --api-key-file.
+    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `weights`: the folder below
+    which other weights lie, and the trainers' addresses; "": the weights stay. `lease`: for one of several schedulers.
+    `keys`: the keys of --api-key-file.
     """
 
     join: tuple[str, int] | None = None
     lora_root: str = ""
+    weights: tuple[str, frozenset[str]] = ("", frozenset())
     lease: Lease | None = None
     keys: KeyStore | None = None
 
@@ -121,6 +125,7 @@ class SchedulerServer:
         self._join_port = (
             JoinPort(self.membership, credentials, timeouts, *extras.join) if extras.join is not None else None
         )
+        self._weights = extras.weights
         self._book = self._adapter_book(extras.lora_root) if extras.lora_root else None
 
     async def run(
@@ -140,6 +145,8 @@ class SchedulerServer:
         try:
             control = self._control()
             commands = control_routes(control, info_of(self._config))
+            if self._weights[0]:
+                commands.include_router(weight_routes(self._weight_updates(control)))
             extensions = api_extensions(self._view(access, public))
             shown = ShownCluster(self._overview, self._model_name, logs, extensions, self._owner()[0])
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
@@ -207,6 +214,11 @@ class SchedulerServer:
         serving = self._edge.router if self._processes is None else self._processes
         timeout_s = self._config.timeouts.request_timeout_s
         return ClusterControl(self.membership, self._edge.mailbox, serving, timeout_s, may_sleep=self._shared is None)
+
+    def _weight_updates(self, control: ClusterControl) -> WeightUpdates:
+        root, hosts = self._weights
+        rules = WeightRules(Path(root), self._edge.checkpoint.path, hosts, may_change=self._shared is None)
+        return WeightUpdates(self.membership, self._edge.mailbox.send, control, rules)
 
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""

@@ -172,7 +172,7 @@ def _extras(
 
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
     lease = _lease(start, frontend, admin, admin_url) if frontend.scheduler_lease else None
-    return Extras(join, admin.lora_root, lease, keys)
+    return Extras(join, admin.lora_root, (admin.weights_dir, admin.weight_update_hosts), lease, keys)
 
 
 def _lease(start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str) -> Lease:
@@ -204,6 +204,8 @@ def check_shared(start: Start, frontend: AdmissionSettings, admin: AdminSettings
     if frontend.api_workers > 1:
         count = f"{called('api_workers')} {frontend.api_workers}"
         raise ConfigError(f"{lease}: not with {count}; start more schedulers, each of which is one process")
+    if admin.weights_dir:
+        raise ConfigError(f"{lease}: not with {called('weights_dir')}: other schedulers would send requests meanwhile")
     if admin.lora_root:
         raise ConfigError(
             f"{lease}: not with {called('allow_runtime_lora')}: other schedulers would not learn of adapters"

@@ -20,9 +20,11 @@ from pd_cluster import host, wire
 from pd_cluster.checkpoints.prompt_adapter_folder import AdapterFolder
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Roster
+from pd_cluster.cluster.members.cluster_control import ClusterControl
 from pd_cluster.cluster.placement.routing_policy import Pair, RoutingRequest, single_instance
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits, RoutingRules
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.weights.weight_updates import WeightRules, WeightUpdates
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable
 from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.settings.engine_config import EngineConfig
@@ -33,6 +35,7 @@ from pd_cluster.settings.timeouts import Timeouts
 if TYPE_CHECKING:
     from pd_cluster.engine.handover.engine_events import Event
     from pd_cluster.engine.handover.links.link_ends import ReceiveEnd, SendEnd
+    from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
     from pd_cluster.engine.worker.worker_loop import Loop
     from pd_cluster.model.runner.model_runner import ModelRunner
 
@@ -56,6 +59,7 @@ class LocalEngine:
                 raise ConfigError(
                     f"{name} {size}: one process has one rank; give 1, or prefill and decode to have worker processes"
                 )
+        self.table = b""  # of ranks: there is none
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -64,8 +68,9 @@ class LocalEngine:
         self._adapters: dict[str, str] = {}  # digest -> path
         self._heard: asyncio.Queue[wire.AdapterStates | None] = asyncio.Queue()  # None: the engine has ended
         self._loads_one = asyncio.Lock()
+        self._weights: EngineWeights | None = None  # while the engine runs
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
-        self._roster = _OneInstance([Instance(NAME, "decode", "", 0, [])], self)
+        self._roster = _OneInstance(Instance(NAME, "decode", "", 0, []), self)
         self.router = Router(self.send, self._roster, RoutingRules(_alone, replay=ReplayLimits(0, 0.0, 0.0)))
 
     async def start(self) -> None:
@@ -104,12 +109,16 @@ class LocalEngine:
                     del self._adapters[folder.digest]
                     raise ModelError(problem)
 
+    def weight_updates(self, rules: WeightRules) -> WeightUpdates:
+        control = ClusterControl(self._roster, self, self.router, NO_TIMEOUTS.request_timeout_s)
+        return WeightUpdates(self._roster, self.send, control, rules)
+
     # ---- the mailboxes of the router and of the worker, which exchange messages
 
     def send(self, conn: str, body: wire.Body) -> None:
         from pd_cluster.engine.handover.engine_events import Mail
 
-        if isinstance(body, wire.Submit | wire.Abort | wire.WantedAdapters):
+        if isinstance(body, wire.Submit | wire.Abort | wire.WantedAdapters | wire.CheckWeights | wire.ChangeWeights):
             self._inbox.put(Mail(conn, "scheduler@0", body))
         elif isinstance(body, wire.Outputs):
             self._call(self.router.on_outputs_at_once, conn, body)
@@ -125,9 +134,12 @@ class LocalEngine:
         """Does nothing: the only connection is permanent."""
 
     def beat(self) -> None:
-        """Does nothing: no peer needs heartbeats."""
+        """Reports the version of the weights; nobody needs the rest of a heartbeat."""
+        if self._weights is not None:
+            self._call(self._roster.on_heartbeat, NAME, wire.Load(weights=self._weights.status))
 
-    beat_soon = beat
+    def beat_soon(self) -> None:
+        """Does nothing: nobody needs these figures."""
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():
@@ -167,12 +179,13 @@ class LocalEngine:
         import torch
 
         from pd_cluster.devices.openmp_spinning import Spinning
-        from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of
+        from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of, weights_of
         from pd_cluster.engine.assembly.build_stages import adapters_of
         from pd_cluster.engine.handover.engine_events import ConnOpened
         from pd_cluster.engine.handover.handover_context import HandoverContext
         from pd_cluster.engine.lifecycle.availability import Availability
         from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
+        from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
         from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
         from pd_cluster.engine.stages.cache_reports import CacheReports
         from pd_cluster.engine.worker.worker import Cores, Worker
@@ -205,7 +218,9 @@ class LocalEngine:
         legs = legs_of(config, core, runner, context)
         stages = [adapters_of(config, runner, None, legs, context), CacheReports(self, core.scheduler.known)]
         drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
-        state = Availability(drain, EngineSleep(None, core.scheduler.forget))
+        weights = self._weights = EngineWeights(weights_of(core, runner, runner))
+        ending.callback(setattr, self, "_weights", None)
+        state = Availability(drain, EngineSleep(None, core.scheduler.forget), weights=weights)
         worker = Worker(core, legs, stages, state, context, Cores())
         self._adapters = dict(runner.held.named)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
@@ -231,6 +246,21 @@ class LocalEngine:
 
 
 class _OneInstance(Roster):
+    def __init__(self, instance: Instance, engine: LocalEngine) -> None:
+        super().__init__([instance], engine)
+        self._send = engine.send
+        self.weights = wire.WeightVersion()
+
+    def change_weights(self, version: wire.WeightVersion) -> None:
+        self.weights = version
+        self._send(NAME, wire.ChangeWeights(version))
+
+    def lacking_weights(self) -> list[Instance]:
+        return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
+
+    def set_back_lacking(self) -> None:
+        """Does nothing: the only instance takes no requests until it has loaded them."""
+
     def arrive(self, info: InstanceInfo) -> None:
         (instance,) = self.instances
         instance.info, instance.conn = info, NAME

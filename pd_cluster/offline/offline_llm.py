@@ -39,6 +39,7 @@ from pd_cluster.offline.llm_sampling import SamplingParams, guided_fields
 from pd_cluster.offline.llm_streaming import growing
 from pd_cluster.offline.offline_service import OfflineService
 from pd_cluster.offline.progress_bar import Progress
+from pd_cluster.offline.weight_commands import WeightCommands
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +278,38 @@ class LLM:
         check_task("pooling_task", pooling_task)
         outputs = self.embed(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
         return [encoded(output) for output in outputs]
+
+    @property
+    def weights(self) -> WeightCommands:
+        """The commands that replace the weights: `start_weight_update` and those after it."""
+        return self._offline.weights
+
+    def start_weight_update(self, mode: str = "wait") -> None:
+        """Begins an update. `mode`: running requests finish first (wait), continue with the new weights (keep) or end
+        (abort). Raises Refused, as the following methods do.
+        """
+        self.weights.start_weight_update(mode)
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        """Checks {"update_info": {"folder": …}}, or receives the tensors of its three lists from the trainer's group.
+
+        Raises RequestError that names the tensor, and then changes nothing.
+        """
+        self.weights.update_weights(request)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> str:
+        """Changes the weights of all instances; returns the version's name."""
+        return self.weights.finish_weight_update(weight_version)
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.weights.update_weight_version(new_version)
+
+    def get_weight_version(self) -> str:
+        return self.weights.get_weight_version()
+
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        """Joins the torch.distributed group that {"init_info": {"master_address": …, "master_port": …}} names."""
+        self.weights.init_weight_transfer_engine(request)
 
     @property
     def nums_blocks(self) -> list[int]:

@@ -23,6 +23,7 @@ from pd_cluster.offline.llm_adapters import RequestedAdapters
 from pd_cluster.offline.local_engine import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop_thread import LoopThread
 from pd_cluster.offline.split_cluster import SplitCluster
+from pd_cluster.offline.weight_commands import WeightCommands
 from pd_cluster.service.callers.adapter_names import digests_of
 from pd_cluster.service.concurrency.interpreter_tuning import seldom_collecting
 from pd_cluster.service.serving_context import service_config
@@ -91,6 +92,14 @@ class OfflineService:
                 self.run(engine.load_adapter(folder))
             case SplitCluster() as split:
                 self.run(split.load_adapter(folder))
+
+    @property
+    def weights(self) -> WeightCommands:
+        """The commands that replace the weights."""
+        if self._parts.weights is None:
+            assert self._parts.backend is not None
+            self._parts.weights = WeightCommands(self.run, self._parts.backend, self.checkpoint.path)
+        return self._parts.weights
 
     @property
     def service(self) -> TextService:
@@ -171,6 +180,7 @@ class _Resources:
         self.loop = LoopThread("pd-cluster")
         self.backend: LocalEngine | SplitCluster | None = None
         self.service: TextService | None = None
+        self.weights: WeightCommands | None = None
 
     @property
     def is_own(self) -> bool:
@@ -194,6 +204,8 @@ class _Resources:
 
     async def _close(self) -> None:
         try:
+            if self.weights is not None:
+                await self.weights.close()
             if self.service is not None:
                 await self.service.close()
         finally:

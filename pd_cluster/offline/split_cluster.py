@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pd_cluster.checkpoints.prompt_adapter_folder import AdapterFolder
 from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
+from pd_cluster.cluster.members.cluster_control import ClusterControl
 from pd_cluster.cluster.members.cluster_credentials import credentials_of
 from pd_cluster.cluster.members.rank_table_place import find_place, node_ports
 from pd_cluster.cluster.members.worker_membership import Membership, membership_of
@@ -26,6 +27,7 @@ from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Member, plan_cluster
 from pd_cluster.cluster.processes.port_reservations import Reservations
+from pd_cluster.cluster.weights.weight_updates import WeightRules, WeightUpdates
 from pd_cluster.errors import KEEPS_MARKS, ConfigError
 from pd_cluster.service.serving_context import ServingContext
 from pd_cluster.settings.process_configs import ApiConfig
@@ -81,6 +83,13 @@ class SplitCluster:
         """Loads an adapter; returns when all workers have it. Raises RequestError."""
         assert self._book is not None  # the engine takes adapters
         await self._book.load(folder.digest[-32:], str(folder.path), replaces=True)
+
+    def weight_updates(self, rules: WeightRules) -> WeightUpdates:
+        context = self.context
+        control = ClusterControl(
+            context.roster, context.mailbox, context.router, self._config.timeouts.request_timeout_s
+        )
+        return WeightUpdates(context.roster, context.mailbox.send, control, rules)
 
     def _adapter_book(self) -> AdapterBook:
         rules = AdapterRules(self._config.engine.adapters, "/", (), self._config.timeouts.drain_timeout_s)

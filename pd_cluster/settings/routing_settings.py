@@ -233,8 +233,25 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
 
+    weights_dir: Annotated[
+        str,
+        SCHEDULER(
+            "Folder below which the admin port may replace the weights; the same on every host.", after="lora_root"
+        ),
+    ] = ""
+    weight_update_hosts: Annotated[
+        frozenset[str],
+        SCHEDULER(
+            "Addresses of trainers that may send weights, separated by commas.", form=HOST_NAMES, after="weights_dir"
+        ),
+    ] = frozenset()
+
     def __post_init__(self) -> None:
         check(self)
+        if self.weight_update_hosts and not self.weights_dir:
+            raise ConfigError(f"{called('weight_update_hosts')}: needs {called('weights_dir')}")
+        if self.weights_dir and not os.path.isdir(self.weights_dir):
+            raise ConfigError(f"{called('weights_dir')} {self.weights_dir}: no such folder")
         if self.allow_runtime_lora and not self.lora_root:
             raise ConfigError(f"{called('allow_runtime_lora')}: needs {called('lora_root')}")
         if self.lora_root and not self.allow_runtime_lora:

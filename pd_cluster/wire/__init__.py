@@ -42,6 +42,8 @@ from pd_cluster.wire.membership_messages import PREEMPTIONS_BOUNDS as PREEMPTION
 from pd_cluster.wire.membership_messages import STEP_TOKENS_BOUNDS as STEP_TOKENS_BOUNDS
 from pd_cluster.wire.membership_messages import AdapterLocation as AdapterLocation
 from pd_cluster.wire.membership_messages import AdapterStates as AdapterStates
+from pd_cluster.wire.membership_messages import ChangeWeights as ChangeWeights
+from pd_cluster.wire.membership_messages import CheckWeights as CheckWeights
 from pd_cluster.wire.membership_messages import DraftCounts as DraftCounts
 from pd_cluster.wire.membership_messages import Gone as Gone
 from pd_cluster.wire.membership_messages import GroupLoad as GroupLoad
@@ -59,6 +61,8 @@ from pd_cluster.wire.membership_messages import SleepLevel as SleepLevel
 from pd_cluster.wire.membership_messages import StaleTerm as StaleTerm
 from pd_cluster.wire.membership_messages import Tally as Tally
 from pd_cluster.wire.membership_messages import WantedAdapters as WantedAdapters
+from pd_cluster.wire.membership_messages import WeightStatus as WeightStatus
+from pd_cluster.wire.membership_messages import WeightVersion as WeightVersion
 from pd_cluster.wire.membership_messages import Welcome as Welcome
 from pd_cluster.wire.membership_messages import pull_over as pull_over
 from pd_cluster.wire.message_base import KEY_NBYTES as KEY_NBYTES

@@ -25,6 +25,8 @@ from pd_cluster.wire.link_messages import (
 )
 from pd_cluster.wire.membership_messages import (
     AdapterStates,
+    ChangeWeights,
+    CheckWeights,
     Gone,
     Heartbeat,
     Hello,
@@ -57,6 +59,8 @@ Body = (
     | AdapterStates
     | ResetCache
     | Sleep
+    | CheckWeights
+    | ChangeWeights
     | Submit
     | Abort
     | Outputs

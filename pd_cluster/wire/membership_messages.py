@@ -21,6 +21,29 @@ PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 SleepLevel = Literal[0, 1, 2]  # 0: awake; 1: without KV cache; 2: also without weights
 
 
+class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
+    """The weights that an instance shall have. `epoch` counts the cluster's changes; 0: the weights of the start.
+
+    `name`: the version's name for clients. `digest`: of every byte of the files in the folder `path`.
+    """
+
+    epoch: int = 0
+    name: ShortText = ""
+    digest: ShortText = ""
+    path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
+    """`held`: the version that an instance computes with. `checked`: the last epoch whose files it has checked.
+
+    `problem`: why it cannot load them; "" if it can.
+    """
+
+    held: WeightVersion = WeightVersion()
+    checked: int = 0
+    problem: str = ""
+
+
 class Tally(msgspec.Struct, frozen=True, array_like=True):
     """How many integers fell into each bucket, and their sum. No `counts`: nothing was counted."""
 
@@ -130,6 +153,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_kv_event_drops: int = 0  # batches that found a full queue, and subscribers that were too slow
     is_draining: bool = False  # the worker takes no new requests
     sleep_level: SleepLevel = 0  # the level that the worker has reached
+    weights: WeightStatus = WeightStatus()
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the summed weights of its unfinished legs
     links: dict[str, LinkState] = {}  # by the peer's name@epoch; a message has only those that have changed
     gone_links: tuple[str, ...] = ()  # links that no longer exist
@@ -300,6 +324,18 @@ class Sleep(Message, frozen=True):
     """The sleep level that the receiver must reach; `sleep_level` of its load confirms it. Level 0 wakes it up."""
 
     level: SleepLevel
+
+
+class CheckWeights(Message, frozen=True):
+    """The receiver checks the files of a version, without changing anything; `weights` of its load has the result."""
+
+    version: WeightVersion
+
+
+class ChangeWeights(Message, frozen=True):
+    """The receiver loads this version once it has no requests; `weights` of its load confirms it."""
+
+    version: WeightVersion
 
 
 class Peers(Message, frozen=True):

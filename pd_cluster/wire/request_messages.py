@@ -26,7 +26,8 @@ class Submit(Message, frozen=True):
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    adapters are loaded for clients in turn. `pull`: where the prompt's beginning may come from.
+    adapters are loaded for clients in turn. `pull`: where the prompt's beginning may come from. `weights_epoch`: the
+    version of both legs; an instance with another one refuses the leg.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Submit(Message, frozen=True):
     keep: Keep | None = None
     owner: Owner = b""
     pull: PullHint | None = None
+    weights_epoch: int = 0
 
 
 class Abort(Message, frozen=True):

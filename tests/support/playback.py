@@ -50,7 +50,7 @@ class Playback:
         num_together = self.num_together if order.gathers or self.drafts else 1
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=self.failed.append)
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stop, inbox=inbox))
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stop, inbox=inbox, weight_marks=[]))
         if self.told is not None:
             prompted(self.told)
         try:

@@ -44,7 +44,7 @@ class Script:
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=None)
         stop = lambda index, _: stopped.add(index)  # noqa: E731
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=stop, inbox=inbox))
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=stop, inbox=inbox, weight_marks=[]))
         prompted(self.prompt)
         positions = [0] * sampling.n
         for index, token_id, reason, logprobs in self.lines:

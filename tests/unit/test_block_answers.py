@@ -59,7 +59,7 @@ class Script:
             raise self._end
         names = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=None)
-        routed(SimpleNamespace(prefill=names[0], decode=names[1], stop=lambda *_: None, inbox=inbox))
+        routed(SimpleNamespace(prefill=names[0], decode=names[1], stop=lambda *_: None, inbox=inbox, weight_marks=[]))
         prompted(PromptOutput("r", 0, 4))
         for at, token_id in enumerate(self._tokens):
             is_last = at == len(self._tokens) - 1 and not isinstance(self._end, PdClusterError)

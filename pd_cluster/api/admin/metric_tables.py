@@ -519,6 +519,9 @@ SLEEP_STATE = OfCluster(
     "vllm:engine_sleep_state",
     "1 for an instance's state, 0 for the others: awake, weights_offloaded (asleep at level 1), discard_all (level 2).",
 )
+WEIGHTS_EPOCH = OfCluster(
+    "pd_cluster:weights_epoch", "How often the weights of an instance's version have been replaced; 0: never."
+)
 UNIT = OfCluster(
     "pd_cluster:unit_info",
     "Always 1; labels: an instance's unit, its rank there, the unit's size.",
@@ -537,7 +540,17 @@ OWNS_MEMBERSHIP = OfCluster(
     "1 if this scheduler (label scheduler) owns membership, otherwise 0.",
 )
 CLUSTER_GAUGES = (
-    *(CACHE_CONFIG, SLEEP_STATE, UNIT, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS),
+    *(
+        CACHE_CONFIG,
+        SLEEP_STATE,
+        WEIGHTS_EPOCH,
+        UNIT,
+        INSTANCES,
+        BACKLOG_TOKENS,
+        OPEN_STREAMS,
+        QUEUED_REQUESTS,
+        QUEUED_TOKENS,
+    ),
     *(API_PROCESSES, OWNS_MEMBERSHIP),
 )
 

@@ -183,6 +183,7 @@ class _Cluster(Collector):
             yield self._histogram(histogram, self._told.stats)
         yield self._cache_config()
         yield self._sleep_states()
+        yield self._weights()
         yield self._units()
         yield self._states()
         yield self._backlog()
@@ -277,6 +278,15 @@ class _Cluster(Collector):
                 for level, state in enumerate(tables.SLEEP_STATES):
                     is_it = each.load.sleep_level == level
                     family.add_metric([self._model_name, each.name, state], is_it)
+        return family
+
+    def _weights(self) -> GaugeMetricFamily:
+        of = tables.WEIGHTS_EPOCH
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "instance_id", "weight_version"])
+        for each in self._instances:
+            if each.is_ready:
+                held = each.load.weights.held
+                family.add_metric([self._model_name, each.name, held.name or "default"], held.epoch)
         return family
 
     def _units(self) -> GaugeMetricFamily:

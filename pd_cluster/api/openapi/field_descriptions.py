@@ -66,6 +66,7 @@ DESCRIPTIONS = {
     "input_type": "The name of one of the model's prompts, which is put before each text.",
     "embedding_types": "The encodings of the vectors. Default: float.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',
+    "return_weight_versions": "Return which version of the weights computed which output tokens.",
     "return_token_ids": "Return the token ids of prompt and output, too.",
     "kv_transfer_params": "{do_remote_decode: true} asks for a handle for the KV cache of the prompt; {handle: …} "
     "takes it back. Only on the routes that generate from one prompt.",

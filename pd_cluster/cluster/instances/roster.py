@@ -10,6 +10,8 @@ import asyncio
 import logging
 from typing import Protocol
 
+import msgspec
+
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import KnownBlocks
@@ -80,6 +82,8 @@ class Roster:
         instance = self._by_conn.get(conn)
         if instance is not None:
             instance.load = load
+            if instance.info is not None and load.weights.held.digest != instance.info.numerics.weights:
+                instance.info = _with_weights(instance.info, load.weights.held)
             if self.own_key:
                 others = (tokens for scheduler, tokens in load.outstanding.items() if scheduler != self.own_key)
                 instance.others_tokens = sum(others)
@@ -145,3 +149,9 @@ class Roster:
             log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
         instance.state, instance.reason = state, reason
         self.wake()
+
+
+def _with_weights(info: InstanceInfo, version: wire.WeightVersion) -> InstanceInfo:
+    """Describes an instance whose weights were replaced: blocks of other weights are no prefixes of its own."""
+    numerics = msgspec.structs.replace(info.numerics, weights=version.digest)
+    return msgspec.structs.replace(info, numerics=numerics)

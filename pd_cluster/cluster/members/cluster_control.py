@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Literal, Protocol
 
 from pd_cluster import wire
@@ -106,6 +106,20 @@ class ClusterControl:
             finally:
                 await self._serving.control_requests("paused" if self.is_paused else "open")
                 log.warning("awake%s", ", and paused" if self.is_paused else "")
+
+    async def while_empty(self, mode: PauseMode, job: Callable[[], Awaitable[None]]) -> None:
+        """Runs a job while no instance has a request; then admits requests, unless the cluster was paused before.
+
+        Raises Refused if the cluster is asleep, and DeadlineExceeded, without running the job, if requests do not end.
+        """
+        async with self._one_at_a_time:
+            if self.is_asleep:
+                raise Refused("the cluster is asleep; POST /wake_up wakes it up")
+            try:
+                await self._empty("paused", mode, "now")
+                await job()
+            finally:
+                await self._serving.control_requests("paused" if self.is_paused else "open")
 
     async def _empty(self, gate: Gate, mode: PauseMode, way_out: str) -> None:
         """Returns when no instance has a request. Raises DeadlineExceeded."""

@@ -89,6 +89,8 @@ class Membership(Roster):
         self.has_capacity: Callable[[Instance], bool] = lambda instance: True
         # the adapters that every worker shall have; None: those of its start
         self.adapters: wire.WantedAdapters | None = None
+        self.weights = wire.WeightVersion()  # the version that every worker shall have
+        self._changing: set[str] = set()  # open connections to workers that have another version
         self._loading: set[str] = set()  # open connections to workers that do not have all adapters yet
         self._forming: dict[str, float] = {}  # open connection -> since when its worker has waited for its unit
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -141,6 +143,7 @@ class Membership(Roster):
         conn, instance.conn = instance.conn, ""
         self._open.discard(conn)
         self._loading.discard(conn)
+        self._changing.discard(conn)
         self._forming.pop(conn, None)
         if self._by_conn.pop(conn, None) is not None:
             if (term := self.term()) is not None:
@@ -317,8 +320,13 @@ class Membership(Roster):
     # ---- adapters
 
     def _admit(self, conn: str) -> None:
-        """Sends an instance its adapters, and marks it ready once it has loaded them."""
+        """Sends an instance its weights' version and adapters, and marks it ready once it has loaded them."""
         instance = self._by_conn.get(conn)
+        if instance is not None and instance.load.weights.held != self.weights:
+            self._mailbox.send(conn, wire.ChangeWeights(self.weights))
+            if instance.load.weights.held.epoch < self.weights.epoch:
+                self._set_back(instance)
+                return
         if instance is None or self.adapters is None:
             super().on_opened(conn)
             return
@@ -350,12 +358,46 @@ class Membership(Roster):
         for conn in self._open | self._loading:
             self._mailbox.send(conn, adapters)
 
+    # ---- weights
+
+    def change_weights(self, version: wire.WeightVersion) -> None:
+        """Sends the version to every worker, now or when it connects."""
+        self.weights = version
+        for conn in self._open | self._loading | self._changing:
+            self._mailbox.send(conn, wire.ChangeWeights(version))
+
+    def lacking_weights(self) -> list[Instance]:
+        """Returns the ready instances that have another version."""
+        return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
+
+    def set_back_lacking(self) -> None:
+        """Makes late instances unready until they have the version."""
+        for instance in self.lacking_weights():
+            self._set_back(instance)
+            self.send_peers()
+
+    def _set_back(self, instance: Instance) -> None:
+        self._changing.add(instance.conn)
+        self.set_state(instance, "connecting", f"it loads weights {self.weights.name}")
+
+    def on_heartbeat(self, conn: str, load: wire.Load) -> None:
+        super().on_heartbeat(conn, load)
+        epoch = load.weights.held.epoch
+        if conn in self._changing and epoch == self.weights.epoch:
+            self._changing.discard(conn)
+            self._admit(conn)
+        elif epoch > self.weights.epoch:  # this scheduler has started again
+            log.warning("%s has weights %s: so shall all", conn, load.weights.held.name)
+            self.change_weights(load.weights.held)
+            self.set_back_lacking()
+
     # ---- peers
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.get(conn)
         was_named_early = instance is not None and self._is_named_early(instance)
         self._loading.discard(conn)
+        self._changing.discard(conn)
         self._forming.pop(conn, None)
         super().on_closed(conn, reason)
         if was_named_early:

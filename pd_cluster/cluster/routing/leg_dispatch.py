@@ -44,6 +44,8 @@ class LegDispatch:
         prefill, decode = stream.prefill, stream.decode
         if decode.info is not None and not stream.resumed():
             stream.numerics = decode.info.numerics
+        weights = decode.load.weights.held
+        stream.note_weights(weights.name)
         stream.has_prompt_outputs = False
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
@@ -70,6 +72,7 @@ class LegDispatch:
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
                 stream.owner,
                 pull if instance is prefill else None,
+                weights.epoch,
             )
             self._send(instance.conn, submit)
 

@@ -142,6 +142,8 @@ class RequestStream:
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when the first token was read here, by the timelines' clock; 0: not yet
     numerics: Numerics | None = None  # of the instances that computed the delivered tokens
+    # name of each version of the weights but the first unnamed one -> delivered tokens of each sequence before it
+    weight_marks: list[tuple[str, list[int]]] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)  # losses that ended its attempts
     num_moves: int = 0  # attempts that ended because their instance was being drained, or had stalled
     num_full: int = 0  # consecutive attempts that found an instance full
@@ -341,6 +343,20 @@ class RequestStream:
         if self.is_over:
             return "answered"
         return "failed" if isinstance(error, PdClusterError) else "left"
+
+    def note_weights(self, name: str) -> None:
+        """Notes the version of the weights that compute the next tokens. `name`: "" for the weights of the start."""
+        if name != (self.weight_marks[-1][0] if self.weight_marks else ""):
+            self.weight_marks.append((name, [each.num_delivered for each in self.sequences]))
+
+    def weight_spans(self, index: int) -> list[tuple[str, int, int]]:
+        """Returns the versions that computed a sequence's tokens, each with its first token and the one after its
+        last.
+        """
+        marks = [("", 0), *((name, counts[index]) for name, counts in self.weight_marks)]
+        ends = [start for _, start in marks[1:]] + [self.sequences[index].num_taken]
+        spans = [(name, start, stop) for (name, start), stop in zip(marks, ends, strict=True)]
+        return [span for span in spans if span[1] < span[2]]
 
     def num_decoding(self, instance: Instance) -> int:
         """Counts the sequences that this instance decodes."""

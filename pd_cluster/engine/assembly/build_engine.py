@@ -6,8 +6,10 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
+from pd_cluster import wire
 from pd_cluster.costs.linear_costs import StepCost
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_drafting import drafting_of
@@ -16,6 +18,7 @@ from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.handover.links.link_ends import LocalEndpoint
 from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
 from pd_cluster.engine.legs.legs import Legs
+from pd_cluster.engine.lifecycle.engine_weights import WeightSource
 from pd_cluster.engine.ranks.lead_runner import LeadRunner
 from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
@@ -29,10 +32,12 @@ from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.logits_processors import ModelFacts, ProcessorConfig
+from pd_cluster.model.draft.mtp_head import MTP_IDENTITY
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.parallel.rank_group import Group
 from pd_cluster.model.runner.load_runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.model.runner.weight_versions import VersionFiles
 from pd_cluster.model.sampling.grammar_masks import Guides
 from pd_cluster.model.sampling.load_processors import load_processors
 from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
@@ -121,6 +126,23 @@ def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:
 def limits_of(runner: ModelRunner) -> EngineLimits:
     images = None if runner.tower is None else runner.tower.rules
     return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.held.variants, images)
+
+
+def weights_of(core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner) -> WeightSource:
+    """Returns how an engine without mates changes its weights. `all_ranks`: `runner`, with its followers if any."""
+    refusal = ""
+    if runner.device.is_accelerator:
+        refusal = f"weights are replaced on CPUs only, and this is {runner.device.kind}; restart the instances instead"
+    elif runner.head is not None and runner.head.identity.startswith(MTP_IDENTITY):
+        refusal = "the MTP head's layers are part of the replaced weights; start without this speculation"
+    files = VersionFiles(runner.model_folder, refusal)
+
+    def load(version: wire.WeightVersion) -> None:
+        all_ranks.change_weights(version.path, files.stamp(version))
+        runner.numerics = msgspec.structs.replace(runner.numerics, weights=version.digest)
+        core.scheduler.change_numerics(runner.numerics)
+
+    return WeightSource(files.check, load)
 
 
 def endpoint_of(config: WorkerConfig, runner: ModelRunner) -> LocalEndpoint:

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from pd_cluster.devices.device import Device
-from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of
+from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of, weights_of
 from pd_cluster.engine.assembly.build_ranks import (
     Inbox,
     device_of,
@@ -24,6 +24,7 @@ from pd_cluster.engine.handover.handover_context import HandoverContext
 from pd_cluster.engine.handover.links.link_ends import LaneEnds, LocalEndpoint, LocalLanes
 from pd_cluster.engine.lifecycle.availability import Availability
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
+from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.lead_runner import LeadRunner, Watch
@@ -100,7 +101,9 @@ def _build_engine(
     is_host = not device.is_accelerator
     all_ranks = core.runner if isinstance(core.runner, LeadRunner) else runner
     sleep = EngineSleep(all_ranks.sleep if is_host and unit is None else None, core.scheduler.forget)
-    state = Availability(WorkerDrain(config.timeouts.drain_timeout_s, context.clock), sleep)
+    weights = EngineWeights(weights_of(core, runner, all_ranks) if unit is None else None)
+    drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
+    state = Availability(drain, sleep, weights=weights)
     stages = list(stages_of(config, core, runner, legs, context))
     if unit is not None and exchange is not None:
         exchange.loaded()

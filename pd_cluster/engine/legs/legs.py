@@ -95,9 +95,9 @@ class Legs:
             else:
                 self._core.scheduler.add(each)
 
-    def end_unbegun(self, conn: str, submit: wire.Submit, error: str) -> None:
-        """Ends a leg that never began here."""
-        self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error))
+    def end_unbegun(self, conn: str, submit: wire.Submit, error: str, is_full: bool = False) -> None:
+        """Ends a leg that never began here. `is_full`: the request shall be sent again soon."""
+        self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error, is_full=is_full))
 
     def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
         """Whether a leg would be refused because as many legs wait here as a step may have.

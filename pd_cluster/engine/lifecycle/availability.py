@@ -1,4 +1,4 @@
-"""Determines whether a worker takes requests: it may drain or sleep.
+"""Determines whether a worker takes requests: it may drain, sleep, or change its weights.
 
 docs/protocol/membership.md, "The end of a process", has the rules. Knows nothing of the requests' contents.
 """
@@ -8,14 +8,25 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
+from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 
 
 class Availability:
-    """`schedulers`: name@epoch by connection. `clients`: other senders of requests; None: there are no others."""
+    """`schedulers`: name@epoch by connection. `clients`: other senders of requests; None: there are no others.
 
-    def __init__(self, drain: WorkerDrain, sleep: EngineSleep, clients: Sized | None = None) -> None:
+    `weights` None: they stay as they are.
+    """
+
+    def __init__(
+        self,
+        drain: WorkerDrain,
+        sleep: EngineSleep,
+        clients: Sized | None = None,
+        weights: EngineWeights | None = None,
+    ) -> None:
         self.drain, self.sleep = drain, sleep
+        self.weights = EngineWeights(None) if weights is None else weights
         self.schedulers: dict[str, str] = {}
         self._clients: Sized = self.schedulers if clients is None else clients
 
@@ -28,9 +39,15 @@ class Availability:
     @property
     def why_closed(self) -> str:
         """Returns why no request is taken now; "" if requests are taken."""
-        return "this instance takes no more requests, because it stops" if self.is_closed else self.sleep.closed
+        return (
+            "this instance takes no more requests, because it stops"
+            if self.is_closed
+            else self.sleep.closed or self.weights.closed
+        )
 
     def settle(self) -> None:
-        """Changes to the requested level of sleep, if it is another; nothing may be in use."""
+        """Changes to the requested weights and level of sleep, if they are others; nothing may be in use."""
+        if self.weights.is_due and not (self.sleep.level or self.drain.has_begun):
+            self.weights.settle()
         if self.sleep.is_due and not self.drain.has_begun:
             self.sleep.settle()

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 0.2  # the interval of reports to rank 0 about moved bytes
 
 At = tuple[str, int]  # connection and lane
-OfSteps = to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest  # processed in order
+OfSteps = (
+    to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest | to.LoadWeights
+)  # processed in order
 
 
 class ProgressQueue:
@@ -189,6 +191,8 @@ class Follower:
                 self._runner.held.drop_adapter(message.digest)
             elif isinstance(message, to.Rest):
                 self._runner.sleep(message.level)
+            elif isinstance(message, to.LoadWeights):
+                self._runner.change_weights(message.path, message.stamp)
             elif isinstance(message, to.TakePart):
                 self._runner.expect(message.unit_rows)
                 self._runner.take_part()

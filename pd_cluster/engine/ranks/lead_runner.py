@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from pd_cluster.checkpoints.replaced_weights import Stamp
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.ranks.rank_channel import Channel, encode
@@ -120,6 +121,11 @@ class LeadRunner:
         """See ModelRunner; all ranks do it at the same time."""
         self._tell(to.Rest(level))
         self.runner.sleep(level)
+
+    def change_weights(self, path: str, stamp: Stamp) -> None:
+        """See ModelRunner; all ranks do it at the same time."""
+        self._tell(to.LoadWeights(path, stamp))
+        self.runner.change_weights(path, stamp)
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return self.runner.can_launch(requests)

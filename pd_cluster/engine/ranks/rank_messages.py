@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.checkpoints.replaced_weights import Stamp
 from pd_cluster.kv.kv_layout import Lane
 from pd_cluster.kv.pool_memory import GroupMove
 from pd_cluster.kv.tier_commands import AnyTierCommand, LowerKind, TierContents, TierDone
@@ -95,6 +96,13 @@ class Rest(RankMessage, frozen=True):
     """Changes the rank's memory to this level of sleep, between the preceding and the following step."""
 
     level: wire.SleepLevel
+
+
+class LoadWeights(RankMessage, frozen=True):
+    """Loads the weights of a folder whose files have this stamp, between the preceding and the following step."""
+
+    path: str
+    stamp: Stamp
 
 
 class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -195,6 +203,6 @@ class Counted(RankMessage, frozen=True):
 
 
 ToLanes = OpenSend | OpenReceive | Call
-ToFollower = Step | TakePart | Moves | TierCommands | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
+ToFollower = Step | TakePart | Moves | TierCommands | LoadAdapter | DropAdapter | Rest | LoadWeights | Ping | ToLanes
 OfLanes = Offers | Posted | Reported | Counted
 FromFollower = Pong | LoadedAdapter | TierReport | OfLanes

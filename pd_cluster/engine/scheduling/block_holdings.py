@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pd_cluster.engine.scheduling.group_holdings import GroupHoldings
 from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request
 
 
@@ -197,6 +199,10 @@ class Holdings:
             spans, rope_positions = request.order.spans, request.rope_positions
             known += chain_hashes(parent, token_ids, self.block_size, first, spans, rope_positions)
         return known
+
+    def change_numerics(self, numerics: Numerics) -> None:
+        if self.prefix is not None:
+            self.prefix = replace(self.prefix, numerics=numerics)
 
     def give_back(self, request: Request) -> None:
         for each in self.groups:

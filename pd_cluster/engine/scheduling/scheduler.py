@@ -29,6 +29,7 @@ from pd_cluster.engine.scheduling.step_plan import (
 from pd_cluster.engine.scheduling.step_share import GivingWay, StepShare
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request, Status, TokenOutput, sibling
 from pd_cluster.types.variants import num_given_tokens
 from pd_cluster.wire import PREEMPTIONS_BOUNDS
@@ -372,6 +373,11 @@ class StepScheduler:
         """Forgets every content, in all groups, so that nothing computed so far is reused."""
         for each in self.groups:
             each.blocks.forget()
+
+    def change_numerics(self, numerics: Numerics) -> None:
+        """Forgets every content, and keys later ones by these numerics; there may be no request."""
+        self.forget()
+        self._holdings.change_numerics(numerics)
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited. Requests that wait here come first, unless it has a higher priority.

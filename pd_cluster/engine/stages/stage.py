@@ -14,6 +14,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.engine_events import Event
 from pd_cluster.engine.legs.held_legs import HeldLeg
 from pd_cluster.engine.legs.legs import Legs
+from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
 from pd_cluster.types import LinkState, Tier
 
 
@@ -105,8 +106,8 @@ class Stage:
 class StageChain:
     """Passes legs through the stages into the engine."""
 
-    def __init__(self, stages: Sequence[Stage], legs: Legs) -> None:
-        self.stages, self._legs = stages, legs
+    def __init__(self, stages: Sequence[Stage], legs: Legs, weights: EngineWeights) -> None:
+        self.stages, self._legs, self._weights = stages, legs, weights
 
     @property
     def num_held(self) -> int:
@@ -114,6 +115,9 @@ class StageChain:
 
     def enter(self, conn: str, submit: wire.Submit, closed: str, first: int = 0) -> None:
         """Begins a leg unless a stage from `first` on holds it. `closed`: why another instance should take it."""
+        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # reports of the change are under way
+            self._legs.end_unbegun(conn, submit, why, is_full=True)
+            return
         for stage in self.stages[first:]:
             if closed or self._legs.would_refuse(submit, self.num_held):
                 break

@@ -54,7 +54,7 @@ class Worker:
     ) -> None:
         """`stages` are in their order."""
         self.core, self.legs, self.handover, self.state = core, legs, legs.handover, state
-        self._stages, self._chain = stages, StageChain(stages, legs)
+        self._stages, self._chain = stages, StageChain(stages, legs, state.weights)
         self._report = LoadReport(core, legs, stages, state, context)
         self._post, self._clock, self._cores = context.post, context.clock, cores
         self._output_batcher, self._notes = legs.output_batcher, legs.notes
@@ -256,6 +256,10 @@ class Worker:
                 self.legs.records.read(conn, body)
             case wire.Sleep(level):
                 self.state.sleep.wish(level)
+            case wire.CheckWeights(version):
+                self.state.weights.check(version)
+            case wire.ChangeWeights(version):
+                self.state.weights.wish(version)
             case wire.Peers(peers):
                 self._report.is_shared = body.term > 0
                 self.handover.set_peers(peers)

@@ -49,7 +49,8 @@ class LoadReport:
         for stage in self._stages:
             links.update(stage.links())
         was = self.load
-        has_news = (links, state.drain.has_begun, state.sleep.level) != (was.links, was.is_draining, was.sleep_level)
+        now = links, state.drain.has_begun, state.sleep.level, state.weights.status
+        has_news = now != (was.links, was.is_draining, was.sleep_level, was.weights)
         now_s = self._clock()
         self.is_old = not has_news and not at_once and now_s < self._next_s
         if self.is_old:
@@ -126,6 +127,7 @@ def load_of(
         links=links,
         is_draining=state.drain.has_begun,
         sleep_level=state.sleep.level,
+        weights=state.weights.status,
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.replaced_weights import Stamp
 from pd_cluster.devices.device_streams import mark
 from pd_cluster.errors import Closed, ModelError
 from pd_cluster.kv.kv_pool import KVPool
@@ -41,6 +42,7 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 from pd_cluster.model.runner.loaded_parts import LoadedParts, load_parts
 from pd_cluster.model.runner.model_adapters import ModelAdapters
 from pd_cluster.model.runner.step_threads import StepThreads
+from pd_cluster.model.runner.weight_versions import check_stamp, plan_from
 from pd_cluster.model.sampling.device_sampling import can_choose, choose, tell
 from pd_cluster.model.sampling.device_tokens import After, DeviceTokens
 from pd_cluster.model.vision.vision_tower import Tower
@@ -97,6 +99,7 @@ class ModelRunner:
         self.group, self.device = plan.group, plan.device
         self._unit = None if plan.experts is None else plan.experts.exchange
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
+        self.model_folder = plan.checkpoint.path  # with the weights of the start
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
         self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host decides which states are kept
@@ -369,6 +372,20 @@ class ModelRunner:
             gc.collect()
             give_freed_back()
 
+    def change_weights(self, path: str, stamp: Stamp) -> None:
+        """Loads the weights of another folder in place of these, between two steps; no block may be in use. CPU only.
+
+        Raises ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
+        """
+        assert not self.device.is_accelerator
+        plan = plan_from(self._plan, path)
+        check_stamp(path, stamp)
+        self._parts = None  # first, so that only one version is in memory
+        gc.collect()
+        self._plan = plan
+        self._parts = self._loaded_again()
+        give_freed_back()
+
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
         """Makes this rank's thread of a lower tier carry out commands after all moves up to now."""
         self.tiers[kind].submit(orders, mark(self.device))
@@ -394,7 +411,7 @@ class ModelRunner:
         others.
         """
         checkpoint = Checkpoint.of(self._plan.config)
-        if checkpoint.identity != self.model_identity:
+        if checkpoint.identity != self._plan.checkpoint.identity:
             raise ModelError(f"{checkpoint.path}: the model has changed during the sleep; restart all instances")
         if (draft := self._plan.draft) is not None and Checkpoint.of(
             draft.config

@@ -15,6 +15,7 @@ from pd_cluster.service.answers.openai_answer import (
     OfHandle,
     OfMetrics,
     OfPrompt,
+    OfWeights,
     StopReason,
     UnixTime,
 )
@@ -31,6 +32,7 @@ class ChatChoice(Struct, omit_defaults=True):
     finish_reason: EndReason
     token_ids: list[int] | None = None
     stop_reason: StopReason = UNSET
+    weight_versions: OfWeights = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -54,6 +56,7 @@ class ChatChunkChoice(Struct, omit_defaults=True):
     finish_reason: EndReason | None
     token_ids: list[int] | None = None
     stop_reason: StopReason = UNSET
+    weight_versions: OfWeights = None
 
 
 class ChatCompletionChunk(Struct, omit_defaults=True):

@@ -13,6 +13,7 @@ from pd_cluster.service.answers.openai_answer import (
     OfHandle,
     OfMetrics,
     OfPrompt,
+    OfWeights,
     StopReason,
     UnixTime,
 )
@@ -29,6 +30,7 @@ class CompletionChoice(Struct, omit_defaults=True):
     finish_reason: EndReason
     token_ids: list[int] | None = None
     stop_reason: StopReason = UNSET
+    weight_versions: OfWeights = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: OfPrompt = None
 
@@ -51,6 +53,7 @@ class CompletionChunkChoice(Struct, omit_defaults=True):
     finish_reason: EndReason | None
     token_ids: list[int] | None = None
     stop_reason: StopReason = UNSET
+    weight_versions: OfWeights = None
     prompt_token_ids: Annotated[list[int] | None, Meta(description="In a choice's first event.")] = None
 
 

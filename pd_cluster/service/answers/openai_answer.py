@@ -22,6 +22,7 @@ from pd_cluster.service.text_service import TextService
 _encode = msgspec.json.Encoder().encode
 # A field with a default may be absent: the default None is left out; with the default UNSET, a null is written.
 EndReason = Literal["stop", "length", "tool_calls"]
+DEFAULT_WEIGHTS = "default"  # the name of weights that nobody has named
 UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
 StopReason = Annotated[
     str | int | UnsetType | None, Meta(description="The stop string or stop token that ended the answer.")
@@ -37,6 +38,23 @@ OfMetrics = Annotated[
 OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]
 
 
+class WeightVersionSpan(msgspec.Struct):
+    """The output tokens from `start` to before `end` were computed by the weights of this name."""
+
+    version: str
+    start: int
+    end: int
+
+
+OfWeights = Annotated[
+    list[WeightVersionSpan] | None,
+    Meta(
+        description="With return_weight_versions; with token ids or logprobs also once the weights have a name. A "
+        "stream sends it with the finish_reason."
+    ),
+]
+
+
 class Wanted(NamedTuple):
     """The optional parts of an answer that a request asks for."""
 
@@ -48,6 +66,7 @@ class Wanted(NamedTuple):
     prompt_logprobs: bool
     timings: bool
     stop_reason: bool  # even if null
+    weight_versions: bool  # even of weights that nobody has named
     kv_transfer_params: dict[str, Any] | None
 
     @classmethod
@@ -62,6 +81,7 @@ class Wanted(NamedTuple):
             request.prompt_logprobs is not None,
             tells_metrics if request.include_metrics is None else request.include_metrics,
             bool(request.stop or request.stop_token_ids),
+            bool(request.return_weight_versions),
             request.kv_transfer_params,
         )
 
@@ -204,13 +224,28 @@ class Answer(ABC):
             chunk.usage = self._generation_of(choice.index).usage_after(num_tokens) if so_far else None
         return event(chunk)
 
-    def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any]:
-        """Returns a choice's finish_reason, token_ids and stop_reason, as far as its piece has them."""
+    def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any, Any]:
+        """Returns a choice's finish_reason, token_ids, stop_reason and weight_versions, as far as its piece has
+        them.
+        """
         if piece is None:
-            return None, None, UNSET
+            return None, None, UNSET, None
         reason = self._finish_reason(piece)
         tells_stop = reason is not None and (self.wanted.stop_reason or piece.stop_reason is not None)
-        return reason, piece.token_ids if self.wanted.token_ids else None, piece.stop_reason if tells_stop else UNSET
+        token_ids = piece.token_ids if self.wanted.token_ids else None
+        versions = None if reason is None else self._weight_versions(piece.index)
+        return reason, token_ids, piece.stop_reason if tells_stop else UNSET, versions
+
+    def _weight_versions(self, choice: int) -> list[WeightVersionSpan] | None:
+        stream, wanted = self._generation_of(choice).stream, self.wanted
+        if stream is None:
+            return None
+        if not (wanted.weight_versions or (stream.weight_marks and (wanted.token_ids or wanted.logprobs))):
+            return None
+        if len(stream.sequences) != self._num_choices:  # the choices are the best of several
+            return None
+        spans = stream.weight_spans(choice % self._num_choices)
+        return [WeightVersionSpan(name or DEFAULT_WEIGHTS, *span) for name, *span in spans]
 
     def _finish_reason(self, piece: Piece) -> str | None:
         return piece.finish_reason

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.service.answers.answer_logprobs import ChatLogprobs, LogprobsFormat, npy_base64
-from pd_cluster.service.answers.openai_answer import Answer, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
+from pd_cluster.service.answers.openai_answer import (
+    Answer,
+    OfHandle,
+    OfMetrics,
+    OfPrompt,
+    OfWeights,
+    StopReason,
+    UnixTime,
+)
 from pd_cluster.service.generation.prompt_generation import Generation, Usage
 from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.completion_protocol import TokensCompletionRequest
@@ -22,6 +30,7 @@ class TokensChoice(Struct, omit_defaults=True):
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int]
     stop_reason: StopReason = UNSET
+    weight_versions: OfWeights = None
     text: Annotated[str | None, Meta(description='With output_mode "text".')] = None
 
 

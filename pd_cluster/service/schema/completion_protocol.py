@@ -225,6 +225,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     return_token_offsets: bool | None = None  # for routes that render a prompt
     include_metrics: bool | None = None
     prediction: Prediction | None = None

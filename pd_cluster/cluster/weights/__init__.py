@@ -1,0 +1,1 @@
+"""Weights that change while the cluster serves: updates, and tensors that a trainer sends."""

@@ -1,0 +1,74 @@
+"""The folder in which a trainer's tensors become a version of the weights, like one that the trainer writes itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pd_cluster.checkpoints.replaced_weights import tensors_of
+from pd_cluster.checkpoints.weight_files import INDEX, QUANTIZERS_FILES
+from pd_cluster.errors import RequestError
+from pd_cluster.process_messages import SentTensor
+
+RECEIVED = "received-"  # begins the names of these folders, which the server removes
+# torch's names of dtypes, as trainers send them, and safetensors' names
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+class ReceivedFolder:
+    """`base`: the model's folder. Call its methods on a thread."""
+
+    def __init__(self, root: Path, base: Path, number: int) -> None:
+        self.path, self._base = root / f"{RECEIVED}{number}", base
+        self._tensors = tensors_of(base)
+        self._files: dict[str, str] = {}  # tensor -> file
+        shutil.rmtree(self.path, ignore_errors=True)  # of an earlier life of this process
+        self.path.mkdir(mode=0o700)
+
+    def next_file(self, tensors: Sequence[SentTensor]) -> Path:
+        """Returns the file for these tensors. Raises RequestError for one that the model lacks, or that was sent."""
+        name = f"model-{len(set(self._files.values())) + 1:05d}.safetensors"
+        for each in tensors:
+            if each.name in self._files:
+                raise RequestError(f"names: {each.name[:256]!r} has been sent in this update", "update_info")
+            sent, wanted = (DTYPES.get(each.dtype, each.dtype), tuple(each.shape)), self._tensors.get(each.name)
+            if sent != wanted:
+                own = "does not have it" if wanted is None else f"has {wanted[0]} {list(wanted[1])}"
+                shown = f"{each.name[:256]!r} is {sent[0][:32]} {list(sent[1])}"
+                raise RequestError(f"names: {shown}, and the served model {own}", "update_info")
+        return self.path / name
+
+    def add(self, tensors: Sequence[SentTensor], file: Path) -> None:
+        self._files |= {each.name: file.name for each in tensors}
+
+    def complete(self) -> None:
+        """Adds what a model's folder has beside its weights."""
+        (self.path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
+        names = ["config.json", *(file.name for pattern in QUANTIZERS_FILES for file in self._base.glob(pattern))]
+        for name in names:
+            shutil.copyfile(self._base / name, self.path / name)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_received(root: Path, but: Path) -> None:
+    """Removes the folders of earlier updates; no instance reads them any more."""
+    for folder in root.glob(f"{RECEIVED}*"):
+        if folder != but and folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,92 @@
+"""A worker's weights: the version that its scheduler requested, and the version that it computes with.
+
+docs/protocol/weights.md has the state × event table. Knows nothing of tensors or of the requests' contents.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from pd_cluster.errors import PdClusterError
+from pd_cluster.wire import WeightStatus, WeightVersion
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """`check`: raises PdClusterError if a version's files do not fit. `load`: loads a version on every rank."""
+
+    check: Callable[[WeightVersion], None]
+    load: Callable[[WeightVersion], None]
+
+
+class EngineWeights:
+    """`source` None: the weights stay as they are."""
+
+    def __init__(self, source: WeightSource | None) -> None:
+        self._source = source
+        self._requested = WeightVersion()
+        self._checking = WeightVersion()
+        self.status = WeightStatus()  # the checking thread replaces it, too
+
+    @property
+    def epoch(self) -> int:
+        return self.status.held.epoch
+
+    def check(self, version: WeightVersion) -> None:
+        """Checks a version's files on a thread of its own, while steps go on."""
+        self._checking = version
+        threading.Thread(target=self._check, args=(version,), name="weights", daemon=True).start()
+
+    def _check(self, version: WeightVersion) -> None:
+        problem = ""
+        try:
+            if self._source is None:
+                raise PdClusterError("this kind of instance keeps its weights; restart it with the new ones instead")
+            self._source.check(version)
+        except PdClusterError as error:
+            problem = error.text
+        except OSError as error:
+            problem = f"{version.path}: cannot be read: {error.strerror}"
+        if version is self._checking:  # otherwise another check has begun
+            self.status = replace(self.status, checked=version.epoch, problem=problem)
+
+    def wish(self, version: WeightVersion) -> None:
+        """Requests a version. An earlier one than the one that is held is ignored."""
+        if version.epoch == self.epoch:  # perhaps under another name
+            self.status = replace(self.status, held=version)
+        elif self._source is None:
+            log.warning("a scheduler requests weights %s, and this instance keeps its own", version.name)
+        elif version.epoch >= self._requested.epoch:
+            self._requested = version
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the requested version is not held yet; nothing may be in use during the change."""
+        return self._requested.epoch > self.epoch
+
+    @property
+    def closed(self) -> str:
+        """Returns why no request is taken; "" if requests are taken."""
+        return "this instance takes no requests until it has loaded its new weights" if self.is_due else ""
+
+    def refusal(self, epoch: int) -> str:
+        """Returns why a leg for this version is not taken; "" if it is."""
+        if epoch == self.epoch:
+            return ""
+        return f"this instance has version {self.epoch} of the weights, and the request needs version {epoch}"
+
+    def settle(self) -> None:
+        """Loads the requested version. Raises ModelError."""
+        assert self._source is not None
+        started_s, version = time.monotonic(), self._requested
+        self._source.load(version)
+        self.status = replace(self.status, held=version)
+        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)

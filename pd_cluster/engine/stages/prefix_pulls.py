@@ -23,7 +23,7 @@ MIN_WAIT_S = 0.5  # a busy host may take as long for a short pull
 
 
 @dataclass(slots=True)
-class _Held:
+class _Pulling:
     leg: HeldLeg
     pull: Request
     until_s: float
@@ -33,7 +33,7 @@ class PrefixPulls(Stage):
     def __init__(self, scheduler: StepScheduler, legs: Legs, clock: Callable[[], float]) -> None:
         self._scheduler, self._legs, self._clock = scheduler, legs, clock
         self._imports, self._links = legs.handover.imports, legs.handover.in_links.table
-        self._held: dict[str, _Held] = {}  # by transfer
+        self._held: dict[str, _Pulling] = {}  # by transfer
         self._released: list[Released] = []
         self.num_pulled_tokens = self.num_failed = 0
 
@@ -69,7 +69,7 @@ class PrefixPulls(Stage):
         pull = _pull_of(submit, num_tokens, num_known)
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
         until_s = min(now_s + max(MIN_WAIT_S, hint.within_s), expires_s)
-        self._held[pull.transfer_id] = _Held(HeldLeg(conn, submit, expires_s), pull, until_s)
+        self._held[pull.transfer_id] = _Pulling(HeldLeg(conn, submit, expires_s), pull, until_s)
         self._imports.pull(pull, link)
         return False
 
@@ -107,17 +107,17 @@ class PrefixPulls(Stage):
         released, self._released = self._released, []
         return released
 
-    def _give_up(self, held: _Held) -> None:
+    def _give_up(self, held: _Pulling) -> None:
         self.num_failed += 1
         self._drop(held)
         self._release(held)
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, held: _Pulling) -> None:
         """Stops a pull; its blocks are freed once nothing writes to them."""
         del self._held[held.pull.transfer_id]
         self._imports.abort(held.pull)
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, held: _Pulling) -> None:
         leg = with_rest(held.leg, self._clock())
         self._released.append(Released(leg.conn, leg.submit))
 

@@ -25,7 +25,7 @@ from tests.support.page_commands import ROOT, commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PAGES = (
-    *("README.md", "docs/tour.md", "docs/clients.md", "docs/operations.md", "docs/capacity.md", "docs/performance.md"),
+    *("README.md", "docs/tour.md", "docs/clients.md", "docs/operations.md", "docs/performance.md"),
     *("docs/features.md", "docs/adapters.md", "docs/multimodal.md", "docs/zh/tour.md"),
 )
 OTHERWISE = {  # a command's beginning -> the test that runs it

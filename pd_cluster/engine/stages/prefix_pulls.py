@@ -1,6 +1,6 @@
 """Holds a leg while the beginning of its prompt is on its way from another prefill instance's caches.
 
-The scheduler names the peer (`wire.PullHint`); docs/protocol/handover.md has the table. A pull that fails or is late
+The scheduler names the peer (`wire.PullHint`); docs/protocol/requests.md has the table. A pull that fails or is late
 costs time, never a token: the leg begins, and this instance computes the tokens that did not arrive.
 """
 

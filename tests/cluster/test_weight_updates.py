@@ -79,6 +79,11 @@ def ask(cluster: Steered, **fields: Any) -> tuple[list[int], int, list[dict[str,
     return choice["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"], choice["weight_versions"]
 
 
+def info_of(cluster: Steered) -> dict[str, Any]:
+    info: dict[str, Any] = cluster.ask_admin("GET", "/weight_info").json()
+    return info
+
+
 def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
     learning: Steered, model: Path, versions: Path
 ) -> None:
@@ -93,7 +98,7 @@ def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
     assert_all_same(versions / "step-1", [PROMPT], [tokens], 6)
     assert tokens != before[0]
     assert ask(learning)[:2] == (tokens, 48)
-    info = learning.ask_admin("GET", "/weight_info").json()
+    info = info_of(learning)
     assert (info["weight_version"], info["phase"]) == ("step-1", "serving")
     assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
     learning.command("/update_weight_version", json={"new_version": "best"})
@@ -132,10 +137,11 @@ def test_an_instance_that_dies_comes_back_with_the_current_weights(learning: Ste
     for name in ("decode-0", "prefill-0"):
         learning.kill(name)
         learning.await_exit(name)
+        learning.wait_until("its loss is noticed", lambda name=name: name not in info_of(learning)["instances"])
         learning.start_member(name)
         learning.await_ready()
         assert ask(learning)[::2] == expected[::2]
-    info = learning.ask_admin("GET", "/weight_info").json()
+    info = info_of(learning)
     assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
 
 

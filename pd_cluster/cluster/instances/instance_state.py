@@ -189,7 +189,7 @@ class Instance:
         known = self.known_blocks
         if not known.tiers:
             return 0
-        pool = self.pool_kind
+        pool = self._pool[1] if self._pool[0] is self.info else self.pool_kind  # quicker than a property
         if pool is None or prompt.keys[pool][0] not in known.tiers:
             return 0
         return prompt.num_cached(pool, known, self.load)

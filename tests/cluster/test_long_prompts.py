@@ -1,6 +1,6 @@
 """Prompts of a million tokens through one prefill and one decode instance: memory, event loop, work, and neighbours.
 
-The model has one layer with one head of 16. Of a million tokens, each attends to the last 64, so that a prompt takes
+The model has one layer with one head of 16. In the prompt of a million tokens each attends to the last 64, so that a prompt takes
 seconds; prompts of 128k tokens attend to all.
 """
 

@@ -1,7 +1,7 @@
 """Prompts of a million tokens through one prefill and one decode instance: memory, event loop, work, and neighbours.
 
-The model has one layer with one head of 16. In the prompt of a million tokens each attends to the last 64, so that a prompt takes
-seconds; prompts of 128k tokens attend to all.
+The model has one layer with one head of 16. In the prompts of a million tokens each token attends to the
+last 64, so that a prompt takes seconds. Prompts of 128k tokens attend to all.
 """
 
 from __future__ import annotations

@@ -27,6 +27,12 @@ SCRIPTED_FLAGS = [
 SCRIPTED_PARSERS = ["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
 
 
+class Spawned(LiveCluster):
+    """Its processes have the command lines and environments that `up` gives them."""
+
+    FORKS = False
+
+
 @pytest.fixture(scope="session")
 def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama")
@@ -69,7 +75,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS.values()))
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
-        cluster = LiveCluster(folder, model, arguments=flags)
+        cluster = Spawned(folder, model, arguments=flags)
         cluster.start()
     try:
         cluster.await_ready()

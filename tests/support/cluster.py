@@ -29,6 +29,7 @@ from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.transport_table import same_host_choice
 from pd_cluster.types import LinkState
 from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE
+from tests.support.forked_serve import COMMAND, ForkedServe
 
 START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "150"))
 SETTLE_TIMEOUT_S = 80.0
@@ -56,6 +57,8 @@ _preloaders: dict[str, Preloader] = {}
 
 class LiveCluster:
     """`with LiveCluster(folder, model, …) as cluster:`; ready inside, removed afterwards, whatever happens."""
+
+    FORKS = True  # False: each process is started by its command line
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class LiveCluster:
         self.preloader = LaunchPreloader(self.launch, shared_preloader() if self.launch.forks else None)
         self.member_arguments = member_arguments or {}
         self.members: dict[str, Member] = {}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedServe] = {}
         self.client = httpx.Client(timeout=60, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -121,16 +124,15 @@ class LiveCluster:
 
     def start_member(self, name: str) -> None:
         member = self.members[name]
-        env, files = self.preloader.for_worker() if not member.is_scheduler else ({}, ())
+        own, files = self.preloader.for_worker() if not member.is_scheduler else ({}, ())
+        command = [*member.command, *self.member_arguments.get(name, ())]
+        env = {**os.environ, **member.env, **own}
         with self.log_file(name).open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [*member.command, *self.member_arguments.get(name, ())],
-                env={**os.environ, **member.env, **env},
-                pass_fds=files,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            if self.FORKS and command[: len(COMMAND)] == COMMAND:
+                self.processes[name] = ForkedServe(command, env, log.fileno(), files)
+                return
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.processes[name] = subprocess.Popen(command, env=env, pass_fds=files, **streams)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)

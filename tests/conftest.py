@@ -22,6 +22,9 @@ from tests.support.gpu_guard import for_cuda
 MOST_DESCRIPTORS = 400
 COROUTINE_LIMIT_S = 250.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
 
+# For all tests, since clusters with other variables need a preloader of their own, which takes seconds to start.
+os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # ms
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
     os.environ.setdefault(name, value)
 

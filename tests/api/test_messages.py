@@ -28,13 +28,6 @@ def client_of(cluster: LiveCluster, **more: Any) -> Any:
     return anthropic.Anthropic(**{"base_url": cluster.url, "api_key": "none", "max_retries": 0, "timeout": 60, **more})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_proxies() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        yield
-
-
 @pytest.fixture(scope="module")
 def ours(cluster: LiveCluster) -> Iterator[Any]:
     """The client. Nothing is left in the cluster after the last test."""

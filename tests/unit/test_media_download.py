@@ -227,5 +227,7 @@ def test_files_below_the_root_alone_are_read(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RequestError, match="a video's file has at most 5 bytes"):
         fetched(f"file://{root}/a%20b", places, (), VIDEO._replace(max_nbytes=5))
     for url, flag in (("file:///a", "--allowed-local-media-path"), ("https://a/b", "--allowed-media-domains")):
-        with pytest.raises(RequestError, match=f"images come as data: URLs; send one of these; the server's {flag} would"):
+        with pytest.raises(
+            RequestError, match=f"images come as data: URLs; send one of these; the server's {flag} would"
+        ):
             fetched(url, Places())

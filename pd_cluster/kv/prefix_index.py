@@ -181,7 +181,7 @@ class PrefixIndex:
             del self._unheld[block]
 
     def expire(self, now_s: float) -> None:
-        """Retains blocks no longer whose time is over: they are evicted first, since others were used later."""
+        """Ends the retention of blocks whose time is over; they are evicted first, because others were used later."""
         for block in reversed(self._retained.expired(now_s) if len(self._retained) else ()):
             self._unheld[block] = None
             self._unheld.move_to_end(block, last=False)

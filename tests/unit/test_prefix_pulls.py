@@ -12,7 +12,7 @@ from pd_cluster.bench.request_arrivals import Arrival
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt, pool_kind_of
 from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
-from pd_cluster.cluster.placement.routing_policy import RoutingRequest
+from pd_cluster.cluster.placement.routing_policy import POLICIES, RoutingRequest
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
 from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
@@ -138,12 +138,13 @@ def test_measured_rates_decide(byte_s: float, is_worth_it: bool) -> None:
         costs = {pull_over("shm"): HandoverCost(0.001, byte_s)}
         each.load = Load(links=links, handover_costs=costs)
     assert are_linked(instances, target)
-    hint = PullSources(instances, ask).of(target)
-    assert (hint is not None) == is_worth_it
-    if hint is not None:
+    pull = PullSources(instances, ask.prompt).to(target)
+    assert (pull is not None) == is_worth_it
+    if pull is not None:
+        hint = pull.hint
         assert (hint.peer, hint.num_tokens, hint.within_s) == (source.key, 800, pytest.approx(0.8))
     holding(target, prompt, 240)
-    assert PullSources(instances, ask).of(target) is None
+    assert PullSources(instances, ask.prompt).to(target) is None
 
 
 def test_blocks_on_disk_are_not_pulled() -> None:
@@ -191,3 +192,24 @@ def test_a_load_of_sessions_computes_less() -> None:
     num_alone, num_pulling = (sum(each.num_cached_tokens for each in found) for found in (alone, pulling))
     assert num_pulling > 1.3 * num_alone
     assert simulate(replace(layout, pulls_prefixes=True), costs, sessions()).outcomes == pulling
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("policy", ["prefix-aware", "predicted-ttft"])
+def test_a_prefix_that_can_be_pulled_counts_as_nearly_local(policy: str) -> None:
+    """A little work at the instance with the prefix is enough for another one to be chosen: a linked one with room."""
+    prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
+    holder, other = (prefill(f"prefill-{at}", at + 1, 1000.0) for at in range(2))
+    decode = replace(prefill("decode-0", 3, 1000.0), role="decode")
+    holding(holder, prompt, 240)
+    holder.outstanding_tokens = 300
+    up, chosen = LinkState.parse("up (shm)"), {}
+    for phase, num_free in (("up (shm)", 240), ("up (shm)", 0), ("waiting", 240)):
+        costs = {pull_over("shm"): HandoverCost(0.001, 1e-9)}
+        load = Load(links={decode.key: up, other.key: LinkState.parse(phase)}, handover_costs=costs)
+        holder.load = load.at_rates(prefill_tokens_per_s=1000.0)
+        other.load = Load(links={decode.key: up}, num_free_blocks=num_free).at_rates(prefill_tokens_per_s=1000.0)
+        chosen[phase, num_free] = POLICIES[policy]([holder, other, decode], RoutingRequest(prompt))[0].name
+    assert list(chosen.values()) == ["prefill-1", "prefill-0", "prefill-0"]

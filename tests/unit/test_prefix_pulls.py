@@ -147,6 +147,21 @@ def test_measured_rates_decide(byte_s: float, is_worth_it: bool) -> None:
     assert PullSources(instances, ask.prompt).to(target) is None
 
 
+@pytest.mark.parametrize(("tokens_per_s", "wakes"), [(1000.0, False), (200.0, True)])
+def test_a_link_at_rest_is_woken_if_computing_takes_longer(tokens_per_s: float, wakes: bool) -> None:
+    prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
+    target, source = (prefill(f"prefill-{at}", at + 1, tokens_per_s) for at in range(2))
+    holding(source, prompt, 200)
+    costs = {pull_over("dist"): HandoverCost(0.001, 1e-9)}
+    source.load = Load(links={target.key: LinkState("resting", ("dist",))}, handover_costs=costs)
+    assert are_linked([target, source], target)
+    pull = PullSources([target, source], prompt).to(target)
+    assert (pull is not None) == wakes
+    if pull is not None:
+        assert pull.hint.wakes
+        assert (pull.source, pull.num_saved) == (source, pytest.approx(600, abs=1))
+
+
 def test_blocks_on_disk_are_not_pulled() -> None:
     prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
     source = prefill("prefill-0", 1, 1000.0)

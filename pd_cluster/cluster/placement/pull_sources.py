@@ -15,6 +15,7 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_pull
 from pd_cluster.wire import PullHint
 
 LEAST_TOKENS = 64  # fewer are not worth the messages
+WAKE_S = 1.0  # the assumed time in which a link at rest opens
 MOST_SOURCES = 8  # those with most of the prompt; more would make a choice among many instances slow
 
 
@@ -23,6 +24,7 @@ class PrefixPull(NamedTuple):
 
     hint: PullHint
     num_saved: int
+    source: Instance
 
 
 class PullSources:
@@ -43,19 +45,20 @@ class PullSources:
         """Returns the pull that saves the target most time, if there is one."""
         if not self._holders:
             return None
-        own = target.num_cached(self._prompt)
-        rate, best, least_s = target.load.prefill_tokens_per_s or self._rate(), None, 0.0
+        key, own, best, least_s = target.key, target.num_cached(self._prompt), None, 0.0
+        rate = target.load.prefill_tokens_per_s or self._rate()
         for num_held, source in self._holders:
             num_tokens = num_held - own
             if num_tokens < LEAST_TOKENS or num_tokens <= rate * least_s:
                 break
-            if source is target or target.key not in source.links.open:
+            if source is target or key not in source.links.up:
                 continue
-            computing_s = num_tokens / rate
-            saved_s = computing_s - predict_pull_s(source, target, num_tokens)
+            wakes, computing_s = key not in source.links.open, num_tokens / rate
+            saved_s = computing_s - predict_pull_s(source, target, num_tokens) - WAKE_S * wakes
             if saved_s > least_s:
-                best, least_s = PullHint(source.key, num_held, computing_s), saved_s
-        return PrefixPull(best, int(least_s * rate)) if best is not None else None
+                hint, least_s = PullHint(source.key, num_held, computing_s, wakes), saved_s
+                best = PrefixPull(hint, int(saved_s * rate), source)
+        return best
 
     def num_saved(self, target: Instance) -> int:
         """Returns the tokens that a pull would save the target."""
@@ -79,7 +82,7 @@ class PullSources:
 def are_linked(instances: Sequence[Instance], target: Instance) -> bool:
     """Whether any prefill instance has a link to this one. Cheap: every request asks."""
     key = target.key
-    return any(each.role == "prefill" and key in each.links.open for each in instances)
+    return any(each.role == "prefill" and key in each.links.up for each in instances)
 
 
 def pulls_among(prefills: Sequence[Instance], prompt: Prompt) -> PullSources | None:
@@ -90,5 +93,5 @@ def pulls_among(prefills: Sequence[Instance], prompt: Prompt) -> PullSources | N
     if len(prefills) < 2:
         return None
     first, last = prefills[0], prefills[-1]
-    are_peers = last.key in first.links.open or first.key in last.links.open
+    are_peers = last.key in first.links.up or first.key in last.links.up
     return PullSources(prefills, prompt) if are_peers else None

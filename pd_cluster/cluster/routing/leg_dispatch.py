@@ -55,6 +55,8 @@ class LegDispatch:
         )
         self._begin_encoding(stream, encoders)
         pull = self._pull(stream)
+        if pull is not None and pull.hint.wakes:
+            self._send(pull.source.conn, wire.Wake(prefill.key))
         for instance, leg, peer in legs:
             saved = pull if instance is prefill else None
             weight = self._count(stream, instance, leg, saved.num_saved if saved is not None else 0)

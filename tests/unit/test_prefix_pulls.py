@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -14,6 +14,9 @@ from pd_cluster.cluster.instances.known_prefixes import Prompt, pool_kind_of
 from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
 from pd_cluster.cluster.placement.routing_policy import POLICIES, RoutingRequest
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
+from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipSizes
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
 from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
@@ -23,10 +26,11 @@ from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.simulate.simulated_layout import SimulatedLayout
 from pd_cluster.simulate.simulation import simulate
 from pd_cluster.types import LinkState, Request, RequestSpec, Sampling, Status
-from pd_cluster.wire import CacheKeys, Load, pull_over
+from pd_cluster.wire import Body, CacheKeys, Cancel, Load, Offer, Revoke, pull_over
 
 BLOCK_SIZE = 4
 PROMPT = list(range(100, 142))  # ten blocks and two tokens
@@ -228,3 +232,55 @@ def test_a_prefix_that_can_be_pulled_counts_as_nearly_local(policy: str) -> None
         other.load = Load(links={decode.key: up}, num_free_blocks=num_free).at_rates(prefill_tokens_per_s=1000.0)
         chosen[phase, num_free] = POLICIES[policy]([holder, other, decode], RoutingRequest(prompt))[0].name
     assert list(chosen.values()) == ["prefill-1", "prefill-0", "prefill-0"]
+
+
+# ---- a link that wakes
+
+
+@dataclass
+class Ports:
+    """An end's messages, in their order; nothing is shipped before a credit."""
+
+    sent: list[tuple[str, Body]] = field(default_factory=list)
+    ended: list[str | None] = field(default_factory=list)
+
+    def send(self, conn: str, body: Body) -> None:
+        self.sent.append((conn, body))
+
+    def progress_s(self, conn: str) -> float:
+        return 0.0
+
+    def drop(self, conn: str, transfer_id: str) -> None:
+        pass
+
+    def export_ended(self, request: Request, error: str | None) -> None:
+        self.ended.append(error)
+
+
+@pytest.mark.parametrize("event", ["up", "lost", "down", "cancelled", "expired"])
+def test_what_is_lent_over_a_waking_link_is_offered_when_it_is_up(event: str) -> None:
+    """Otherwise the lender's hold ends with the attempt, and the puller hears of it or loses the connection."""
+    now_s, ports, lent = [0.0], Ports(), pull()
+    lent.peer = "prefill-0@1"
+    terms = TransferTerms(lambda: now_s[0], Timeouts())
+    exports = Exports(ports, ports, terms, ShipSizes((ShipGroup(4, 32),)))  # type: ignore[arg-type]
+    exports.lend(lent, "c", is_up=False)
+    assert not ports.sent
+    assert exports.uses("c")
+    match event:
+        case "up":
+            exports.link_up(lent.peer, "c")
+            assert ports.sent == [("c", Offer("t.pull", 40, "", 0))]
+            return
+        case "lost":
+            exports.link_lost(lent.peer, "refused")
+        case "down":
+            exports.on_link_down("c", "cut")
+        case "cancelled":
+            exports.on_cancel("c", Cancel("t.pull", "aborted"))
+        case _:
+            now_s[0] = 1000.0
+            exports.expire()
+            assert ports.sent == [("c", Revoke("t.pull"))]
+    assert len(ports.ended) == 1
+    assert not exports.uses("c")

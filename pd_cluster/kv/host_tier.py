@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pd_cluster.kv.eviction_order import EvictionOrder
+from pd_cluster.kv.eviction_queue import EvictionQueue
 from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.types import Retention, Tier
 
@@ -103,7 +103,7 @@ class HostTier:
         self.num_slots = num_slots
         self._free = list(reversed(range(first_slot, first_slot + num_slots)))
         self._slot_of: dict[bytes, int] = {}
-        self._order = EvictionOrder(num_slots // 2)  # of the same contents
+        self._queue = EvictionQueue(num_slots // 2)  # of the same contents
         self._pinned: set[int] = set()
         self._read: Counter[int] = Counter()  # slots that lower tiers read now -> number of readers
         self._filling: set[int] = set()  # slots that a lower tier writes
@@ -158,13 +158,13 @@ class HostTier:
     def store(self, block: int, content: bytes, retention: Retention | None = None) -> None:
         """Takes in an evicted block, before another content is written to it."""
         if content in self._slot_of:
-            self._order.used(content, retention)
+            self._queue.used(content, retention)
             return
         assert self._emit is not None, "a block was evicted when no move is possible"
         if (slot := self._free_slot()) is None:
             return
         self._slot_of[content] = slot
-        self._order.used(content, retention)
+        self._queue.used(content, retention)
         self._pinned.add(slot)
         self._changed.add(content)
         self._emit("out", block, slot)
@@ -174,7 +174,7 @@ class HostTier:
 
     def expire(self, now_s: float) -> None:
         """Ends retentions whose time is over, here and below."""
-        self._order.expire(now_s)
+        self._queue.expire(now_s)
         for lower in self.lower:
             lower.expire(now_s)
 
@@ -191,7 +191,7 @@ class HostTier:
         """Makes the blocks of a prefix that are here the most recently used."""
         for each in reversed(hashes):  # the end of a prefix is replaced before its beginning
             if each in self._slot_of:
-                self._order.used(each)
+                self._queue.used(each)
 
     def pin(self, contents: Sequence[bytes]) -> list[int]:
         """Keeps these blocks for this step's moves; returns their slots."""
@@ -213,7 +213,7 @@ class HostTier:
         for slot in self._slot_of.values():
             self._drop(slot)
         self._slot_of.clear()
-        self._order.clear()
+        self._queue.clear()
         for lower in self.lower:
             lower.host_forgot()
 
@@ -230,7 +230,7 @@ class HostTier:
     def begin_read(self, content: bytes) -> int:
         """Returns the slot of a content, which keeps it until `end_read`."""
         slot = self._slot_of[content]
-        self._order.used(content)  # `_free_slot` searches from the other end
+        self._queue.used(content)  # `_free_slot` searches from the other end
         self._read[slot] += 1
         return slot
 
@@ -259,7 +259,7 @@ class HostTier:
         """Assigns the content to a reserved slot, and keeps it until a request loads it or `unpin` is called."""
         self._filling.discard(slot)
         is_here = content in self._slot_of
-        self._order.used(content)
+        self._queue.used(content)
         if is_here:
             self._free.append(slot)
             return
@@ -288,17 +288,17 @@ class HostTier:
         used = [*self._free, *self._slot_of.values(), *self._filling, *self._retired]
         if len(used) != self.num_slots or len(set(used)) != self.num_slots:
             raise AssertionError("a slot of the host's cache is lost, or has two contents")
-        if sorted(self._slot_of) != sorted(self._order):
-            raise AssertionError("the host's cache and its order of eviction have different contents")
+        if sorted(self._slot_of) != sorted(self._queue):
+            raise AssertionError("the host's cache and its queue for eviction have different contents")
 
     def _free_slot(self) -> int | None:
         if self._free:
             return self._free.pop()
-        for content in self._order:
+        for content in self._queue:
             slot = self._slot_of[content]
             if slot not in self._pinned and slot not in self._kept and slot not in self._read:
                 del self._slot_of[content]
-                self._order.discard(content)
+                self._queue.discard(content)
                 self._changed.add(content)
                 return slot
         return None

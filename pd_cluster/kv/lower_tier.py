@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pd_cluster.kv.eviction_order import EvictionOrder
+from pd_cluster.kv.eviction_queue import EvictionQueue
 from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
 from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.types import Retention, Tier
@@ -48,7 +48,7 @@ class LowerTier:
         self.cost = LoadCost(block_size)
         self.counts = TierCounts()
         self._host, self._capacity, self._num_ranks, self._clock = host, capacity, num_ranks, clock
-        self._index = EvictionOrder(capacity // 2)  # known contents
+        self._index = EvictionQueue(capacity // 2)  # known contents
         # Contents in host memory that must be written, and their retentions.
         self._backlog: OrderedDict[bytes, Retention | None] = OrderedDict()
         self._writing: dict[bytes, int] = {}  # content -> job

@@ -9,7 +9,7 @@ from pd_cluster.kv.retained_blocks import RetainedBlocks
 from pd_cluster.types import Retention
 
 
-class EvictionOrder:
+class EvictionQueue:
     """Knows each content of a tier. Retained ones are at most `most_retained`, in equal shares for their owners."""
 
     def __init__(self, most_retained: int) -> None:

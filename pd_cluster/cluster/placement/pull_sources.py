@@ -12,11 +12,12 @@ from typing import NamedTuple
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt
 from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_pull_s
+from pd_cluster.types import LinkState
 from pd_cluster.wire import PullHint
 
 LEAST_TOKENS = 64  # fewer are not worth the messages
 WAKE_S = 1.0  # the assumed time in which a link at rest opens
-MOST_SOURCES = 8  # those with most of the prompt; more would make a choice among many instances slow
+MOST_SOURCES = 3  # those with most of the prompt; more would make a choice among many instances slow
 
 
 class PrefixPull(NamedTuple):
@@ -33,6 +34,7 @@ class PullSources:
     def __init__(self, instances: Sequence[Instance], prompt: Prompt) -> None:
         self._prompt, self._instances = prompt, instances
         self._rate = functools.cache(lambda: best_rate(instances))
+        self._times: dict[tuple[str, int, LinkState], float] = {}  # of pulls, which are equal for many targets
 
     @functools.cached_property
     def _holders(self) -> list[tuple[int, Instance]]:
@@ -54,11 +56,18 @@ class PullSources:
             if source is target or key not in source.links.up:
                 continue
             wakes, computing_s = key not in source.links.open, num_tokens / rate
-            saved_s = computing_s - predict_pull_s(source, target, num_tokens) - WAKE_S * wakes
+            saved_s = computing_s - self._pull_s(source, target, num_tokens) - WAKE_S * wakes
             if saved_s > least_s:
                 hint, least_s = PullHint(source.key, num_held, computing_s, wakes), saved_s
                 best = PrefixPull(hint, int(saved_s * rate), source)
         return best
+
+    def _pull_s(self, source: Instance, target: Instance, num_tokens: int) -> float:
+        key = source.name, num_tokens, source.link_to(target)
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = predict_pull_s(source, target, num_tokens)
+        return found
 
     def num_saved(self, target: Instance) -> int:
         """Returns the tokens that a pull would save the target."""

@@ -25,7 +25,13 @@ from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
-from pd_cluster.model.kernels.attention_backend import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
+from pd_cluster.model.kernels.attention_backend import (
+    DEFAULT_BLOCK_SIZE,
+    SDPA,
+    Attention,
+    choose_attention,
+    latents_by_modules,
+)
 from pd_cluster.model.kernels.cpu.ops import CpuOps, supports
 from pd_cluster.model.kernels.cuda_speedups import sped_up
 from pd_cluster.model.language_model.cache_declaration import (
@@ -166,10 +172,13 @@ def load_model(
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
     _check_backend(checkpoint, attention_backend)
-    attention = choose_attention(
-        *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
-        *(choices.npu_head_dims, dtype),
-    )
+    if layout.has_latents and not can_fuse(model):
+        attention = latents_by_modules(attention_backend, is_deterministic, device)
+    else:
+        attention = choose_attention(
+            *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
+            *(choices.npu_head_dims, dtype),
+        )
     attention = sped_up(attention, choices.speedups)
     vocab_size = 0 if share is None else share.plan.vocab_size
     own_group = None if share is None else share.group

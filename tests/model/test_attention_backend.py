@@ -112,7 +112,7 @@ def test_latents_whose_layers_are_not_fused_run_as_modules(device: Device, caplo
     assert latents_by_modules("auto", False, device) == choice.SDPA
     assert "slow: latent attention (MLA) of this architecture runs as transformers' modules" in caplog.text
     assert latents_by_modules("sdpa", False, device) == choice.Attention("SDPA", is_asked_for=True)
-    with pytest.raises(ConfigError, match="--attention-backend triton: latent attention .* use auto, or sdpa"):
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: latent attention .* use auto, or sdpa"):
         latents_by_modules("triton", False, device)
 
 

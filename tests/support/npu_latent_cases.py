@@ -85,7 +85,8 @@ def test_other_models_run_as_modules(
     assert ATTENTION not in calls
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=slow)])
+@slow
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_and_cached_sequences(mode: str, tmp_path: Path) -> None:
     """Four in a pool of blocks for two; then a prompt whose first blocks are cached, and three sequences of one."""
     folder, rng = folder_of(tmp_path, "deepseek_v3"), random.Random(2)

@@ -19,6 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.more_checkpoints import YARN
 from tests.support.npu_cases import ATTENTION, EXPERTS, NUM_SIZES, calls, check, core_of
+from tests.support.ranks import ranks
 
 __all__ = ["calls"]  # a fixture
 
@@ -27,6 +28,7 @@ FUSED = "fused layers, NPU kernels, attention by torch-npu (latents)"
 WIDTHS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 1024}
 LONG_YARN = {"rope_parameters": {**YARN, "original_max_position_embeddings": 256}}
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 slow = pytest.mark.slow
 
@@ -104,6 +106,18 @@ def test_preempted_and_cached_sequences(mode: str, tmp_path: Path) -> None:
     )["n"]
     outputs = [[token.token_id for token in found[index]] for index in range(3)]
     assert_all_same(folder, [prompt] * 4, [request.output_token_ids, *outputs], GREEDY.max_tokens)
+
+
+@slow
+@pytest.mark.parametrize(("architecture", "changes"), [("deepseek_v3", LONG_YARN), ("glm4_moe_lite", SIX_HEADS)])
+def test_over_ranks(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has all latents, and its heads: two, or three, which is no power of two."""
+    folder, rng = folder_of(tmp_path, architecture, **changes), random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (1, 9, 150, 127, 128)]
+    settings = {"num_blocks": 24, "max_model_len": 300, "max_num_batched_tokens": 96, "max_num_seqs": 8}
+    with ranks(folder, 2, NPU, npu_tp_graphs=True, dtype="float32", **settings) as core:
+        assert core.runner.runner.model.kernels == FUSED  # type: ignore[attr-defined]
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,9 @@ class NpuLatentOps(NpuOps):
         if latents.layer_idx == 0 or not isinstance(batch.kernel_state, PlannedStep):
             batch.kernel_state = _in_pieces(planned_step(batch), batch)
         apart = queries.view(num_tokens, latents.num_heads, -1)
-        num_heads = 1 << (latents.num_heads - 1).bit_length()
-        absorbed = queries.new_zeros(num_tokens, num_heads, width)
         heads = apart[..., : latents.query_width].transpose(0, 1)  # [num_heads, num_tokens, query_width]
-        absorbed[:, : latents.num_heads] = torch.bmm(heads, latents.keys).transpose(0, 1)
-        turned = queries.new_zeros(num_tokens, num_heads, latents.rope_width)
-        turned[:, : latents.num_heads] = rotated(apart[..., latents.query_width :], rope)
+        absorbed = _padded(torch.bmm(heads, latents.keys).transpose(0, 1))
+        turned = _padded(rotated(apart[..., latents.query_width :], rope))
         summed = self._summed(latents, absorbed, turned, batch, batch.kernel_state)[:, : latents.num_heads]
         return torch.bmm(summed.transpose(0, 1), latents.values).transpose(0, 1).reshape(num_tokens, -1)
 
@@ -100,6 +97,17 @@ class NpuLatentOps(NpuOps):
             scale=latents.scaling,
         )[0]
         return found
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to a power of two."""
+    num_tokens, num_heads, width = x.shape
+    whole = 1 << (num_heads - 1).bit_length()
+    if whole == num_heads:
+        return x.contiguous()
+    found = x.new_zeros(num_tokens, whole, width)
+    found[:, :num_heads] = x
+    return found
 
 
 def _in_pieces(step: PlannedStep, batch: ForwardBatch) -> PlannedStep:

@@ -180,18 +180,14 @@ def load_model(
             *(choices.npu_head_dims, dtype),
         )
     attention = sped_up(attention, choices.speedups)
-    vocab_size = 0 if share is None else share.plan.vocab_size
-    own_group = None if share is None else share.group
+    vocab_size, own_group = (0, None) if share is None else (share.plan.vocab_size, share.group)
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
     takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
-    without_kernels = logn is not None or (layout.has_latents and device.is_accelerator and not attention.make_ops)
-    may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use the classes of others
-    is_fused = may_fuse and can_fuse(model) and has_kernels(model, _ops_of(attention))
-    if not is_fused:
+    if logn is not None or not _is_fused(model, checkpoint, layout, device, attention):
         _check_dense(layout, checkpoint, dtype)
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
@@ -206,6 +202,14 @@ def load_model(
     check(fused)
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Device, attention: Attention) -> bool:
+    """Whether this package's layers replace transformers' modules."""
+    without_kernels = layout.has_latents and device.is_accelerator and not attention.make_ops
+    if without_kernels or checkpoint.is_unproven:  # unlisted types use the classes of others
+        return False
+    return can_fuse(model) and has_kernels(model, _ops_of(attention))
 
 
 def _check_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.model.loading.model_loader import has_fused_layers
 from pd_cluster.model.planning.load_plan import LoadPlan
 
 
@@ -27,6 +28,13 @@ def check_states(plan: LoadPlan, is_fused: bool) -> None:
     """
     for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
+
+
+def may_fuse(plan: LoadPlan) -> bool:
+    """Whether kernels for states are possible on this device; some reasons against them are in the weights only."""
+    if plan.device.is_accelerator and (not plan.device.traits.runs_triton or plan.config.attention_backend == "sdpa"):
+        return False
+    return has_fused_layers(plan.checkpoint)
 
 
 def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:

@@ -61,7 +61,9 @@ def test_ranks_and_devices_have_their_parts(checkpoint: Checkpoints, monkeypatch
     assert half.state_nbytes * 2 == whole.state_nbytes
     monkeypatch.setattr(pools_before_loading, "resolve", lambda name: Device("cuda"))
     on_gpu = expected_pools(msgspec.structs.replace(config, max_num_batched_tokens=64))
-    assert str(on_gpu).startswith(f"{config.model}: a token takes {whole.layouts[0].token_nbytes} bytes, a state 0.02 MiB; a start logs")
+    assert str(on_gpu).startswith(
+        f"{config.model}: a token takes {whole.layouts[0].token_nbytes} bytes, a state 0.02 MiB; a start logs"
+    )
     assert on_gpu.to_json()["num_tokens"] is None
 
 

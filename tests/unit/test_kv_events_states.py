@@ -90,7 +90,7 @@ def chains(monkeypatch: pytest.MonkeyPatch) -> Chains:
 
 def explore(chains: Chains) -> None:
     num_reached = num_unreached = 0
-    for seed in range(6):
+    for seed in range(4):
         traffic = PublishedTraffic(seed, chains)
         traffic.run(20)
         traffic.compare()

@@ -15,7 +15,7 @@ class ReachedEventLog(KVEventLog):
         super().__init__(block_size)
         self._stored: dict[bytes, StoredContent] = {}
         self._published: set[bytes] = set()
-        self._cleared: set[bytes] = set()  # published before `cleared`, and perhaps reached again since then
+        self._pending: set[bytes] = set()  # reached contents without an event: `moved` did not find them stored
 
     def stored(
         self, content: bytes, parent: bytes | None, token_ids: Sequence[int], order: RequestSpec, first: int
@@ -29,18 +29,18 @@ class ReachedEventLog(KVEventLog):
     def cleared(self) -> None:
         super().cleared()
         self._stored.clear()
-        self._cleared |= self._published
+        self._pending |= self._published  # those that are stored again at once do not move
         self._published.clear()
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:
         """Adds events for the contents that became reached or unreached. None: unreached."""
-        places = {**dict.fromkeys(self._cleared, "device"), **places}
-        self._cleared.clear()
-        for content, place in places.items():
-            if place is None and content in self._published:
-                self._published.remove(content)
-                self._remove(content, DEVICE)
-        new = [self._stored[content] for content, place in places.items() if place and content not in self._published]
-        for each in sorted(new, key=lambda each: each.first):  # parents first
+        places = {**dict.fromkeys(self._pending, "device"), **places}
+        for content in [each for each, place in places.items() if place is None and each in self._published]:
+            self._published.remove(content)
+            self._remove(content, DEVICE)
+        reached = {content for content, place in places.items() if place is not None} - self._published
+        self._pending = {content for content in reached if content not in self._stored}
+        new = [self._stored[content] for content in reached - self._pending]
+        for each in sorted(new, key=lambda each: (each.first, each.content)):  # parents first
             self._published.add(each.content)
             self._store(each)

@@ -74,3 +74,15 @@ def test_a_kill_of_each_role(checkpoint: Callable[[str], Path], tmp_path: Path, 
     with LiveCluster(tmp_path, folder, num_decode=2, arguments=ARGUMENTS) as running:
         for role in ("prefill", "decode"):
             goes_on_after_a_kill(running, folder, role, 450)
+
+
+@pytest.mark.slow
+def test_an_instance_with_a_host_cache_and_one_without(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The one without merges its windows by the flag."""
+    rng, folder = random.Random(6), checkpoint("gpt_oss")
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    own = {"prefill-0": ["--kv-host-cache=0.01"], "decode-0": ["--disable-hybrid-kv-cache-manager"]}
+    with LiveCluster(tmp_path, folder, arguments=ARGUMENTS, member_arguments=own) as running:
+        for _ in range(2):
+            assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        running.assert_home()

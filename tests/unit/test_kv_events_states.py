@@ -62,10 +62,18 @@ class PublishedTraffic(Traffic):
 
     def note(self, result: StepResult) -> None:
         super().note(result)
+        if self.rng.random() < 0.1:  # a block may be taken between both calls
+            changes = self.scheduler.known.changes()
+            self.scheduler.groups[0].blocks.release(self.scheduler.groups[0].blocks.take(1) if self.has_room else [])
+            self.events.blocks_changed(changes)
         if self.rng.random() < 0.02:
             self.scheduler.forget()
         if self.rng.random() < 0.4:
             self.compare()
+
+    @property
+    def has_room(self) -> bool:
+        return self.scheduler.groups[0].blocks.num_available > 0
 
     def compare(self) -> None:
         self.events.blocks_changed(self.scheduler.known.changes())

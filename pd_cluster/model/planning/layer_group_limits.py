@@ -18,6 +18,7 @@ def splits_windows(plan: LoadPlan) -> bool:
     """
     config = plan.config
     is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
+    is_plain = is_plain and not config.disable_hybrid_kv_cache_manager
     return is_plain and plan.draft is None and not plan.device.is_accelerator
 
 
@@ -51,6 +52,8 @@ def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
             f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}",
             "which lower tiers cannot hold; remove the setting",
         )
+    if config.disable_hybrid_kv_cache_manager:
+        yield called("disable_hybrid_kv_cache_manager"), "which need a pool of their own; remove the setting"
     if config.speculation.methods:
         methods = ", ".join(config.speculation.methods)
         yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; remove the setting"

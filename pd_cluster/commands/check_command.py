@@ -53,12 +53,16 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if head := _head(env):
         console.print(head)
+    if env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        _show_place(find_place(env), env, console)
+    else:
+        console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
     if (engine := _engine(env)) is not None:
         console.print(str(_pools(engine)), markup=False, highlight=False, soft_wrap=True)
-    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
-        console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
-        return True
-    place = find_place(env)
+    return True
+
+
+def _show_place(place: Place, env: Mapping[str, str], console: Console) -> None:
     for warning in permission_warnings([Path(place.table.file)]):
         console.print(f"warning: {warning}")
     console.print(_instances(place, env))
@@ -75,7 +79,6 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
             if not HCCN_CONF.exists():
                 console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
     console.print(_keys(place, env))
-    return True
 
 
 def check_report(env: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
-from tests.support.cluster import LiveCluster
+from tests.support.cluster import LiveCluster, SpawnedCluster
 from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
@@ -25,12 +25,6 @@ SCRIPTED_FLAGS = [
     *("--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice", "--resume-window=30"),
 ]
 SCRIPTED_PARSERS = ["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
-
-
-class Spawned(LiveCluster):
-    """Its processes have the command lines and environments that `up` gives them."""
-
-    FORKS = False
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +67,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS.values()))
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
-        cluster = Spawned(folder, model, arguments=flags)
+        cluster = SpawnedCluster(folder, model, arguments=flags)
         cluster.start()
     try:
         cluster.await_ready()

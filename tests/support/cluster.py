@@ -387,3 +387,9 @@ def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     assert not any(thread.is_alive() for thread in threads), "requests hang"
     return errors
+
+
+class SpawnedCluster(LiveCluster):
+    """Its processes have the command lines, environments and memory that `up` gives them."""
+
+    FORKS = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -57,7 +57,9 @@ class CacheCreation(Struct):
 class MessageUsage(Struct):
     input_tokens: Annotated[int, Meta(description="Other prompt tokens.")]
     cache_read_input_tokens: Annotated[int, Meta(description="Prompt tokens that were cached.")]
-    cache_creation_input_tokens: Annotated[int, Meta(description="Prompt tokens that this request asked to retain.")]
+    cache_creation_input_tokens: Annotated[
+        int, Meta(description="Prompt tokens up to the last cache_control that were not cached.")
+    ]
     cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: OutputTokensDetails
@@ -97,12 +99,24 @@ class MessageEvent(Struct, omit_defaults=True):
     request_id: UnsetType | None = UNSET
 
 
+class CacheEnds(NamedTuple):
+    """The prompt tokens up to the last cache_control of any `ttl`, and up to the last one of 1h."""
+
+    num_tokens: int = 0
+    num_long: int = 0
+
+
+NOT_MARKED = CacheEnds()
+
+
 class MessagesAnswer(BlockAnswer):
-    def __init__(self, request: MessagesRequest, model: str, generation: Generation) -> None:
+    def __init__(
+        self, request: MessagesRequest, model: str, generation: Generation, cache_ends: CacheEnds = NOT_MARKED
+    ) -> None:
         thinking = request.thinking
         super().__init__(generation, bool(request.stream), thinking is None or thinking.type != "disabled")
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._model = model
+        self._model, self._cache_ends = model, cache_ends
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
         self._eager = {tool.name for tool in request.tools or [] if tool.eager_input_streaming}
 
@@ -176,16 +190,16 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts as Anthropic's API does: `input_tokens` were neither read from a cache nor written to be retained."""
+        """Counts as Anthropic's API does: `input_tokens` follow the last cache_control, and were not cached."""
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
-        retention_s = self.generation.order.retention_s
-        num_written = usage.prompt_tokens - num_cached if retention_s else 0
-        num_short = num_written if retention_s <= SHORT_S else 0
+        num_written, num_long = (max(0, end - num_cached) for end in self._cache_ends)
+        if self.generation.order.retention_s <= SHORT_S:  # the server retains no longer
+            num_long = 0
         return MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached - num_written,
             cache_read_input_tokens=num_cached,
             cache_creation_input_tokens=num_written,
-            cache_creation=CacheCreation(num_short, num_written - num_short),
+            cache_creation=CacheCreation(num_written - num_long, num_long),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(self.reader.num_reasoning_tokens),
         )

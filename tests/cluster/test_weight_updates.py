@@ -105,6 +105,33 @@ def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
     learning.wait_until("the name is known", lambda: ask(learning)[2] == [{"version": "best", "start": 0, "end": 6}])
 
 
+def test_every_api_names_the_version(learning: Steered) -> None:
+    learning.command("/update_weight_version", json={"new_version": "named"})
+    wanted = [{"version": "named", "start": 0, "end": 4}]
+    learning.wait_until("the name is known", lambda: ask(learning, max_tokens=4)[2] == wanted)
+    turns = [{"role": "user", "content": "a"}]
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "messages": ("max_tokens", {"messages": turns}),
+        "responses": ("max_output_tokens", {"input": turns}),
+        "chat/completions": ("max_tokens", {"messages": turns, "ignore_eos": True}),
+    }
+    for path, (limit, fields) in asked.items():
+        body = {limit: 4, "model": "tiny", "temperature": 0, **fields}
+        plain = learning.client.post(f"{learning.url}/v1/{path}", json=body)
+        assert (plain.status_code, "weight_versions" in plain.text) == (200, False), plain.text
+        body["return_weight_versions"] = True
+        answer = learning.client.post(f"{learning.url}/v1/{path}", json=body).json()
+        found = answer["choices"][0] if "choices" in answer else answer
+        assert found["weight_versions"] == wanted
+        lines = learning.client.post(f"{learning.url}/v1/{path}", json={**body, "stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        parts = [part for event in events for part in (event, event.get("response"), *event.get("choices", ())) if part]
+        assert [part["weight_versions"] for part in parts if part.get("weight_versions")] == [wanted]
+    tokens = {"enable_response_messages": True, "input": "a", "max_output_tokens": 4, "ignore_eos": True}
+    answer = learning.client.post(f"{learning.url}/v1/responses", json=tokens)
+    assert answer.json()["weight_versions"] == wanted
+
+
 def test_a_request_continues_on_the_new_weights(learning: Steered, versions: Path) -> None:
     update(learning, "step-1")
     streams = Background(learning, 3, **LONG)

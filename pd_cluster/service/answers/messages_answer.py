@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 
 from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.answered_weights import OfWeights, weights_of
 from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation.prompt_generation import Generation
@@ -65,7 +67,7 @@ class MessageUsage(Struct):
     output_tokens_details: OutputTokensDetails
 
 
-class MessageAnswer(Struct):
+class MessageAnswer(Struct, omit_defaults=True):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -74,6 +76,7 @@ class MessageAnswer(Struct):
     usage: MessageUsage
     stop_reason: Ending | None
     stop_sequence: str | None
+    weight_versions: OfWeights = None
 
 
 class MessageDelta(Struct, omit_defaults=True):
@@ -95,6 +98,7 @@ class MessageEvent(Struct, omit_defaults=True):
     content_block: MessageBlock | None = None
     delta: MessageDelta | None = None
     usage: MessageUsage | None = None
+    weight_versions: OfWeights = None
     error: MessageErrorDetails | None = None
     request_id: UnsetType | None = UNSET
 
@@ -117,6 +121,7 @@ class MessagesAnswer(BlockAnswer):
         super().__init__(generation, bool(request.stream), thinking is None or thinking.type != "disabled")
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model, self._cache_ends = model, cache_ends
+        self._tells_weights = bool(request.return_weight_versions)
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
         self._eager = {tool.name for tool in request.tools or [] if tool.eager_input_streaming}
 
@@ -126,7 +131,7 @@ class MessagesAnswer(BlockAnswer):
 
     def whole(self) -> MessageAnswer:
         blocks = [self._block(block, block.text) for block in self.reader.blocks]
-        return self._message(blocks, *self._ending())
+        return replace(self._message(blocks, *self._ending()), weight_versions=self._weights())
 
     def failure(self, error: PdClusterError) -> bytes:
         return _event("error", error=messages_error_body(error).error, request_id=None)
@@ -152,7 +157,11 @@ class MessagesAnswer(BlockAnswer):
     def closing(self) -> bytes:
         reason, sequence = self._ending()
         delta = MessageDelta(stop_reason=reason, stop_sequence=sequence)
-        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        told = _event("message_delta", delta=delta, usage=self._usage(), weight_versions=self._weights())
+        return told + _event("message_stop")
+
+    def _weights(self) -> OfWeights:
+        return weights_of(self.generation, self._tells_weights, tells_tokens=False)
 
     def _delta(self, block: Block, text: str) -> bytes:
         """Returns a block's new text. Unless its tool is eager, a call's input is sent whole, because clients cannot

@@ -158,18 +158,33 @@ def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None
     assert answer.json()["choices"][0]["weight_versions"] == [{"version": "step-1", "start": 0, "end": 1500}]
 
 
-def test_an_instance_that_dies_comes_back_with_the_current_weights(learning: Steered, versions: Path) -> None:
+def restarted(cluster: Steered, *names: str) -> None:
+    """Kills instances, and starts them again."""
+    for name in names:
+        cluster.kill(name)
+        cluster.await_exit(name)
+    cluster.wait_until("the loss is noticed", lambda: not {*names} & {*info_of(cluster)["instances"]})
+    for name in names:
+        cluster.start_member(name)
+
+
+def test_instances_that_die_come_back_with_the_current_weights(learning: Steered, versions: Path) -> None:
     update(learning, "step-1")
     expected = ask(learning)
-    for name in ("decode-0", "prefill-0"):
-        learning.kill(name)
-        learning.await_exit(name)
-        learning.wait_until("its loss is noticed", lambda name=name: name not in info_of(learning)["instances"])
-        learning.start_member(name)
-        learning.await_ready()
-        assert ask(learning)[::2] == expected[::2]
+    restarted(learning, "decode-0", "prefill-0")
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
     info = info_of(learning)
     assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
+
+
+def test_an_update_waits_while_no_instance_is_ready(learning: Steered, versions: Path) -> None:
+    restarted(learning, "decode-0", "prefill-0")
+    update(learning, "step-2")
+    learning.await_ready()
+    tokens, _, spans = ask(learning)
+    assert spans == [{"version": "step-2", "start": 0, "end": 6}]
+    assert_all_same(versions / "step-2", [PROMPT], [tokens], 6)
 
 
 @pytest.mark.parametrize(

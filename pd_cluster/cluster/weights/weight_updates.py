@@ -262,26 +262,36 @@ class WeightUpdates:
         return folder
 
     async def _check_everywhere(self, version: wire.WeightVersion) -> None:
-        """Raises Refused with the first instance's reason, and DeadlineExceeded."""
-        conns = {each.conn for each in self._membership.instances if each.is_ready}
-        for conn in conns:
-            self._send(conn, wire.CheckWeights(version))
+        """Checks a version on every ready instance; waits for one if a moment has none, because links were lost.
+
+        Raises Refused with the first instance's reason, and DeadlineExceeded.
+        """
+        sent: set[str] = set()
+
+        def asked() -> list[Instance]:
+            """Returns the ready instances, also those that have become ready; one that is gone has nothing to say."""
+            found = [each for each in self._membership.instances if each.is_ready]
+            for conn in {each.conn for each in found} - sent:
+                self._send(conn, wire.CheckWeights(version))
+                sent.add(conn)
+            return found
 
         def lacking() -> list[Instance]:
-            return [i for i in self._asked(conns) if i.load.weights.checked != version.epoch]
+            found = asked()
+            return (
+                [i for i in found if i.load.weights.checked != version.epoch]
+                if found
+                else [*self._membership.instances]
+            )
 
         await self._until(lacking, CHECK_TIMEOUT_S)
-        asked = self._asked(conns)
-        for instance in asked:
+        found = asked()
+        for instance in found:
             if problem := instance.load.weights.problem:
                 self.num_refused += 1
                 raise Refused(f"{instance.name}: {told(problem)}")
-        if not asked:
-            raise Refused("no instance is ready; GET /instances shows why")
-
-    def _asked(self, conns: set[str]) -> list[Instance]:
-        """Returns the ready instances with these connections: one that is gone has nothing to say."""
-        return [each for each in self._membership.instances if each.is_ready and each.conn in conns]
+        if not found:
+            raise Refused("the cluster has no instances; GET /instances shows them")
 
     async def _change(self, version: wire.WeightVersion) -> None:
         """Raises DeadlineExceeded; instances that are late take no requests until they have this version."""

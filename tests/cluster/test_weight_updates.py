@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,6 +179,32 @@ def test_instances_that_die_come_back_with_the_current_weights(learning: Steered
     assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
 
 
+def test_a_version_outlives_its_folder(learning: Steered, versions: Path) -> None:
+    """The trainer removes its folder; then the server's links to its files are hidden, until an operator helps."""
+    shutil.copytree(versions / "step-2", versions / "brief")
+    update(learning, "brief")
+    expected = ask(learning)
+    shutil.rmtree(versions / "brief")
+    restarted(learning, "decode-0")
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
+    (own,) = versions.glob("received-*")
+    own.rename(versions / "hidden")
+    restarted(learning, "decode-0")
+
+    def says_why() -> bool:
+        found = learning.instance("decode-0")
+        why = f"it cannot load weights brief, and tries again: {own}"
+        return found["state"] == "connecting" and (found["reason"] or "").startswith(why)
+
+    try:
+        learning.wait_until("the instance says why it is not ready", says_why)
+    finally:
+        (versions / "hidden").rename(own)
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
+
+
 def test_an_update_waits_while_no_instance_is_ready(learning: Steered, versions: Path) -> None:
     restarted(learning, "decode-0", "prefill-0")
     update(learning, "step-2")
@@ -246,8 +273,10 @@ def test_a_trainer_sends_the_tensors(learning: Steered, versions: Path) -> None:
         assert ask(learning)[::2] == (tokens, spans)
     finally:
         trainer.end()
+    sent = (*versions.glob("received-*"),)
     update(learning, "step-1")
-    assert not list(versions.glob("received-*"))
+    assert len(sent) == len([*versions.glob("received-*")]) == 1
+    assert not sent[0].exists()
 
 
 def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) -> None:
@@ -268,7 +297,7 @@ def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) 
     finally:
         trainer.end()
     assert ask(learning)[::2] == before
-    assert not list(versions.glob("received-*"))
+    assert len([*versions.glob("received-*")]) == 1
 
 
 @pytest.mark.slow

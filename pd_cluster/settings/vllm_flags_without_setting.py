@@ -125,7 +125,7 @@ FAMILIES = (
         refused="--offload-group-size=0 --offload-backend=auto",
     ),
     Family("weights always come from the model's folder", refused="--model-weights"),
-    Family("weights do not change while serving", refused="--weight-transfer-config"),
+    Family("the admin port replaces weights; see --weights-dir", refused="--weight-transfer-config"),
     Family("the model determines its sliding windows", accepted="--[no-]disable-sliding-window"),
     Family(
         "states are float32; the device determines the kernels",

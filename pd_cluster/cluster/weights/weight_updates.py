@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 CHECK_TIMEOUT_S = 600.0  # every byte is read
 CHANGE_TIMEOUT_S = 600.0
 UPDATE_TIMEOUT_S = 3600.0  # between two commands of one update
-DEFAULT_NAME = "default"  # of weights that nobody has named
+DEFAULT_NAME = "default"  # the name of weights without a name
 
 Phase = Literal["serving", "started", "checked", "changing"]
 
@@ -162,7 +162,7 @@ class WeightUpdates:
             try:
                 await self._receiver.receive(tensors, file)
             except BaseException:
-                await self._leave()  # its next tensors would be others
+                await self._leave()  # the trainer's next tensors would not be those that a later command expects
                 raise
             self._received.add(tensors, file)
 
@@ -291,7 +291,7 @@ class WeightUpdates:
         sent: set[str] = set()
 
         def asked() -> list[Instance]:
-            """Returns the instances to ask, also those that have come meanwhile; one that is gone says nothing."""
+            """Returns the instances to ask, also those that have come meanwhile; one that is gone need not answer."""
             found = self._membership.may_load_weights()
             for conn in {each.conn for each in found} - sent:
                 self._send(conn, wire.CheckWeights(version))

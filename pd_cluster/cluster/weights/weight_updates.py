@@ -101,15 +101,11 @@ class WeightUpdates:
         return {each.name: each.load.weights.held.epoch for each in self._membership.instances if each.is_ready}
 
     async def start(self, mode: PauseMode) -> None:
-        """Begins an update; `mode`: what happens to running requests at its end. Raises Refused, DeadlineExceeded.
-
-        After a restart of this process it first waits for the instances' version: epochs never repeat.
-        """
+        """Begins an update; `mode`: what happens to running requests at its end. Raises Refused."""
         async with self._one_at_a_time:
             if self.phase != "serving":
                 raise Refused("an update has been started; finish it, or POST /abort_weight_update")
             self._check_members()
-            await self._until(self._unheard, CHANGE_TIMEOUT_S)
             await self._drop_received()  # of an update that has expired
             self._mode = mode
             self._enter("started")
@@ -264,11 +260,6 @@ class WeightUpdates:
                 raise Refused(f"{instance.name} is in {instance.unit}, and instances of a unit keep their weights")
             if instance.role == "encode":
                 raise Refused(f"{instance.name} encodes pictures with weights of its own; stop it first")
-
-    def _unheard(self) -> list[Instance]:
-        """Returns the instances whose version is not known; all, if none can be asked."""
-        found = self._membership.may_load_weights()
-        return [each for each in found if not each.num_heartbeats] if found else [*self._membership.instances]
 
     def _folder(self, name: str) -> Path:
         """Raises RequestError, ModelNotFound."""

@@ -13,7 +13,12 @@ from tests.support.cluster import LiveCluster, SpawnedCluster
 from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
-FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
+FLAGS = [
+    f"--max-model-len={MAX_MODEL_LEN}",
+    "--num-blocks=128",
+    "--trust-request-chat-template",
+    "--prefix-retention=3600",
+]
 KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # by their tenants
 METRICS_KEY = "mk-0123456789"
 MAX_FILE_MIB = 33  # more than other bodies may have

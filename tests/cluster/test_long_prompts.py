@@ -115,6 +115,7 @@ def test_a_million_tokens(windowed: LiveCluster, holds_file: Path, kind: str) ->
     assert num_steps <= MILLION // STEP_TOKENS + 20, "chunks are whole where attention takes little"
 
 
+@pytest.mark.timeout(FULL_TIMEOUT_S + 300)
 def test_a_million_tokens_with_full_attention(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, holds_file: Path
 ) -> None:

@@ -142,9 +142,9 @@ class HostBlocks(BlockMajor):
         return self._contiguous(piece, piece.block_ids)
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Passes each part to `seen` while it is in the core's own cache.
+        """Copies parts, and passes each to `seen` while the core's own cache holds it.
 
-        That is the written part, or the source part if the copy bypasses the cache.
+        `seen` gets the source part if the copy bypasses the cache, otherwise the written part.
         """
         here, there = self._layers_of(source, piece), self._layers(piece)
         copy = streaming_copy()

@@ -161,7 +161,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all existing ones
 
     def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
-        """Returns this load with constant rates for all steps, which no real engine has; 0: unknown."""
+        """Returns this load with constant rates for all steps, for tests; 0: unknown."""
         return msgspec.structs.replace(
             self,
             step_cost=StepCost(

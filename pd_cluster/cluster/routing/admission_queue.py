@@ -19,13 +19,13 @@ from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
-MAX_WAITING = 1 << 14  # the most waiting requests, and the most tokens of them: limits memory
+MAX_WAITING = 1 << 14  # the most waiting requests; with the most tokens, it limits memory
 MAX_WAITING_TOKENS = 1 << 22
 MOST_RETRY_S = 60  # no estimate beyond this is reliable
 MEASURED_S = 10.0  # events earlier than this count for less than a third
 SAFE = 0.7  # limit of the expected wait, as a share of the allowed one: expectations are not exact
-MIN_MEASURED_S = 0.5  # seconds of waiting, and as many requests, before a rate is trusted
-MIN_MEASURED = 8.0
+MIN_MEASURED_S = 0.5  # a rate is trusted once requests have waited for this time,
+MIN_MEASURED = 8.0  # and this number of requests has begun
 
 
 class AdmissionRate:

@@ -43,7 +43,7 @@ class LoadReport:
     def publish(self, at_once: bool = False) -> None:
         """Refreshes the load if it is due.
 
-        Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
+        Changes of links are sent at once, and other changes within LOAD_S: the next heartbeat would be too late.
         """
         links, state = dict(self._legs.handover.out_links.states()), self._state
         for stage in self._stages:

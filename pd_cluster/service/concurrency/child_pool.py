@@ -61,9 +61,11 @@ class ChildPool:
     """`name`: what the jobs check, for messages. `started` checks a new child's first line, and may raise.
 
     Most jobs are quick. A job that takes longer than QUICK_S gives up its place, so that quick jobs do not wait for it,
-    and continues in a place for `slow` jobs; clients take turns for these, too. If none is available for its client,
-    the job ends, waits for one, and restarts there; meanwhile its client rests for twice the lost time. A slow job ends
-    when its caller leaves. `num_killed` counts children that took too long, had no place to continue, or failed.
+    and continues in a place for `slow` jobs; clients take turns for both kinds of places. If its client can get no slow
+    place, the job stops, waits for one, and starts again there. For twice the time that was lost, its client may start
+    no other job. A slow job ends when its caller leaves.
+
+    `num_killed` counts children that took too long, had no place to continue, or failed.
     """
 
     def __init__(

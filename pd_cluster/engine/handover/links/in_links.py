@@ -107,13 +107,13 @@ class InLinks:
             self._post.send(conn, rest)
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
-        """Called on the mailbox's thread."""
+        """Passes a frame to its lane, on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= frame.lane < len(lanes):
             lanes[frame.lane].end.put(frame)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+        """Passes P's value to its lane, on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= value.lane < len(lanes):
             lanes[value.lane].end.meet(value)

@@ -130,7 +130,7 @@ class OutLinks:
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+        """Passes D's value to its lane, on the mailbox's thread."""
         lane = lane_of(self._by_conn.get(conn), value.lane)
         if lane is not None:
             lane.end.meet(value)

@@ -29,9 +29,9 @@ SETTINGS = (
     "logits_processors",
 )
 KEY_ORDER = f"the order of features in keys, which depends on the kind of device and {called('dtype')},"
-BF16_WAY = f"the products in bfloat16, which depend on the processor (use {called('dtype')} float32),"
+BF16_WAY = f"the arithmetic in bfloat16, which depends on the processor ({called('dtype')} float32 avoids it),"
 WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
-CODES_WAY = "the products of quantized weights, which depend on pd-cluster's version (upgrade the older instance),"
+CODES_WAY = f"the arithmetic of {called('quantization')}, which depends on pd-cluster's version (upgrade the older),"
 DYNAMIC, LONGROPE, YARN, LINEAR = "dynamic", "longrope", "yarn", "linear"
 ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings include the factor
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")

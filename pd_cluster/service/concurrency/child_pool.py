@@ -223,7 +223,10 @@ class ChildPool:
             self._end_slow_turn(job.client, turn)
 
     async def _ask(self, child: JobChild, job: _Job) -> bytes:
-        """Runs a job; then the child is idle or dead. Raises EOFError or ConnectionError if the child failed."""
+        """Runs a job in the child, which is then idle or dead.
+
+        Raises EOFError or ConnectionError if the child failed.
+        """
         task = asyncio.ensure_future(child.exchange(job.line))
         async with self._kept_or_killed(child, task):
             done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self.timeout_s))
@@ -298,7 +301,7 @@ class ChildPool:
     async def _restock(self) -> None:
         """Starts a child for the next quick job in place of a child whose job is slow."""
         if not self.idle:
-            with contextlib.suppress(PdClusterError, OSError):  # the next job starts a child, and reports the error
+            with contextlib.suppress(PdClusterError, OSError):  # the next job tries again, and reports the error
                 await self._keep(await self._start())
 
     async def _keep(self, child: JobChild) -> None:

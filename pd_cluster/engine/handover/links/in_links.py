@@ -28,7 +28,7 @@ class InLinkUsers(Protocol):
     """The transfers that links carry: Imports."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Called while the link's threads still acknowledge that they write no more."""
+        """Ends the landings of a link that went down, while its threads still acknowledge that they write no more."""
 
 
 class InLinks:
@@ -76,7 +76,7 @@ class InLinks:
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             for each in lanes:
-                each.end.start()  # so that it ends
+                each.end.start()  # a thread ends only after its start
                 each.end.close()
             return
         if needs_place:

@@ -45,9 +45,7 @@ class OutLink:
     pair: wire.PairWish = "free"
     has_pair: bool = False  # it has an open communicator, which counts toward the limit
     must_rest: bool = False  # it will rest once no transfer is under way
-    is_unproven: bool = (
-        False  # its communicator has failed: no request is routed to the link until a communicator works
-    )
+    is_unproven: bool = False  # its communicator has failed: requests are routed to it once a new one works
     is_rested: bool = False  # it rests, and opens again only for a transfer
     over: tuple[str, ...] = ()  # its latest transports
     awaited_s: float | None = None  # since when a transfer waits for it

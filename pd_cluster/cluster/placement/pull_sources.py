@@ -1,4 +1,4 @@
-"""Chooses the prefill instance from whose caches another one pulls a prompt's beginning. Pure.
+"""Chooses the prefill instance from whose caches another prefill instance pulls a prompt's beginning. Pure.
 
 Instances have links to each other only with --prefix-pull. A wrong guess costs time, never a token.
 """
@@ -13,11 +13,11 @@ from pd_cluster.cluster.placement.routing_policy import RoutingRequest
 from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_pull_s
 from pd_cluster.wire import PullHint
 
-LEAST_TOKENS = 64  # fewer are not worth the messages
+LEAST_TOKENS = 64  # fewer tokens are not worth the messages
 
 
 class PullSources:
-    """The instances from which one request's prompt can be pulled, and what a pull is worth to each other one."""
+    """The instances from which a request's prompt can be pulled, and what a pull saves each other instance."""
 
     def __init__(self, instances: Sequence[Instance], ask: RoutingRequest) -> None:
         self._ask, self._instances = ask, instances
@@ -25,7 +25,9 @@ class PullSources:
 
     @functools.cached_property
     def _holders(self) -> list[tuple[int, Instance]]:
-        """Returns the prefill instances that have most of the prompt, and how much, the best first."""
+        """Returns the prefill instances that have the longest parts of the prompt, with these lengths, the longest
+        first.
+        """
         prefills = [each for each in self._instances if each.role == "prefill" and each.is_ready]
         held = [(each.num_held(self._ask.prompt), each) for each in prefills if each.known_blocks.tiers]
         return sorted((each for each in held if each[0] >= LEAST_TOKENS), key=lambda each: -each[0])

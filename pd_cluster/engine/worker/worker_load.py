@@ -23,7 +23,7 @@ LOAD_S = 0.02  # the maximum age of the reported load, in addition to a step's d
 
 
 class LoadReport:
-    """The load that heartbeats read, refreshed no more often than they need."""
+    """The load that heartbeats read. It is refreshed only as often as they need it."""
 
     def __init__(
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext

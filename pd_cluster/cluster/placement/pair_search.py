@@ -130,9 +130,7 @@ class RankedSides:
             self._keys.append("")
         keys, avoid = self._keys, self._sides.avoid
         ranks: Iterable[int]
-        if len(reached) ** 2 < len(
-            keys
-        ):  # this takes fewer steps than a walk along the keys, most of which are not reached
+        if len(reached) ** 2 < len(keys):  # fewer steps than a walk along the keys, most of which are not reached
             ranks = map(self._ranks.get, reached, itertools.repeat(len(self._ranks)))
             if not avoid:
                 return self._order[min(ranks)]

@@ -16,8 +16,8 @@ import msgspec
 
 from pd_cluster.errors import ModelError, called
 
-# Without `rope`, `key_order` and `bf16_way`, which follow from others. `deterministic` comes first, because it changes
-# the attention.
+# `rope`, `key_order` and `bf16_way` are missing, because they follow from other settings. `deterministic` comes first,
+# because it changes the attention.
 SETTINGS = (
     "dtype",
     "quantization",
@@ -28,10 +28,10 @@ SETTINGS = (
     "hf_overrides",
     "logits_processors",
 )
-KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
-BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
+KEY_ORDER = f"the order of features in keys, which depends on the kind of device and {called('dtype')},"
+BF16_WAY = f"the arithmetic in bfloat16, which depends on the processor ({called('dtype')} float32 avoids it),"
 WHOLE_ROWS, LONG_SPANS = "codes of whole rows", "sums of up to 256 inputs"
-CODES_WAY = f"the way of quantized products, which follows from the version (same {called('quantization')}: upgrade),"
+CODES_WAY = f"the arithmetic of {called('quantization')}, which depends on pd-cluster's version (upgrade the older),"
 DYNAMIC, LONGROPE, YARN, LINEAR = "dynamic", "longrope", "yarn", "linear"
 ALREADY_STRETCHED = ("gemma3", "gemma3_text")  # model types whose max_position_embeddings include the factor
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")

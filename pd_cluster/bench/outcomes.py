@@ -35,10 +35,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     sent_s: float
-    first_s: float | None = None  # its first token
-    last_s: float | None = None  # its last
+    first_s: float | None = None  # when its first token came
+    last_s: float | None = None  # when its last token came
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # cached tokens of the prompt, where it was computed
+    num_cached_tokens: int = 0  # cached prompt tokens at the instance that computed the prompt
     num_output_tokens: int = 0
     longest_gap_s: float = 0.0  # between two of its tokens
     late_s: float = 0.0  # how long after its planned time it was sent

@@ -27,7 +27,7 @@ from pd_cluster.result_tables import progress
 LENGTHS = (16, 128, 512, 1024)
 LONG_ANSWER = 64
 SHORT_ANSWER = 2
-NUM_EACH = 3  # requests of each kind at least
+NUM_EACH = 3  # the fewest requests of each kind
 MOST_EACH = 40
 
 
@@ -52,7 +52,7 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
     async with running(launch) as cluster, make_client() as client:
         asked = _Asked(cluster, client)
         for length in (lengths[0], lengths[-1]):
-            await asked.send(length, SHORT_ANSWER)  # opens links; not counted
+            await asked.send(length, SHORT_ANSWER)  # this request opens links, and is not counted
         handovers: defaultdict[int, list[float]] = defaultdict(list)
         short, long = SpentTime(), SpentTime()
         ends_s, num_done = time.monotonic() + seconds, 0

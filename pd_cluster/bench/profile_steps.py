@@ -18,17 +18,17 @@ from pd_cluster.result_tables import progress
 
 CONTEXTS = (32, 256, 1024, 4096)
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
-LONG_PROMPTS = (1, 2, 4)  # times the largest step
+LONG_PROMPTS = (1, 2, 4)  # lengths of long prompts, as multiples of the largest step
 MIXED = ((1, 64), (4, 128), (16, 256))  # decoding sequences, and tokens of a prompt in the same step
 NUM_SETTLING = 2  # first steps of sequences, which fill caches
 NUM_STEPS = 6  # the number of steps that are counted
 SPARE_TOKENS = 32  # the longest context leaves room for this many decoded tokens
 MOST_HELD = 0.8  # the largest share of the blocks that is held
 MOST_SHARE = 0.15  # the largest share of the time for one prompt
-FAIR_SHARE = 2  # times the remaining time per kind, because quick kinds need less
+FAIR_SHARE = 2  # each kind may take this multiple of its share of the remaining time, because quick kinds need less
 NUM_WARM = 10  # steps of each kind that are left out: 20
 BESIDE_ROWS = (1, 4, 16)
-MOST_BESIDE = 0.2  # the largest share of the time with some rows for one step of a prompt: several steps must fit
+MOST_BESIDE = 0.2  # the longest step of a prompt, as a share of the time for a number of rows: several must fit
 
 Key = tuple[Steps, int, int, int]
 StepSamples = dict[Key, Sample]  # requested and actual work -> the work and its median time
@@ -149,7 +149,9 @@ async def measure_beside(
 
 
 def _prompt_within(alone: StepSamples, most_s: float) -> Steps:
-    """Returns the prompt with a step nearest to 512 tokens within the time limit; the quickest if none is."""
+    """Returns the prompt whose step is nearest to 512 tokens, within the time limit; if none is within it, the
+    quickest.
+    """
     took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}
     quick = [asked for asked in took_s if took_s[asked] <= most_s]
     return max(quick, key=_middle(512)) if quick else min(took_s, key=lambda asked: took_s[asked])

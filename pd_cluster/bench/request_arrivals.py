@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-HASH_BLOCK_TOKENS = 512  # of Mooncake's traces
+HASH_BLOCK_TOKENS = 512  # the block size of Mooncake's traces
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):

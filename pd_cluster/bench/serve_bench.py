@@ -55,7 +55,7 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # this and the next two are for the started cluster
+    routing_policy: str = ""  # this setting and the next two are for the started cluster
     lend_cores: str = ""
     first_token: str = ""
     more_flags: tuple[str, ...] = ()  # for the started cluster; not shown
@@ -138,7 +138,7 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
 @contextlib.asynccontextmanager
 async def running(launch: Launch, keep: Callable[[str], None] = lambda line: None) -> AsyncIterator[Cluster]:
     """Yields a ready cluster, which is stopped afterwards. `keep` receives its log's lines. Raises PdClusterError."""
-    Checkpoint.open(launch.model_folder)  # fails early, in one line, for a wrong model
+    Checkpoint.open(launch.model_folder)  # a wrong model fails here, early and in one line
     lines: deque[str] = deque(maxlen=50)
 
     def say(line: str) -> None:
@@ -234,7 +234,7 @@ async def _traffic(admin: str) -> tuple[Traffic | None, str]:
 
 
 async def ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | None]:
-    """Returns the served model's name and context length; the latter is None if the server does not report it."""
+    """Returns the served model's name and context length, which is None if the server does not report it."""
     try:
         response = await client.get(f"{url}/v1/models", timeout=5)
         if response.status_code == 401:

@@ -43,10 +43,10 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 class TraceScale(msgspec.Struct, frozen=True, kw_only=True):
     """Changes to a trace when read, in this order: `limit`, `lengths`, `repeat`, `time`."""
 
-    limit: int | None = None  # its first requests only
-    lengths: float = 1.0  # times all lengths; blocks scale too, so shares of prefixes stay
+    limit: int | None = None  # how many of its first requests are read; None: all
+    lengths: float = 1.0  # a factor of all lengths; blocks scale too, so shares of prefixes stay
     repeat: int = 1  # consecutive copies, each with its own ids and sessions
-    time: float = 1.0  # times the intervals between requests; below 1 is more load
+    time: float = 1.0  # a factor of the intervals between requests; below 1, the load is higher
 
     def check(self) -> None:
         """Raises ConfigError."""

@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_DEADLINE_S = 3600.0  # a server's --request-timeout ends an answer much earlier, and Ctrl-C at any time
 NOT_UTF8 = "the question is not UTF-8 text"
 MAX_IMAGE_NBYTES = 24 << 20
-LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # below either, a rate means nothing
+LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # a rate of fewer tokens or a shorter time means nothing
 Say = Callable[[str], None]
 
 
@@ -66,7 +66,10 @@ class Chat:
         self.model = self.model or _first_model(answer)
 
     async def ask(self, client: httpx.AsyncClient, text: str) -> Sample:
-        """Asks and prints the answer; a failed question is forgotten. Raises ConfigError if `text` is not UTF-8."""
+        """Asks and prints the answer.
+
+        A failed question is removed from the conversation. Raises ConfigError if `text` is not UTF-8.
+        """
         try:
             text.encode()
         except UnicodeEncodeError:

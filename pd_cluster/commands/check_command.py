@@ -1,7 +1,7 @@
 """`pd-cluster check`: shows how this process would use the given rank tables and variables, and every deadline.
 
 Shows the KV pools of the model that the variables name. For a worker on NPUs, shows HCCL's variables, too, with the
-deadlines' defaults. On a machine with NPUs, also shows the versions of their software and its faults. Computes on
+defaults of its deadlines. On a machine with NPUs, also shows the versions of their software and its faults. Computes on
 devices and accesses the network only with `--network`.
 """
 
@@ -36,7 +36,7 @@ WARNING = "warning: "
 
 
 def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_json: bool = False) -> bool:
-    """Prints tables, or with `network` the network's findings; returns whether the network is sound.
+    """Prints tables, or with `network` the network's findings; returns whether the network has no fault.
 
     Raises ConfigError for the first fault of the tables or variables.
     """

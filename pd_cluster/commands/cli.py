@@ -115,7 +115,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     the variable PD_CLUSTER_SERVE_MAX_NUM_SEQS sets --max-num-seqs.
     --help-all shows all flags; docs/flags.md also lists vLLM's other flags.
     """
-    gc.disable()  # until all modules are imported: scanning them takes a tenth of the time, and frees nothing
+    gc.disable()  # until all modules are imported: collections would take a tenth of that time, and free nothing
     from pd_cluster.commands.serve_command import run
 
     options = ServeOptions(**given)
@@ -126,8 +126,8 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
-    prefill: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1, or a unit.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Image encoders.")] = 0,
     hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances, alone.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Schedulers; 2 ports each.")] = 1,
@@ -334,8 +334,8 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, 
     """Reads the flags as each instance will. Returns the model, the flags including those of a --config file, and the
     options that they set.
 
-    `model`: "" if no flag of `up` names it. Then a flag, the file or a variable of the instances may; the result is ""
-    if none does. Raises ConfigError, and click's errors for values of a wrong type.
+    `model`: "" if no flag of `up` names the model. Then a flag, the file or a variable of the instances may name it;
+    the result is "" if none does. Raises ConfigError, and click's errors for values of a wrong type.
     """
     from pd_cluster.commands.launch_check import check_launch
 
@@ -404,7 +404,7 @@ def main() -> None:
 
     With --debug as the first argument, an error prints its traceback.
     """
-    keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
+    keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that child processes do not inherit the variable
     logging.captureWarnings(True)
     argv = sys.argv[1:]
     is_debugged = argv[:1] == ["--debug"]

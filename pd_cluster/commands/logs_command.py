@@ -34,7 +34,7 @@ async def _run(admin: Admin, name: str, num_lines: int, follow: bool, as_json: b
             except PdClusterError:
                 if len(names) == 1:
                     raise
-                continue  # the process has left
+                continue  # the process has left the cluster
             _print(each, lines, width, as_json)
 
 

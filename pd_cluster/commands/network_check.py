@@ -28,7 +28,7 @@ STYLES: dict[Level, str] = {"error": "bold red", "unchecked": "yellow", "warning
 
 
 def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 0.0, as_json: bool = False) -> bool:
-    """Prints the findings; returns whether the network is sound. Raises ConfigError for a wrong variable.
+    """Prints the findings; returns whether the network has no fault. Raises ConfigError for a wrong variable.
 
     `as_json`: prints one JSON object. `wait_s`: how long to wait for this command on other hosts; 0: links between
     hosts are not checked.

@@ -66,7 +66,7 @@ class PlanReport:
 
     @property
     def verdict(self) -> str:
-        """Says whether to split, comparing the best layout of each kind on as many devices."""
+        """Says whether to split: compares the best layout of each kind on the same number of devices."""
         first = self.plan.first
         other = self.plan.best_of_kind(not first.candidate.is_hybrid)
         if other is None:

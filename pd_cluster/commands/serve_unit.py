@@ -37,7 +37,7 @@ def unit_of(start: Start, checkpoint: Checkpoint) -> UnitPlace | None:
 
 
 def _check_rank(start: Start, own: Unit) -> None:
-    """Raises ConfigError for a --data-parallel-rank that differs from the rank table's."""
+    """Raises ConfigError for a --data-parallel-rank that differs from the rank in the table."""
     given, rank = start.join.data_parallel_rank, own.members.index(start.place.index)
     if start.join.role is None and given not in (None, rank):
         raise ConfigError(
@@ -47,8 +47,8 @@ def _check_rank(start: Start, own: Unit) -> None:
 
 
 def _check_members(start: Start, own: Unit) -> None:
-    """Raises ConfigError unless the rank table has all members, with as many devices each, on hosts that may exchange
-    rows.
+    """Raises ConfigError unless the rank table has all members, with equal numbers of devices, on hosts that may
+    exchange rows.
     """
     role, table = start.place.role, start.place.table
     servers = table.prefill if role == "prefill" else table.decode

@@ -19,7 +19,7 @@ EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the sm
 SHOWS_ALL = "pd_cluster.help_all"  # a key of a context's `meta`
 CLAUSE_END = re.compile(r"[.;:] |, which ")
 LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
-MOST_NUM_CHARS = 80  # the length of a flag's brief help: two lines next to a flag of usual length
+MOST_NUM_CHARS = 80  # the longest brief help of a flag: two lines next to a flag of usual length
 WIDER = {
     Panel.KV.value: Panel.ENGINE.value,
     Panel.REQUESTS.value: Panel.SCHEDULER.value,
@@ -85,7 +85,7 @@ def _show_all(context: typer.Context, value: bool) -> None:
 class BriefHelp(typer.core.TyperCommand):
     """Shows the first words of each flag's text in --help, so that it fits a screen, and whole texts in --help-all.
 
-    Every switch also takes a --no- form, as in vLLM; the last of several counts.
+    Every switch also takes a --no- form, as in vLLM; if a switch is given several times, the last counts.
     """
 
     def make_parser(self, ctx: Any) -> Any:
@@ -109,7 +109,8 @@ class BriefHelp(typer.core.TyperCommand):
 def shorten_help(command: Any) -> None:
     """Shortens the help of a command and its subcommands.
 
-    Leaves out the variables, which the epilog explains, and types. Lists of commands show first words only.
+    Leaves out the variables, which the epilog explains, and types. In lists of commands, only the first words are
+    shown.
     """
     for parameter in command.params:
         if isinstance(parameter, typer.core.TyperOption):

@@ -1,8 +1,8 @@
 """A ledger of locks with which the rank processes of a host share its cores, step by step. Never imports torch.
 
 Each rank locks one byte of a common file: shared while it rests, exclusive while it computes. The locks show how many
-ranks compute; these divide the host's cores evenly. The kernel releases the locks of ended processes, and no process
-waits for a lock.
+ranks compute. These ranks divide the host's cores evenly. The kernel releases the locks of ended processes, and no
+process waits for a lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pi
 STAMP = struct.Struct("=d")  # monotonic time at which a rank began to rest; 0: it never computed
 COMPUTES = float("inf")  # replaces the stamp if another process holds the lock
 MODE = 0o600
-LENT_AFTER_S = 0.02  # a shorter rest is between two steps; lending would only disturb them
+LENT_AFTER_S = 0.02  # a shorter rest is a pause between two steps, which lending would only disturb
 
 
 def ledger_name() -> str:
@@ -124,7 +124,7 @@ class CoreLedger:
         return kind
 
     def _keeps(self, index: int, question: bytes) -> bool:
-        """Whether another rank needs its cores: it computes, did so recently, or holds no lock here."""
+        """Whether another rank needs its cores: it computes, has just computed, or holds no lock here."""
         if self._kind(question) != fcntl.F_RDLCK:
             return True
         (rests_since_s,) = STAMP.unpack(os.pread(self._fd, STAMP.size, index * STAMP.size).ljust(STAMP.size, b"\0"))

@@ -18,7 +18,7 @@ class Kind:
     Numbers: `emulates_16_bits`, slowly; `attends_in_float32`; `has_doubles` that are fast enough to use.
     KV pools: `block_size` in tokens, by default; `wants_layers_apart` when attention needs every layer contiguous;
     `most_plane_numel`, the numbers of one layer's plane that operators can index, 0 for any.
-    Steps: with `large_nbytes` of memory or more, a device takes large ones by default; 0: no device does.
+    Steps: they are large by default on a device with `large_nbytes` of memory or more; 0: on none.
     Attention: `runs_triton`, and FlashInfer with it.
     Graphs: `graphs_take_any_context` if one graph serves every length; `captures_at_start_only` if a capture is too
     long or too risky for a step that clients wait for. `captures_sums`: graphs may contain sums over ranks by default;

@@ -19,13 +19,13 @@ Replay = Callable[..., Any]  # repeats all launches; HostValues replace the valu
 # torch hands out the 32 streams of a priority in turn, repeatedly. If another thread launched on the captured stream,
 # the launch would become part of the graph instead of running. So copies must not have this priority, nor the highest,
 # which the ranks' sums use in captures (model/parallel/rank_group.py).
-CAPTURE_PRIORITY = -1  # a high one
+CAPTURE_PRIORITY = -1  # a high priority, but not the highest
 
 _current = threading.local()  # on NPUs, where querying the current stream is slow
 
 
 def poll(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls a condition; returns whether it came to hold in time. Devices offer no wait with a timeout.
+    """Polls a condition; returns whether it became true in time. Devices offer no wait with a timeout.
 
     The next poll follows after an eighth of the elapsed time, and at least every millisecond.
     """
@@ -72,7 +72,7 @@ class CopyStream:
             self._stream = devices._module(device).Stream(device.index, priority=priority)
 
     def after(self, marker: Marker) -> None:
-        """Delays later launches here until the marker is reached; the host does not wait."""
+        """Delays later launches on this stream until the marker is reached; the host does not wait."""
         if self._stream is not None and marker._event is not None:
             self._stream.wait_event(marker._event)
 
@@ -88,7 +88,7 @@ class CopyStream:
             self._context.__exit__(*error)
 
     def mark(self) -> Marker:
-        """Returns a marker after everything launched here."""
+        """Returns a marker after everything that was launched on this stream."""
         return _recorded(self._device, self._stream)
 
 
@@ -152,7 +152,8 @@ def _cuda_graph(device: Device, module: Any, options: Mapping[str, Any], run: Ca
 def _npu_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
     """Captures an NPU graph; torch-npu records every attention in it, and updates their lengths itself.
 
-    A graph waits in each of them for its new lengths: they may only be set after its last run has ended.
+    Each attention of a running graph waits for its new lengths. They may be set only after the graph's last run has
+    ended.
     """
     graph = module.NPUGraph()
     with module.graph(graph, auto_dispatch_capture=True, **options):

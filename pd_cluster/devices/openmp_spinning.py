@@ -1,7 +1,7 @@
 """Stops OpenMP threads of a user's process from spinning while other programs need the cores. Never imports torch.
 
-A thread that waits for its team spins for milliseconds before it sleeps. That is fastest on free cores, but on busy
-ones it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads
+A thread that waits for its team spins for milliseconds before it sleeps. Spinning is fastest on free cores, but on busy
+cores it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads
 only when loaded, too late for a program that has imported torch. But libgomp hardly spins while it has more threads
 than cores (GOMP_SPINCOUNT in its manual). So while threads of this process wait for cores, sleeping threads are added.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 PARKED = {"OMP_WAIT_POLICY": "passive"}  # the environment of this package's own processes
 OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that the user may have set
 TASKS = Path("/proc/self/task")
-WINDOW_S = 0.25  # over which waiting is measured
+WINDOW_S = 0.25  # the time over which waiting is measured
 MOST_COST = 0.01  # the share of time that measuring may take
 # Quiet begins above, and ends below, this share of a window in which the longest-waiting thread had no core.
 BEGINS, ENDS = 0.2, 0.1
@@ -37,7 +37,7 @@ QUIET_S = 10.0  # the least time before spinning is tried again
 class Spinning:
     """Threads sleep at once from the start and while others need the cores. `close` ends it.
 
-    `num_threads`: of a step. The computing thread calls `tick` between steps.
+    `num_threads`: the threads of a step. The computing thread calls `tick` between steps.
     """
 
     runtime: ctypes.CDLL  # with torch's own threads
@@ -92,7 +92,7 @@ class Spinning:
     def _measure(self) -> float:
         """Returns the largest share of the time since the last call that a thread of this process waited for a core."""
         began_s, found = self.clock(), {}
-        with contextlib.suppress(OSError, ValueError):  # without the kernel's counts, nothing changes
+        with contextlib.suppress(OSError, ValueError):  # without the kernel's counts, spinning stays as it is
             found = {int(each): self.waited(int(each)) for each in os.listdir(TASKS)}
         ended_s = self.clock()
         longest_s = max((found[each] - self._before_s[each] for each in found if each in self._before_s), default=0.0)

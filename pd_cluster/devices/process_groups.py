@@ -1,4 +1,4 @@
-"""Process groups over accelerators: NCCL's on CUDA, HCCL's on NPUs. Only this module distinguishes them.
+"""Process groups over accelerators: NCCL's on CUDA, HCCL's on NPUs. Only this module distinguishes NCCL and HCCL.
 
 Knows nothing of what is sent or summed. torch's classes for both come from device.py; HCCL's environment comes from
 hccl_environment.py through the parent of this process.
@@ -64,7 +64,7 @@ def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device
 
 
 def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
-    """Returns HCCL communicators' device memory outside of torch's allocator; NCCL's is unknown."""
+    """Returns the device memory of HCCL communicators outside of torch's allocator; that of NCCL is unknown."""
     return device_nbytes(num_pairs, has_ranks, has_unit) if device.dist_backend == "hccl" else 0
 
 
@@ -104,7 +104,7 @@ def _make(
     options._timeout = timedelta(seconds=timeout_s)
     if _backend(device) == "hccl":
         options.hccl_config = hccl_config(buffer_mb)
-        options.group_id = name  # HCCL identifies communicators by it, and rejects a second one of the same name
+        options.group_id = name  # HCCL identifies communicators by this name, and rejects a second one of the same name
         # Without this, torch-npu makes its global group, which contains all ranks of RANK_TABLE_FILE if that is set.
         options.global_ranks_in_group = list(range(size))
     elif is_captured:

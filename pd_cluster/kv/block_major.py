@@ -142,15 +142,15 @@ class HostBlocks(BlockMajor):
         return self._contiguous(piece, piece.block_ids)
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Passes each part to `seen` while it is in the core's own cache.
+        """Copies parts, and passes each to `seen` while the core's own cache holds it.
 
-        That is the written part, or the source part if the copy bypasses the cache.
+        `seen` gets the source part if the copy bypasses the cache, otherwise the written part.
         """
         here, there = self._layers_of(source, piece), self._layers(piece)
         copy = streaming_copy()
         for first, start, count in paired_runs(piece.block_ids, into):
             to_blocks, of_blocks = there[start : start + count], here[first : first + count]
-            are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # one pool may have more layers
+            are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # the other pool may have more layers
             pairs = zip(*(_contiguous(each, are_whole) for each in (to_blocks, of_blocks)), strict=True)
             for to, of in _cached_parts(pairs) if seen is not None else pairs:
                 if copy is not None:
@@ -205,7 +205,7 @@ class DeviceBlocks(BlockMajor):
         copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies to and from the host block by block, each as one large copy; within the memory all at once."""
+        """Copies to and from the host with one large copy for each block; copies within the memory in one call."""
         blocks = self.bytes
         if kind == "copy":
             sources, targets = ([*each] for each in zip(*pairs, strict=True))

@@ -17,8 +17,8 @@ class BlockPool:
 
     num_blocks = free + cached + held; `check()` proves it. `take` returns free blocks before cached ones, and cached
     blocks in the order of their last use, retained ones last. With `rests`, it takes free blocks in the order of their
-    release, so that each rests as long as possible; otherwise in reverse order, because the memory of the last is still
-    in caches.
+    release, so that each stays free as long as possible. Otherwise it takes the last released block first, because its
+    memory is still in the processor's caches.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
@@ -61,7 +61,7 @@ class BlockPool:
         return taken
 
     def version(self, block: int) -> int:
-        """Returns how often the block was taken; until it is taken again, content is only appended."""
+        """Returns how often the block was taken. Between two takes, content is only appended to it."""
         return self._versions[block]
 
     def _evict(self) -> int:
@@ -71,16 +71,16 @@ class BlockPool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds one holder to each; cached blocks become held."""
+        """Adds one holder to each block; cached blocks become held."""
         for block in blocks:
             if self._holders[block] == 0:
                 self._index.held(block)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int], retention: Retention | None = None) -> None:
-        """Removes one holder from each. Only a bug of the caller can release a free block.
+        """Removes one holder from each block. A caller that releases a free block has a bug.
 
-        With `retention`, cached blocks are evicted after others; those of all requests fill at most half of the pool.
+        With `retention`, cached blocks are evicted after other blocks; retained blocks fill at most half of the pool.
 
         The last blocks are released first: the end of a cached prefix is evicted before its beginning.
         """
@@ -134,7 +134,7 @@ class BlockPool:
     @log.setter
     def log(self, log: KVEventLog) -> None:
         self._index.log = log
-        self.follow()  # for lower tiers
+        self.follow()  # lower tiers need the changes
 
     def start_log(self, block_size: int) -> KVEventLog:
         """Starts to log contents, for blocks of so many tokens; `changes` must then go to the log's `moved`."""

@@ -2,8 +2,9 @@
 
 A block's hash covers model, numerics, variant, salt and all tokens (prefix_index.py). Its body is encrypted with
 AES-256-GCM. HKDF derives the key from the secret, the layout and this hash, so a body under another block's name fails
-authentication. Nonces are 96 random bits: a key seals one content, a few times at most. A name is the hash under
-AES-SIV: without the secret it reveals nothing and cannot be forged; with the secret it yields the hash.
+authentication. Nonces are 96 random bits, which suffice because a key seals one content, and only a few times. A name
+is the hash under AES-SIV: without the secret it reveals nothing and cannot be forged; with the secret it yields the
+hash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies blocks of one pool into blocks of another in one launch, in Triton, instead of one per block.
+"""Copies blocks of one pool into blocks of another in one launch of a Triton kernel, instead of one launch per block.
 
 Imported only where Triton is installed. Knows nothing of a block's content.
 """

@@ -1,4 +1,5 @@
-"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, otherwise in few.
+"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, otherwise in a few
+launches.
 
 It only launches: the caller orders the copy and determines its end (transport/link_copies.py).
 """
@@ -15,7 +16,7 @@ from pd_cluster.devices.device import has_triton
 from pd_cluster.kv.pool_memory import ids_on
 
 WORD_NBYTES = 8
-MAX_COPIES = 4  # up to this many stretches, contiguous at both ends, the driver copies them one by one
+MAX_COPIES = 4  # if there are at most this many stretches, contiguous at both ends, the driver copies each
 
 Runs = list[tuple[int, int, int]]
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -41,7 +42,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into
 
 
 def warm(device: torch.device) -> None:
-    """Compiles the kernel, if there is one, when a link opens, so that the first transfer need not wait."""
+    """Compiles the kernel when a link opens, if Triton is installed, so that the first transfer need not wait."""
     kernel = _kernel(device.type)
     if kernel is not None:
         words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes with the properties of a pool's

@@ -34,7 +34,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors do not prove t
 
 
 class DiskStore:
-    """`num_bad` counts files that did not have the written content; they are never used, and removed."""
+    """`num_bad` counts files whose content differed from what was written. They are removed and never used."""
 
     def __init__(self, root: Path, place: str, seal: Seal) -> None:
         """Opens or makes `root`/`place`. Raises ConfigError if it is in use, or not a folder of this user alone."""
@@ -92,7 +92,7 @@ class DiskStore:
     def get(self, content: bytes, into: memoryview) -> bool:
         """Reads a block. Returns False if its file is gone, or does not have the written content; then it is removed.
 
-        Raises OSError when it cannot be determined.
+        Raises OSError if neither can be determined.
         """
         name = self._name_of.get(content)
         if name is None:

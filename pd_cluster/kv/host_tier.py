@@ -22,7 +22,7 @@ Emit = Callable[[Literal["out", "in"], int, int], None]
 
 
 class LoadCost:
-    """Compares the time to load a block with the time to compute its tokens, as measured here."""
+    """Compares the measured times to load a block and to compute its tokens."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -46,7 +46,7 @@ class LoadCost:
         return num_blocks * self._block_size * self._token_s
 
     def is_worth_it(self) -> bool:
-        """Whether to load a block. While either time is unknown, it is loaded to measure it."""
+        """Whether to load a block. While either time is unknown, blocks are loaded, so that loads are measured."""
         return not self._token_s or self._block_s < self._block_size * self._token_s
 
 
@@ -59,10 +59,10 @@ class TierCounts:
     """Blocks since the start."""
 
     num_written: int = 0
-    num_dropped: int = 0  # not written, because too many others waited
+    num_dropped: int = 0  # blocks that were not written, because too many other blocks waited
     num_failed: int = 0  # writes and reads that failed on a rank
     num_fetched: int = 0
-    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: blocks that did not have the written content
+    num_bad: dict[int, int] = field(default_factory=dict)  # rank -> blocks with another content than written
 
 
 class TierBelow(Protocol):
@@ -108,7 +108,7 @@ class HostTier:
         self._read: Counter[int] = Counter()  # slots that lower tiers read now -> number of readers
         self._filling: set[int] = set()  # slots that a lower tier writes
         self._kept: set[int] = set()  # slots that were filled for a request that has not been admitted yet
-        self._retired: set[int] = set()  # slots without a content that are still read
+        self._retired: set[int] = set()  # slots whose content was dropped, and which are still read
         self.lower: list[TierBelow] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
@@ -151,7 +151,7 @@ class HostTier:
             cost.computed(num_tokens, took_s)
 
     def begin(self, emit: Emit | None) -> None:
-        """Call it when all moves so far have been made; `emit` takes further moves. None: there can be none."""
+        """Call it when all moves so far have been made; `emit` takes further moves. None: no moves are possible."""
         self._pinned.clear()
         self._emit = emit
 
@@ -243,7 +243,10 @@ class HostTier:
                 self._free.append(slot)
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Reserves slots that a lower tier will write; fewer, or none, if half of all are filled or being filled."""
+        """Reserves slots that a lower tier will write.
+
+        Returns fewer or none if half of all slots are filled or being filled.
+        """
         room = self.num_slots // 2 - len(self._filling) - len(self._kept)
         taken: list[int] = []
         while len(taken) < min(num_slots, room) and (slot := self._free_slot()) is not None:

@@ -18,7 +18,8 @@ MEDIA: Mapping[Tier, str] = {"device": DEVICE, "host": "CPU", "disk": "STORAGE"}
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Successive blocks of one prompt, with the `token_ids` of all of them; a lower tier's have no tokens and size 0.
+    """Successive blocks of one prompt, with the `token_ids` of all of them; blocks of a lower tier have no tokens and
+    size 0.
 
     `parent_block_hash`: the hash of the block before the first; None at a prompt's beginning.
     """
@@ -91,7 +92,7 @@ class KVEventLog:
         self._store(StoredContent(content, parent, token_ids, first, order.variant or None, extra))
 
     def _store(self, stored: StoredContent) -> None:
-        """Adds a block to the last event if it continues that one's blocks."""
+        """Adds a block to the last event if it continues that event's blocks."""
         number, before = number_of(stored.content), None if stored.parent is None else number_of(stored.parent)
         token_ids, name, extra = stored.token_ids, stored.lora_name, stored.extra_keys
         last = self._events[-1] if self._events else None
@@ -118,7 +119,7 @@ class KVEventLog:
         self._events.append(AllBlocksCleared())
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:
-        """Adds events for the changed tiers of contents, if below the device. None: in no tier."""
+        """Adds events for contents whose tier changed, if the tier is below the device. None: in no tier."""
         for content, place in places.items():
             medium = MEDIA[place] if place is not None and place != "device" else None
             if (before := self._lower.get(content)) == medium:

@@ -36,9 +36,9 @@ class KVLayout:
     """One rank's share of a block has, in each layer, the layer's planes in order, each [block_size, heads, width].
 
     `plane_layers`: for each plane the layers that have it, ascending; () if every layer has every plane. `num_kv_heads`
-    counts the whole model's heads. A plane whose `num_heads` is not 0 has its own number, which divides
-    `num_kv_heads`. The heads of each plane are split evenly over `tp_size` ranks; with more ranks than heads each head
-    is on several ranks. `dtype` is the pool's, which may be narrower than the model's: see `stored_width`. The last
+    counts the whole model's heads. A plane whose `num_heads` is not 0 has its own number, which divides `num_kv_heads`.
+    The heads of each plane are split evenly over `tp_size` ranks; with more ranks than heads each head is on several
+    ranks. `dtype` is the dtype of the pool, which may be narrower than that of the model: see `stored_width`. The last
     `num_draft_layers` layers belong to a draft head; `draft_head` identifies everything besides the model that
     determines their contents, and is "" without a draft head.
 
@@ -268,7 +268,10 @@ def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
 
 
 def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutInfo) -> int:
-    """Counts the first layers that both layouts share: a draft head's only if both have the same head."""
+    """Counts the first layers that both layouts share.
+
+    They include a draft head's layers only if both have the same head.
+    """
     return source.num_layers - (source.num_draft_layers if source.draft_head != target.draft_head else 0)
 
 
@@ -284,7 +287,7 @@ def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
 
 
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
-    """Whether every rank gets the same number of KV heads, or every head the same number of ranks."""
+    """Whether every rank gets the same number of KV heads, or every head is on the same number of ranks."""
     return 1 <= tp_size <= MAX_TP_SIZE and num_kv_heads >= 1 and 0 in (num_kv_heads % tp_size, tp_size % num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""The KV cache itself: memory of a device, including a few blocks that no request uses.
+"""The memory of the KV cache on a device, including a few blocks that no request uses.
 
 On CPU the memory is a memfd: another process can map it through its descriptor, and it is freed when the last process
 that has it ends in any way. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
@@ -78,7 +78,7 @@ class KVPool:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
         nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._descriptor = weakref.finalize(self, os.close, self.fd)  # for owners that do not close it
+        self._descriptor = weakref.finalize(self, os.close, self.fd)  # closes the descriptor if the owner does not
         self._descriptor.atexit = False
         try:
             os.ftruncate(self.fd, nbytes)
@@ -182,7 +182,7 @@ class KVPool:
         if self._map is not None:
             with contextlib.suppress(OSError):  # otherwise the pages are freed with the last view
                 self._map.madvise(mmap.MADV_REMOVE)
-            self._map = None  # not closed: torch's views keep it mapped by a mere reference
+            self._map = None  # not closed, because torch's views may refer to the mapping
         if self.fd >= 0:
             self._descriptor()
             self.fd = -1

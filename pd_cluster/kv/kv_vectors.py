@@ -1,7 +1,7 @@
 """Converts vectors of keys and values between plain values and the form in which a pool stores them.
 
-A coded vector is its codes, then one float32 scale, as bytes: a value is code * scale. Scales are symmetric, one for
-each token and head, so a vector's bytes depend on that vector alone. native/pool_vectors.h makes the same bytes.
+A coded vector consists of its codes and one float32 scale, as bytes: a value is code * scale. Scales are symmetric, one
+for each token and head, so a vector's bytes depend on that vector alone. native/pool_vectors.h makes the same bytes.
 
 - int8: codes from -127 to 127. fp8_e4m3: codes up to 448.
 - int4: codes from -7 to 7, stored plus 8. The low bits of the bytes hold the codes of the vector's first half, the high

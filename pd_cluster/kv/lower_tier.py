@@ -17,7 +17,7 @@ from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, L
 from pd_cluster.types import Retention, Tier
 
 FETCH_BLOCKS = 16  # blocks of one job; a request can use them before later jobs are done
-KEEP_FETCHED_S = 30.0  # how long fetched blocks stay in host memory for their request
+KEEP_FETCHED_S = 30.0  # how long host memory keeps fetched blocks for their request
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class LowerTier:
 
     @property
     def is_asked(self) -> bool:
-        """Whether its contents must be asked for."""
+        """Whether the store must be asked for its contents, because others change them."""
         return not self._capacity
 
     @property
@@ -97,7 +97,10 @@ class LowerTier:
     # ---- contents at the start
 
     def opened(self, rank: int, contents: Sequence[bytes]) -> None:
-        """Records a rank's contents, the least recently used first; after the last rank's, those of all ranks count."""
+        """Records a rank's contents, the least recently used first.
+
+        Once all ranks have reported, the common contents count.
+        """
         if self._waits_for is None:
             return
         if len(self._waits_for) == self._num_ranks:
@@ -122,7 +125,7 @@ class LowerTier:
     # ---- writes
 
     def entered(self, content: bytes, retention: Retention | None = None) -> None:
-        """Schedules a block that has entered host memory to be written, unless it is already here."""
+        """Schedules a block that has entered host memory to be written, unless this tier has it already."""
         if content in self._index:
             self._index.used(content, retention)
         elif content not in self._writing:
@@ -134,7 +137,7 @@ class LowerTier:
         return content in self._index or content in self._writing or content in self._backlog
 
     def _write_some(self) -> None:
-        """Writes as many blocks as may keep their slots; drops the oldest of the others."""
+        """Writes as many blocks as may keep their slots, and drops the oldest further blocks."""
         most = max(1, self._host.num_slots // 2)
         while self._backlog and self.is_open and len(self._writing) < most:
             content, retention = self._backlog.popitem(last=False)
@@ -167,7 +170,7 @@ class LowerTier:
     # ---- reads
 
     def fetch(self, contents: Sequence[bytes]) -> set[int]:
-        """Fetches blocks to host memory, as many as it has slots for; returns the jobs to wait for."""
+        """Fetches blocks to host memory, up to the number of its free slots; returns the jobs to wait for."""
         jobs = {self._fetching[each] for each in contents if each in self._fetching}
         wanted = [each for each in contents if each not in self._fetching and each not in self._host]
         slots = self._host.reserve(len(wanted))
@@ -221,13 +224,13 @@ class LowerTier:
         else:
             self.counts.num_failed += job.num != 1
             is_newer = command.content in self._index or command.content in self._writing  # a later job writes it
-            if self._capacity and not is_newer:  # other ranks have written their shares
+            if self._capacity and not is_newer:  # the other ranks have written their shares, which are useless now
                 self._discard([command.content])
         self._write_some()
 
     def _fetched(self, job: _TierJob, command: Fetch) -> None:
         now_s = self._clock()
-        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # jobs run in sequence, so it may have queued
+        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # jobs wait for earlier jobs
         for at, (content, slot) in enumerate(zip(command.contents, command.slots, strict=True)):
             if self._fetching.get(content) == command.job:
                 del self._fetching[content]

@@ -20,7 +20,8 @@ from pd_cluster.wire import KVPiece, Plane
 def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
     """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
 
-    A converted payload has layer after layer, in each plane after plane: [num_tokens, the plane's heads, stored width].
+    A converted payload has the layers in order, each with its planes in order: [num_tokens, the plane's heads, stored
+    width].
     """
     if route.is_verbatim:
         return memory.gather(piece)
@@ -36,7 +37,7 @@ def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
 
 
 def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memory, into: list[int]) -> None:
-    """Writes a payload of `pack` to a pool; `into` are the blocks of the piece's tokens there."""
+    """Writes a payload of `pack` to a pool; `into` are the blocks of the piece's tokens in that pool."""
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return

@@ -35,7 +35,7 @@ def _missing(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
 
 
 def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
-    """Names the settings that merge windows into the group of all layers, if only one end has a group of them."""
+    """Names the settings that merge windows into the group of all layers, if only one end has a group of windows."""
     if all(rule in theirs and rule in ours for rule in (*theirs, *ours) if rule.window):
         return ""
     adapters, merges = called("enable_prompt_adapter"), called("disable_hybrid_kv_cache_manager")

@@ -1,8 +1,8 @@
 """Declares the interface of a pool's memory; block_major.py and layer_major.py implement it for two memory orders.
 
-Verbatim payloads have the same bytes in either order: block by block, in each the layers, in each the planes, in each
-[block_size, heads, width]. Widths are those of stored vectors (kv/kv_vectors.py). Knows nothing of transports or of
-blocks' holders.
+Verbatim payloads have the same bytes in either order: the blocks in order, each with its layers in order, each with its
+planes in order, each [block_size, heads, width]. Widths are those of stored vectors (kv/kv_vectors.py). Knows nothing
+of transports or of blocks' holders.
 """
 
 from __future__ import annotations

@@ -77,9 +77,10 @@ class PoolRoute:
 
     @property
     def precision(self) -> str:
-        """Returns "" when the target gets exactly what it would have computed itself.
+        """Returns "" if the target gets exactly the values that it would compute itself.
 
-        Otherwise it names the dtype on the way, and COLD if the target's draft head gets nothing of the prompt.
+        Otherwise the result names the payload's dtype, and COLD if the target's draft head gets none of the prompt's
+        KV.
         """
         source, target, losses = self.source, self.target, list[str]()
         if self.wire_dtype not in (source.dtype, target.dtype):

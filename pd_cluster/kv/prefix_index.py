@@ -46,7 +46,7 @@ class PrefixScope:
             numerics += f" through {kv_precision}"
         if length := self.numerics.rope.length(order.most_tokens):
             numerics += f" for {length}"
-        if order.pooling is not None:  # every bit of these blocks follows from the tokens
+        if order.pooling is not None:  # the chunks are fixed, so the tokens determine every bit of these blocks
             numerics += " in fixed chunks"
         if self.draft_head:
             numerics += f" with {self.draft_head}"
@@ -55,7 +55,7 @@ class PrefixScope:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Returns eight bytes a token, in the machine's order. An array takes three times as long to make."""
+    """Returns eight bytes a token, in the machine's order. Making an array instead takes three times as long."""
     return struct.pack(f"{len(token_ids)}q", *token_ids)
 
 
@@ -132,9 +132,9 @@ class PrefixIndex:
     def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        # Least recently used first, with the retention of those that no longer fit their owner's share.
+        # Least recently used first; with a retention for blocks that no longer fit their owner's share.
         self._unheld: OrderedDict[int, Retention | None] = OrderedDict()
-        self._retained = RetainedBlocks[int](most_retained)  # evicted after these
+        self._retained = RetainedBlocks[int](most_retained)  # evicted after the unheld blocks
         self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: not followed
         self.log: KVEventLog | None = None
 
@@ -181,7 +181,7 @@ class PrefixIndex:
             del self._unheld[block]
 
     def expire(self, now_s: float) -> None:
-        """Ends the retention of blocks whose time is over; they are evicted first, because others were used later."""
+        """Ends the retention of blocks whose time is over. They are evicted before others, which were used later."""
         for block in reversed(self._retained.expired(now_s) if len(self._retained) else ()):
             self._unheld[block] = None
             self._unheld.move_to_end(block, last=False)

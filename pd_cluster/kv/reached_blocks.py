@@ -11,7 +11,8 @@ from pd_cluster.types import Tier
 
 
 class ReachedBlocks:
-    """Reports the known contents of a pool of tokens that precede a kept state, in the form of `BlockPool`.
+    """Reports those known contents of the pool of tokens that precede a kept state. It has the interface of
+    `BlockPool`.
 
     Contents form a tree. A content is reached while a state after it is kept or one of its children is reached. So
     replacing a state by a later one costs as much as the blocks between them.
@@ -20,7 +21,7 @@ class ReachedBlocks:
     def __init__(self, tokens: BlockPool, states: BlockPool) -> None:
         """`tokens` must not have lower tiers."""
         self._tokens, self._states = tokens, states
-        self._parents: dict[bytes, bytes | None] = {}  # of reached contents
+        self._parents: dict[bytes, bytes | None] = {}  # reached content -> the content before it
         self._num_holders: dict[bytes, int] = {}  # the number of reached children, plus one for a kept state
         self._kept: set[bytes] = set()
         self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`

@@ -29,7 +29,7 @@ class ReachedEventLog(KVEventLog):
     def cleared(self) -> None:
         super().cleared()
         self._stored.clear()
-        self._pending |= self._published  # those that are stored again at once do not move
+        self._pending |= self._published  # contents that are stored again at once do not appear in `moved`
         self._published.clear()
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:

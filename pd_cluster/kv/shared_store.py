@@ -25,12 +25,12 @@ PREFIX = "pd-cluster:kv:"
 CALL_TIMEOUT_S = 0.5  # the time to connect, and for each answer
 FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
-GET_BLOCKS = 4  # blocks per call, whose answer is in memory at once
+GET_BLOCKS = 4  # blocks per call; all of its answer is in memory at the same time
 CLEAR_KEYS = 1000  # keys per call
 
 
 class Breaker:
-    """Opens after FAILURES in a row; each further failed try doubles the time until the next."""
+    """Opens after FAILURES failures in a row. Each further failure doubles the time until the next try."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -138,7 +138,7 @@ class SharedStore:
         return [PREFIX + name for name in self._seal.names(content)]
 
     def _try(self, call: Callable[[], Any], otherwise: T) -> T:
-        """Returns the call's answer, or `otherwise` if there is none in time."""
+        """Returns the call's answer, or `otherwise` if no answer comes in time."""
         if self._breaker.is_open:
             return otherwise
         try:

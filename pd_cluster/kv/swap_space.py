@@ -26,7 +26,7 @@ class SwapSpace:
     """`num_blocks` blocks in host memory next to a pool; unused blocks take no memory."""
 
     def __init__(self, pool: KVPool, num_blocks: int, num_kept: int = 0) -> None:
-        """`num_kept`: further blocks after them, for the host's cache (kv/host_tier.py)."""
+        """`num_kept`: further blocks after the `num_blocks`, for the host's cache (kv/host_tier.py)."""
         self.num_blocks = num_blocks
         self.num_kept = num_kept
         self._pool = pool
@@ -50,7 +50,8 @@ class SwapSpace:
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
         """Copies or clears blocks (kind, source, target) as if in sequence: in the pool, to the host or from it.
 
-        Successive moves of one kind are one call, unless one needs another's result or overwrites its source.
+        Successive moves of one kind are one call, unless a move needs the result of an earlier move or overwrites its
+        source.
         """
         for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
             pairs: list[tuple[int, int]] = []

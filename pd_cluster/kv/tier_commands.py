@@ -18,7 +18,7 @@ class TierCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Write(TierCommand, frozen=True):
-    """The rank reports 1, or 0 if the block could not be written; until then the slot keeps its content."""
+    """The rank reports 1, or 0 if the block could not be written. Until its report the slot keeps its content."""
 
     job: int
     content: bytes
@@ -26,7 +26,9 @@ class Write(TierCommand, frozen=True):
 
 
 class Fetch(TierCommand, frozen=True):
-    """Reads blocks into slots that nothing else uses; the rank reports how many of the leading ones are right."""
+    """Reads blocks into slots that nothing else uses; the rank reports the number of leading blocks that it read
+    correctly.
+    """
 
     job: int
     contents: list[bytes]
@@ -52,9 +54,10 @@ AnyTierCommand = Write | Fetch | Look | Discard | Clear
 
 
 class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank's report of a job. `num`: as its command says, or UNKNOWN.
+    """A rank's report of a job.
 
-    `num_bad`: blocks so far whose content was not what had been written.
+    `num`: the number that the command's class describes, or UNKNOWN. `num_bad`: blocks so far that were read with
+    another content than written.
     """
 
     kind: LowerKind

@@ -1,8 +1,8 @@
 """Tracks the tokens in the twins of a pool's blocks: block i of a draft model's pool is the twin of the target's block
 i.
 
-A twin is valid as far as its tokens equal the sequence's, until its block is taken again. So twins need no accounting.
-Integers only.
+A twin is valid for the leading tokens that equal the sequence's, until its block is taken again. So twins need no
+bookkeeping. Integers only.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ class ImageView(NamedTuple):
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """A picture's size is its number of rows and columns, of patches or tiles.
 
-    `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
-    the tokens `before` and `after`. In a prompt's text, the control token `text` stands for a picture; "": no text
-    does. Before the text is tokenized, `text_becomes` replaces it: plain texts and control tokens in turn. With
-    `sees_whole`, each token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they
-    belong to the picture and so to its span.
+    `token_id`: the placeholder of a picture in a prompt, which becomes the picture's tokens, between the tokens
+    `before` and `after`. In a prompt's text, the control token `text` stands for a picture; "": no text does. Before
+    the text is tokenized, `text_becomes` replaces it: plain texts and control tokens in turn. With `sees_whole`, each
+    token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they belong to the picture
+    and so to its span.
     """
 
     token_id: int = 0
@@ -50,7 +50,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
-    no_videos: str = ""  # the reason, if it lies in the model's folder
+    no_videos: str = ""  # why it takes no videos, if the model's folder is the reason
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         """Returns a picture's size for the model, without pixels, and its copies.

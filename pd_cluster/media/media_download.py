@@ -105,7 +105,7 @@ def addresses_in(domains: tuple[str, ...]) -> set[str]:
 
 
 def may_connect(address: str, refused: tuple[str, ...], allowed: Collection[str] = ()) -> bool:
-    """Whether an address is public or among `allowed`, and not the cluster's."""
+    """Whether an address is public or among `allowed`, and is not an address of the cluster."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if str(found) in allowed:
         return str(found) not in refused
@@ -165,7 +165,7 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
             if len(body) > downloads.max_nbytes:
                 raise RequestError(f"a file has at most {downloads.max_nbytes} bytes; send a smaller one")
         _left(until_s)
-        if answer.length:  # announced bytes are missing
+        if answer.length:  # some announced bytes have not arrived
             raise http.client.IncompleteRead(bytes(body), answer.length)
         return bytes(body), None
     finally:

@@ -103,7 +103,9 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_stamps:
             return [0] * len(video.images)
         interval = _single(self.tokens_per_second * video.step_s) if self.tokens_per_second else 1.0
-        return [int(_single(at * interval)) for at in range(len(video.images))]  # rounded like products of float32
+        return [
+            int(_single(at * interval)) for at in range(len(video.images))
+        ]  # rounded like transformers' products of float32
 
     def stamp(self, time_s: float) -> str:
         return f"<{time_s:.1f} seconds>" if self.stamps is TimestampStyle.BEFORE else str(int(time_s))

@@ -15,7 +15,7 @@ from pd_cluster.native import build
 
 MOST_ROWS = 96  # float_products.h
 LINE, LINE_INPUTS = 64, 16
-SPAN, NARROW_SPAN = 1024, 512  # inputs that oneDNN adds at a time; NARROW_SPAN for weights of up to SPAN inputs
+SPAN, NARROW_SPAN = 1024, 512  # the inputs that oneDNN adds at a time; NARROW_SPAN if a weight has at most SPAN inputs
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 

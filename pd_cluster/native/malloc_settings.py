@@ -12,7 +12,9 @@ import os
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from malloc.h
 KEPT_NBYTES = 256 << 20  # free memory that is kept at the heap's end
-LARGEST_NBYTES = 32 << 20  # larger ones are mapped: malloc's own limit, which must be set together with the other
+LARGEST_NBYTES = (
+    32 << 20
+)  # larger temporaries are mapped. This is malloc's own limit; it must be set with the other parameter
 CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
 
 

@@ -67,7 +67,7 @@ class Mamba2:
     num_groups: int
     head_width: int
     state_size: int
-    step_bias: torch.Tensor  # [num_heads]; likewise
+    step_bias: torch.Tensor  # [num_heads]
     rates: torch.Tensor  # exp(A_log)
     skips: torch.Tensor  # D
     step_limits: tuple[float, float]

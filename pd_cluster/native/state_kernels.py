@@ -17,7 +17,7 @@ import torch
 from pd_cluster.native import build
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
-ROWS_AT_ONCE = 128  # per phase, so that the first phase's results stay in the cache for the second
+ROWS_AT_ONCE = 128  # rows in a phase, so that its results stay in the cache for the next phase
 KERNELS = range(2, 9)  # convolution.h, gated_delta.h, mamba2.h
 MOST_WIDTH = 256  # the widest key, or state of B and C
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

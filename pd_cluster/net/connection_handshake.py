@@ -32,7 +32,7 @@ NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 # between a scheduler and a worker these refusals last as long as both processes live
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)
-PERIOD_S, MOST_LINES = 10.0, 20  # limits the log lines about refused peers, which choose how often they connect
+PERIOD_S, MOST_LINES = 10.0, 20  # limits the log lines about refused peers, which may connect at any rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Handshake:
         return connection
 
     def _note(self, refusal: str, *of: object) -> None:
-        """Logs why a peer was not accepted: at most MOST_LINES in a period, then how many more there were."""
+        """Logs why a peer was not accepted: at most MOST_LINES in a period, then the number of further refusals."""
         if (now_s := self._clock()) - self._since_s > PERIOD_S:
             if (num_untold := self._num_refused - MOST_LINES) > 0:
                 log.error("%d more peers were not accepted", num_untold)

@@ -156,7 +156,7 @@ class EventPublisher:
         frames = frames_of(self._topic, number, payload)
         if self._is_sent(frames):
             return
-        self._pub.getsockopt(zmq.EVENTS)  # libzmq updates its count of sent messages once a millisecond, or when asked
+        self._pub.getsockopt(zmq.EVENTS)  # libzmq then counts sent messages now, not up to a millisecond later
         if self._is_sent(frames):
             return
         self._num_slow += 1
@@ -165,7 +165,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers, or to none of them if any queue is full."""
+        """Sends to all subscribers, or to no subscriber if a queue is full."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

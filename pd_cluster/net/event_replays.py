@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence number of the frame that ends a replay
 MOST_REPLAYS, MOST_OF_READER = 64, 2  # replays under way: in total, and for one reader
-REPLAY_S, WHOLE_REPLAY_S = 10.0, 60.0  # the time within which a reader must take some batches, and all of them
+REPLAY_S, WHOLE_REPLAY_S = 10.0, 60.0  # the times within which a reader must take a batch, and all batches
 
 
 def frames_of(topic: bytes, number: int, payload: bytes) -> list[bytes]:
@@ -33,8 +33,8 @@ class _Replay:
     """Past batches on their way to a reader.
 
     `due`: the sequence number of the next batch, below `stop`; None: only end marks remain. `num_ends`: end marks to
-    send, one for this request and one for each later request that was refused. `until_s`: the deadline by which the
-    reader must take something; `end_s`: by which it must have everything.
+    send, one for this request and one for each later request that was refused. `until_s`: the deadline for the reader
+    to take a batch; `end_s`: the deadline for all batches.
     """
 
     client: bytes
@@ -73,7 +73,7 @@ class EventReplays:
             self._try(socket, replay)
 
     def send(self, socket: Any) -> None:
-        """Sends replays under way, as far as the readers' queues have room."""
+        """Sends replays under way while the readers' queues have room."""
         waiting: list[_Replay] = []
         has_time: dict[bytes, bool] = {}  # reader -> whether it still has time, for readers whose queues are full
         for replay in self.under_way:

@@ -76,7 +76,7 @@ class Mailbox:
         )
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()  # after a close, the descriptor's number may belong to another file
+        self._wake_lock = threading.Lock()  # guards `_wake_fd`: after a close, its number may belong to another file
         self._is_woken = False  # a wake-up that the thread has not processed yet
         self._poller = self._connections.poller
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -191,7 +191,7 @@ class Mailbox:
         if self._is_woken:  # the thread resets this flag before it reads the commands, so it will still see these
             return
         with self._wake_lock:
-            if self._wake_fd >= 0:  # otherwise the descriptor is closed
+            if self._wake_fd >= 0:  # a negative number means that the descriptor is closed
                 self._is_woken = True
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -330,8 +330,8 @@ class Mailbox:
     def _check_silence(self, paused_s: float) -> None:
         """Drops connections that were silent for too long.
 
-        `paused_s`: how long this process itself was stalled. After a short pause silence proves nothing; after a long
-        one the peers have dropped this process.
+        `paused_s`: how long this process itself was stalled. After a short pause, silence proves nothing. After a long
+        pause, the peers have dropped this process.
         """
         now_s = self._clock()
         if paused_s > self._timeouts.dead_after_s:

@@ -31,8 +31,9 @@ class Handler(Protocol):
 
 
 class Connections:
-    """The connections of the process with this name and epoch. `router` and `handler` are set before the first one
-    opens.
+    """The connections of the process with this name and epoch.
+
+    `router` and `handler` are set before the first connection opens.
     """
 
     router: Any
@@ -46,7 +47,7 @@ class Connections:
         self._by_identity: dict[bytes, Connection] = {}
 
     def __iter__(self) -> Iterator[Connection]:
-        return iter(list(self._by_id.values()))  # a copy: loops over the connections lose some of them
+        return iter(list(self._by_id.values()))  # a copy, because loops over the connections may drop some of them
 
     def __contains__(self, connection: Connection) -> bool:
         return connection.id in self._by_id
@@ -86,7 +87,7 @@ class Connections:
                 self.router.send_multipart([connection.identity, frame], zmq.NOBLOCK)
         except zmq.Again:
             if connection.socket is not None:
-                self.check_closed(connection)  # a socket whose peer is gone accepts nothing, either
+                self.check_closed(connection)  # a socket also refuses messages if its peer is gone
             if connection in self:
                 self.lose(connection, f"the peer does not read: {HIGH_WATER_MARK} messages are queued")
         except zmq.ZMQError as error:
@@ -96,7 +97,7 @@ class Connections:
         """Tells a peer that its connection is closed or was not admitted, so that it does not wait in vain."""
         gone = wire.Gone(reason[: wire.MOST_TEXT])
         frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(gone))
-        with contextlib.suppress(zmq.ZMQError):  # the peer is gone, too
+        with contextlib.suppress(zmq.ZMQError):  # the peer may be gone
             self.router.send_multipart([identity, frame], zmq.NOBLOCK)
 
     def check_closed(self, connection: Connection) -> None:

@@ -69,7 +69,7 @@ class LinkSender:
         self._number = 0
 
     def with_changes(self, load: wire.Load, links: Mapping[str, LinkState]) -> wire.Load:
-        """Adds to a load without links those that changed since the last heartbeat."""
+        """Adds the links that changed since the last heartbeat to a load without links."""
         if self._number and (links is self._sent or links == self._sent):
             return load
         delta = MapDelta.between(self._sent, links)
@@ -115,11 +115,11 @@ class PeersSender:
 
     def __init__(self) -> None:
         self._sent: dict[str, wire.PeerInfo] = {}
-        self._numbers: dict[str, int] = {}  # conn -> number of the last message sent
+        self._numbers: dict[str, int] = {}  # connection -> the number of the last message sent over it
         self._term = 0
 
     def next(self, peers: Sequence[wire.PeerInfo], term: int, conns: Sequence[str]) -> dict[str, wire.Peers]:
-        """Returns conn -> message for these connections, which are all current ones; often empty."""
+        """Returns the message for each of these connections, which are all that exist; often empty."""
         before, self._sent = self._sent, _by_key(peers)
         if term != self._term:
             self._numbers.clear()

@@ -39,7 +39,7 @@ INTERRUPTED = 130  # exit code, as in shells after Ctrl-C
 
 
 class Target(NamedTuple):
-    """The output. `file` is set if it can be read, so that another run can continue it."""
+    """The output. `file` is set if the output can be read, so that another run can continue it."""
 
     fd: int
     file: BinaryIO | None

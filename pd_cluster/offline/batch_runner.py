@@ -25,7 +25,7 @@ class Counts:
     """The counts of this run."""
 
     num_done: int = 0
-    num_failed: int = 0  # of these, requests with a status other than 200
+    num_failed: int = 0  # the answered requests with a status other than 200
     num_output_tokens: int = 0
     first_failure: str = ""  # "line 3, custom_id 'a': the error"
 

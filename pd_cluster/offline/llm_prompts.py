@@ -1,4 +1,5 @@
-"""Reads prompts, conversations and parameters in all accepted forms, each into one list. Ignores their meaning.
+"""Reads prompts, conversations and parameters in all accepted forms, and returns one list of each. Ignores their
+meaning.
 
 Every refusal is a RequestError, before any work.
 """
@@ -196,7 +197,7 @@ def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _alone(name: str, given: Mapping[str, Any]) -> Prompt:
-    """Returns the prompt of a mapping, without its images."""
+    """Returns the prompt that a mapping has, without its images."""
     known = ("prompt", "prompt_token_ids")
     for key in given:
         if key not in (*known, *MULTIMODAL):

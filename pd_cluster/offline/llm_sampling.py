@@ -1,6 +1,6 @@
 """Sampling parameters in vLLM's and FastDeploy's form, and their conversion to the API's fields.
 
-Does not validate values: the code that checks HTTP requests checks these fields.
+Does not check values: the code that checks HTTP requests does so.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     logprobs: int | None = None  # the number of most likely tokens to return with each token
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None  # tokens whose logprobs are returned with each token instead
+    logprob_token_ids: list[int] | None = None  # logprobs of these tokens, instead of the most likely, with each token
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -195,7 +195,7 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 def plain(name: str, value: Any) -> Any:
     """Returns the value as decoded JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
-    if name == "logits_processors":  # refused, whatever they hold
+    if name == "logits_processors":  # these are always refused
         return value
     try:
         return _plain(value)

@@ -89,7 +89,7 @@ class LocalEngine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._ended.wait()  # rather than `join` on a thread, which cannot start at the interpreter's end
-                self._thread.join(END_TIMEOUT_S)  # its work has ended
+                self._thread.join(END_TIMEOUT_S)  # the thread's work has ended
 
     async def load_adapter(self, folder: AdapterFolder) -> None:
         """Loads an adapter; returns when requests may use it. Raises ModelError, Unavailable."""
@@ -139,7 +139,7 @@ class LocalEngine:
             self._call(self._roster.on_heartbeat, NAME, wire.Load(weights=self._weights.status))
 
     def beat_soon(self) -> None:
-        """Does nothing: nobody needs these figures."""
+        """Does nothing: nobody reads a heartbeat's figures here."""
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():
@@ -155,7 +155,7 @@ class LocalEngine:
             self._call(self._ended.set)
 
     def _work(self) -> None:
-        self._loaded.set_running_or_notify_cancel()  # it cannot be cancelled from now on
+        self._loaded.set_running_or_notify_cancel()  # from now on the load cannot be cancelled
         with contextlib.ExitStack() as ending:  # the next garbage collection frees the worker itself
             try:
                 loop, info = self._load(ending)

@@ -61,8 +61,8 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class OfflineService:
     """Ready when constructed; closed by `close`, `with`, garbage collection or the interpreter's end.
 
-    A forked process cannot use it. `service` belongs to the event loop of a separate thread; `run`, `start` and
-    `iterate` run its awaitables.
+    A forked process cannot use this object. `service` belongs to the event loop of a separate thread; `run`, `start`
+    and `iterate` run its awaitables.
     """
 
     def __init__(self, config: OfflineConfig) -> None:
@@ -74,8 +74,8 @@ class OfflineService:
             )
         self._parts = _Resources()
         self._loop = self._parts.loop
-        atexit.register(self._parts.close)  # if it is still open at exit
-        weakref.finalize(self, self._parts.end).atexit = False  # if it is collected earlier
+        atexit.register(self._parts.close)  # for a service that is still open at exit
+        weakref.finalize(self, self._parts.end).atexit = False  # for a service that is collected earlier
         try:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
@@ -184,7 +184,7 @@ class _Resources:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the process that made it; forks lack its threads."""
+        """Whether this process made the service; forks lack its threads."""
         return os.getpid() == self.pid
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 Samples = list[list[int]]
 TEXT_FIELDS = ("text", "prompt", "content")
-LEAST_TOKENS = 2  # the fewest tokens of a sample, so that one is predicted
+LEAST_TOKENS = 2  # the fewest tokens of a sample, so that at least one token is predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Quality:
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
     def agreement(self, other: Quality) -> float:
-        """Returns the share of positions at which both choose the same token."""
+        """Returns the share of positions at which both models choose the same token."""
         pairs = list(zip(self.chosen, other.chosen, strict=True))
         return sum(own == others for own, others in pairs) / len(pairs)
 

@@ -1,6 +1,7 @@
 """Chooses the formats of calls and reasoning from a model's chat template and type, for the name `auto`.
 
-A template writes earlier calls as the model writes new ones, so the template decides first. Knows nothing of files.
+A template writes earlier calls in the format in which the model writes new ones, so the template decides first. Knows
+nothing of files.
 """
 
 from __future__ import annotations
@@ -108,6 +109,6 @@ def formats_of_model(template: str, model_type: str) -> ChosenFormats:
 
 
 def _reasons(parser: str, template: str) -> bool:
-    """Returns whether a template has the marks of this reasoning: in some families, only some models reason."""
+    """Returns whether a template has the marks of this reasoning, because in some families only some models reason."""
     thinking = THINKING.get(parser, NONE)
     return all(text in template for text in thinking.pieces or thinking.opens[:1])

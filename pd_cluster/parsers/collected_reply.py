@@ -19,7 +19,7 @@ NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
 IDS = ("id", "type", "index", "tool_call_id")
 
-# none: not a call; whole: the arguments are complete; torn: the arguments began but became invalid JSON
+# none: the text is no call. whole: the arguments are complete. torn: the arguments began, but are invalid JSON.
 Outcome = Literal["none", "whole", "torn"]
 
 

@@ -20,14 +20,14 @@ from typing import Any
 
 Node = list[Any]
 
-MAX_CALLS = 16  # the limit if the request requires calls without one, so that the answer ends
+MAX_CALLS = 16  # the most calls if a request requires calls and gives no limit, so that the answer ends
 FREE: Node = ["pattern", r"(.|\n)*"]
 BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters`: the JSON schema of the arguments. `strict`: optional calls must follow it, too."""
+    """`parameters`: the JSON schema of the arguments. `strict`: optional calls must follow the schema, too."""
 
     name: str
     parameters: dict[str, Any]

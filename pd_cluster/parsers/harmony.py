@@ -4,7 +4,7 @@
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
 Commentary without a recipient is content for the user. Messages of one kind are joined by newlines. A header that the
-end of the reply cuts short is dropped, unless it names a function or has words that no header has. Text after a call's
+end of the reply cuts is dropped, unless it names a function or has words that no header has. Text after a call's
 arguments is content. The model stops after a call, so guides permit one.
 """
 

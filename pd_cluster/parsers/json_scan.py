@@ -1,7 +1,7 @@
 """Finds JSON values, and where they end, in a stream as text arrives.
 
-Checks structure as in RFC 8259. Strings may contain anything, because models write control characters and unknown
-escapes, which leave the string's end certain. Knows nothing of the values' meaning.
+Checks structure as in RFC 8259. Strings may contain any text: models write control characters and unknown escapes, and
+the end of the string is still certain. Knows nothing of the values' meaning.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_string(stream: TextStream) -> Steps[str | None]:
 
 
 def take_sign(stream: TextStream, sign: str) -> Steps[bool]:
-    """Takes one character and the blanks before it. Returns False if another one follows."""
+    """Takes one given character and the blanks before it. Returns False if another character follows."""
     yield from stream.blanks()
     if (yield from stream.peek()) != sign:
         return False

@@ -2,9 +2,9 @@
 
     ]<]minimax[>[<invoke name="f">]<]minimax[>[<days>]<]minimax[>[<item>2]<]minimax[>[</item>]<]minimax[>[</days>…
 
-A text argument is passed on as it arrives; any other is read whole and converted to JSON by its schema. An element
-without an end tag ends with its parent or with the call. Text between arguments is content. A call that never ends has
-no closing brace.
+A text argument is passed on as it arrives. Any other argument is read whole and converted to JSON by its schema. An
+element without an end tag ends with its parent or with the call. Text between arguments is content. A call that never
+ends has no closing brace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pd_cluster.parsers.text_stream import Emit, Steps, TextStream
 from pd_cluster.parsers.xml_tags import TEXT
 
 MAX_NAME_NUM_CHARS = 256
-MAX_DEPTH = 64  # nested elements in one argument; deeper ones are text
+MAX_DEPTH = 64  # nested elements in one argument; deeper elements are text
 TEXT_MEMBER = "$text"  # the member for text next to elements
 
 _NAME = re.compile(r"[^\s<>{}\"/]+")

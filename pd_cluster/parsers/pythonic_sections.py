@@ -71,7 +71,7 @@ class PythonicSections:
 
     def _read_section(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         """Reads the calls of a section. If the text is not one, puts it back and returns False."""
-        if not self.lines and (yield from stream.begins("[{")):  # JSON, if the prompt asked for it
+        if not self.lines and (yield from stream.begins("[{")):  # calls in JSON, if the prompt asked for that
             return (yield from read_objects(stream, out, (self.end, self.begin)))
         if self.lines or (yield from take_sign(stream, "[")):
             if not self.lines and (yield from take_sign(stream, "]")):
@@ -139,7 +139,7 @@ class LooseValues(PythonValues):
             match (yield from stream.peek()):
                 case "\\":
                     pair = yield from stream.take_pair()
-                    pieces.append(pair.replace("\\\n", "\\\\\\n"))  # not a line continuation as in Python
+                    pieces.append(pair.replace("\\\n", "\\\\\\n"))  # Python would read a line continuation
                 case "":
                     return False
                 case _:

@@ -19,11 +19,11 @@ Resource = Literal["prefill compute", "decode compute", "decode seats", "KV pool
 FULL = 0.95  # an instance is full if this share of its seats or blocks is taken
 OFTEN = 0.3  # the share of samples that makes something a bottleneck
 BUSY = 0.9  # the scheduler is busy if it uses this share of a core
-NUM_LONGEST = 10  # requests at least
+NUM_LONGEST = 10  # the fewest slow requests that are examined
 
 
 def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simulated, goals: PlanGoals) -> Resource:
-    """Finds the bottleneck of a load that misses its goals or nearly does."""
+    """Finds the bottleneck of a load that misses, or nearly misses, its goals."""
     if scheduler_share(costs, simulated) >= BUSY:
         return "scheduler"
     ordered = sorted(simulated.outcomes, key=lambda each: -max(goals.ratios(each).values()))

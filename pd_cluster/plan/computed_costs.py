@@ -45,7 +45,7 @@ class InstanceShape:
 def computed_costs(
     needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, num_tokens: int = 1
 ) -> Costs | Infeasible:
-    """`num_tokens`: the longest request's, which the pool must hold."""
+    """`num_tokens`: the tokens of the longest request, which the pool must hold."""
     if shape.tp_size > device.devices_per_host:
         return Infeasible(f"{shape.tp_size} ranks: a host has {device.devices_per_host} {device.name}")
     if reason := needs.why_not_split(shape.tp_size):
@@ -92,7 +92,7 @@ def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> S
     token_s = _sums_nbytes(needs, size) / device.sum_nbytes_per_s(size) if size > 1 else 0.0
     row_s, num_flat_rows = product_s, int(read_s / product_s)
     state_s = 2 * _state_nbytes(needs, size) / rate  # read and written
-    if token_s or state_s:  # no row is free; a chord to the time of all seats
+    if token_s or state_s:  # no row is free: the line goes through the time of a step with all seats
         seats = shape.max_num_seqs
         row_s, num_flat_rows = token_s + state_s + max(0.0, product_s - read_s / seats), 0
     chunk = shape.max_num_batched_tokens

@@ -27,7 +27,10 @@ MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # the largest simulated block; a usua
 
 
 class CostSource(Protocol):
-    """`name`: of the devices. `remark`: follows lines that depend on these costs; "" for measured costs."""
+    """`name`: the name of the devices.
+
+    `remark`: a text after lines that depend on these costs; "" for measured costs.
+    """
 
     @property
     def name(self) -> str: ...
@@ -48,7 +51,7 @@ class CostSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedSource:
-    """Costs from a device model. `arrivals`: the pool must hold the longest."""
+    """Costs from a device model. `arrivals`: the pool must hold the longest of them."""
 
     needs: ModelNeeds
     device: DeviceModel
@@ -71,7 +74,7 @@ class ComputedSource:
         return self.device.devices_per_host
 
     def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace:
-        """Without sizes, all powers of two up to a host. Raises ConfigError."""
+        """Without given sizes, tries all powers of two up to the devices of a host. Raises ConfigError."""
         usual = [size for size in (1, 2, 4, 8, 16) if size <= self.device.devices_per_host]
         chunks = useful_chunks(CHUNKS, self.arrivals)
         policies = policies_for(self.arrivals)

@@ -34,7 +34,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values to try. `policies`: only the first if there is nothing to choose."""
+    """The values to try. `policies`: only the first is tried if there is nothing to route."""
 
     tp_sizes: Sequence[int] = (1,)
     chunks: Sequence[int] = (512, 2048, 8192)
@@ -43,7 +43,7 @@ class SearchSpace:
     are_neighbours: bool = False
 
     def candidates(self, num_devices: int) -> Iterator[LayoutCandidate]:
-        """Yields every layout with as many instances as fit on this many devices."""
+        """Yields every layout with the most instances that fit on this number of devices."""
         for tp_size in self.tp_sizes:
             num_instances = num_devices // tp_size
             for num_prefill in range(num_instances):
@@ -54,7 +54,7 @@ class SearchSpace:
         return self._settings(1, 0, tp_size)
 
     def _settings(self, num_instances: int, num_prefill: int, tp_size: int) -> Iterator[LayoutCandidate]:
-        """Yields the settings of one split; without prefill instances, all are hybrid."""
+        """Yields the settings of one split; without prefill instances, all instances are hybrid."""
         num_decode = num_instances - num_prefill if num_prefill else 0
         num_hybrid = 0 if num_prefill else num_instances
         has_choice = max(num_prefill, num_decode, num_hybrid) > 1

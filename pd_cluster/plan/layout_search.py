@@ -67,7 +67,7 @@ class Plan:
         return self.first.trial.is_met
 
     def best_of_kind(self, is_hybrid: bool) -> Ranked | None:
-        """Returns the best split or hybrid layout with as many devices as the first layout; None if none fits."""
+        """Returns the best split or hybrid layout with the first layout's number of devices; None if none fits."""
         num_devices = self.first.candidate.num_devices
         alike = (each for each in self.ranked if each.candidate.num_devices == num_devices)
         return next((each for each in alike if each.candidate.is_hybrid == is_hybrid), None)
@@ -117,7 +117,7 @@ class Search:
         found = [self.trials.costs(each) for each in self.space.single(tp_size)]
         reasons = [each.reason for each in found if isinstance(each, Infeasible)]
         if len(reasons) == len(found):
-            self._left_out.append(reasons[0])  # with the smallest settings
+            self._left_out.append(reasons[0])  # the reason for the smallest settings
         return len(reasons) < len(found)
 
     def _is_met(self, num_devices: int) -> bool:
@@ -204,6 +204,6 @@ def _merit(ranked: Ranked) -> tuple[float, float]:
 
 
 def _is_other(trial: CandidateRun, first: CandidateRun) -> bool:
-    """Whether exactly one of them is hybrid, on as many devices."""
+    """Whether exactly one of them is hybrid, and both have the same number of devices."""
     one, other = trial.candidate, first.candidate
     return one.num_devices == other.num_devices and one.is_hybrid != other.is_hybrid

@@ -1,6 +1,6 @@
 """Estimates a candidate's strain from rates alone, in microseconds of work, to choose the candidates to simulate.
 
-Each role is a queue with one server per instance and constant service (M/D/1); decode instances hold as many rows as
+Each role is a queue with one server per instance and constant service (M/D/1); decode instances hold the rows that
 their tokens per second need. Ignores bursts, prefix caches and routing.
 """
 
@@ -16,7 +16,7 @@ from pd_cluster.plan.candidate_runs import rate_per_s
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 from pd_cluster.plan.plan_goals import PlanGoals
 
-OVERLOADED = 1e3  # an overloaded candidate's strain is its load times this, more than that of any other
+OVERLOADED = 1e3  # an overloaded candidate's strain is its load times this; other candidates have less strain
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class StartCommands:
 
     @property
     def joining(self) -> list[str]:
-        """Returns lines of hybrid instances, which register as decode instances without prefill instances."""
+        """Returns the lines that start hybrid instances: decode instances in a cluster without prefill instances."""
         files = {"scheduler-key": "scheduler.key", "admin-token": "admin.token"}
         of_scheduler = [f"--{name}-file={SECRETS}/{file}" for name, file in files.items()]
         common = [f"--model={self.model}", *self.worker_flags, *self.scheduler_flags]

@@ -1,4 +1,4 @@
-"""Successive halving: all candidates run a short load, the best third a load three times as long, and so on.
+"""Successive halving: all candidates run a short load, the best third of them a load three times as long, and so on.
 
 Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (AISTATS 2016).
 """
@@ -12,7 +12,7 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate
 
 FACTOR = 3  # each step keeps one candidate in three, with three times the load
 NUM_FINALISTS = 10  # at least this many layouts run the whole load
-NUM_FIRST = 100  # least requests for every candidate
+NUM_FIRST = 100  # the fewest requests of a load
 Measure = Callable[[LayoutCandidate, int], CandidateRun]
 
 
@@ -39,7 +39,7 @@ def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequ
 
 
 def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
-    """Returns the first ones, the last of them replaced by the first of a kind that would be missing."""
+    """Returns the first runs. If a kind would be missing, its first run replaces the last of them."""
     first = list(trials[:num_kept])
     kinds = {each.candidate.is_hybrid for each in first}
     missing = next((each for each in trials[num_kept:] if each.candidate.is_hybrid not in kinds), None)
@@ -47,5 +47,5 @@ def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
 
 
 def order(trial: CandidateRun) -> tuple[float, float]:
-    """Sorts the least strained first; among those that answer too few requests in time, by their goodput."""
+    """Sorts the least strained first. Candidates that answer too few requests in time are sorted by their goodput."""
     return trial.strain, -trial.goodput_per_s

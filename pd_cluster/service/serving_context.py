@@ -116,9 +116,7 @@ class ServingContext(Generic[RosterT]):
         self.adapters = adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(Life(name, secrets.randbits(62)), "scheduler", credentials, config.timeouts)
-        self._trace_secret = hashlib.sha256(
-            b"served requests" + credentials.secret
-        ).digest()  # the same in all its processes
+        self._trace_secret = hashlib.sha256(b"served requests" + credentials.secret).digest()  # equal in all processes
         try:
             self.roster, self.router = self._routed(roster_of, is_scheduler)
             if is_scheduler:

@@ -1,4 +1,4 @@
-"""Suggests the known flag that is meant by an unknown one, by its words and by other servers' names.
+"""Suggests the known flag that a user means by an unknown flag, from its words and from other servers' names.
 
 Two flags that share only words such as "config" or "max" mean different things, however many letters they share.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 ALIKE = 0.84  # similarity of two words that may differ by a typing error
 LEAST_LETTERS = 5  # minimum length of such words
-LEAST_PART = 3  # minimum length of a word that another one begins or ends with
+LEAST_PART = 3  # minimum length of a word with which another word begins or ends
 WHOLE = 0.85  # similarity of two flags without their hyphens
 LEAST = 0.55  # minimum share of the words' weight that must agree
 # Other servers' names for settings.
@@ -69,7 +69,7 @@ def _words(flag: str) -> list[str]:
 
 
 def _weights(known: Sequence[str]) -> Mapping[str, float]:
-    """Returns each word's weight: the more flags contain it, the lower."""
+    """Returns each word's weight: the more flags contain the word, the lower its weight."""
     found = Counter(word for each in {*known} for word in {*_words(each)})
     return {word: 1 / number for word, number in found.items()}
 
@@ -77,7 +77,7 @@ def _weights(known: Sequence[str]) -> Mapping[str, float]:
 def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, float]) -> float:
     """Returns the share of both flags' weight in matching words; 0 unless the asked flag's rarest word matches.
 
-    A word that no flag contains weighs as much as one in a single flag.
+    A word that no flag contains weighs as much as a word in a single flag.
     """
     pairs = {word: near for word in asked if (near := _matching_word(word, known))}
     own = {word: weights.get(pairs.get(word, word), 1.0) for word in asked}
@@ -88,7 +88,7 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
 
 
 def _matching_word(word: str, known: Sequence[str]) -> str:
-    """Returns the known word that this one stands for, or ""."""
+    """Returns the known word that a given word stands for, or ""."""
     if word in known:
         return word
     for each in known:

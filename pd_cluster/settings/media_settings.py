@@ -159,7 +159,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     spill_gb: Annotated[
         float,
-        MEDIA("Maximum size of these files, in GiB.", name="media_spill_gb", checks=(at_least(0),)),
+        MEDIA("Maximum size of the files of --media-spill-path, in GiB.", name="media_spill_gb", checks=(at_least(0),)),
     ] = 8.0
 
     def most(self, kind: str) -> int:

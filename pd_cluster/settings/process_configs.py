@@ -35,7 +35,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's rank among the instances that share experts. `name`: the unit's name, the same for all of them."""
+    """A worker's rank among the instances that share experts. `name`: the name of their unit."""
 
     name: str
     rank: int

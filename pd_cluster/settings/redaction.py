@@ -23,7 +23,7 @@ PATTERNS = (
 
 
 def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """Hides texts that look like keys, and the value of each variable that holds one."""
+    """Hides texts that look like keys, and the value of each variable that holds a key."""
     for name in SECRET_VARIABLES:
         for value in env.get(name, "").split():
             if len(value) >= LEAST_SECRET_NUM_CHARS:

@@ -14,7 +14,7 @@ from pd_cluster.settings.model_names import fault_of_name
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, finite, one_of
 
-# Names that vLLM accepts; llguidance does the work, whichever is given.
+# Names that vLLM accepts. llguidance does the work for each of them.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 # Request fields that are also variables of chat templates, and must not be given twice.
 BY_MODEL = "auto: by the chat template and model_type"
@@ -58,7 +58,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of reasoning. The parser determines the delimiters; those given here must be among its own."""
+    """vLLM's settings of reasoning.
+
+    The parser determines the delimiters; the delimiters given here must be among them.
+    """
 
     reasoning_parser: str = ""
     reasoning_start_str: str = ""
@@ -71,7 +74,7 @@ PoolingType = Literal["LAST", "MEAN"]
 class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's settings of vectors, over what the model's folder says. `use_activation`: vectors have the length 1."""
 
-    task: Literal["embed", "classify"] | None = None  # it follows from the model
+    task: Literal["embed", "classify"] | None = None  # the model determines it
     pooling_type: PoolingType | None = None
     seq_pooling_type: PoolingType | None = None
     use_activation: bool | None = None

@@ -30,7 +30,7 @@ def _is_priority(name: str, written: str) -> bool:
 
 
 def _auto_role(name: str, written: str) -> str:
-    """Reads the value; a switch's words stand for the default method and for off."""
+    """Reads the value; the words of a switch mean the default method, or none."""
     found = AUTO_ROLES.get(written.lower())
     if found is None:
         raise ConfigError(f"{called(name)} {written!r}: expected cost or rules")
@@ -173,7 +173,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     limit.
 
     In addition, `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors`
-    descriptors are reserved for instances, children and the admin port, which may have opened them earlier.
+    descriptors are reserved for instances, children and the admin port, some of which may be open already.
     """
 
     total: Annotated[

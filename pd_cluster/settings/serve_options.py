@@ -93,7 +93,7 @@ SECRET_VARIABLES = tuple(
 
 
 def without_keys(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without keys, for processes that check none: all except those at the public port."""
+    """Returns an environment without keys, for processes that check no keys: all except those at the public port."""
     return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
 
 
@@ -138,9 +138,7 @@ class ServeOptions(Mapping[str, Any]):
         return read(group, self, **own)
 
     def check(self) -> None:
-        """Checks every value, whatever the role, as far as this is possible without this host's files. Raises
-        ConfigError.
-        """
+        """Checks every value for any role, except what only this host's files show. Raises ConfigError."""
         for group in GROUPS:
             if group is not EngineConfig and group is not Tls:
                 self.read(group)
@@ -167,8 +165,9 @@ class ServeOptions(Mapping[str, Any]):
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
-        """`policies`: the router's. A name with a colon is an operator's own, which the router finds. Raises
-        ConfigError.
+        """`policies`: those of the router.
+
+        A name with a colon is an operator's own policy, which the router finds. Raises ConfigError.
         """
         if ":" not in self["routing_policy"]:
             self._check_choice("routing_policy", policies)

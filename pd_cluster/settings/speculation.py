@@ -11,7 +11,7 @@ from pd_cluster.types import INT32_MAX
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
-# methods with weights in addition to the model's other layers
+# methods that have weights besides the model's other layers
 WITH_WEIGHTS: tuple[Method, ...] = ("draft_model", "eagle3", "mtp")
 MTP_TYPES = {  # vLLM's method name for some models -> their model types
     "deepseek_mtp": ("deepseek_v3",),
@@ -32,14 +32,14 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     Names are those of vLLM's `--speculative-config`. `num_speculative_tokens`: the maximum number of drafts of a
     sequence in a step; measured times and acceptance decide how many are used. `num_speculative_tokens_per_batch_size`:
-    (first, last, most) for ranges of running sequences, in order; as in vLLM, a count between two ranges belongs to the
-    earlier range. `suffix_decoding_max_cached_tokens`, which vLLM does not have, limits the tokens of earlier outputs
-    in all trees together.
+    (first, last, most) for ranges of running sequences, in order; as in vLLM, a number of sequences between two ranges
+    belongs to the earlier range. `suffix_decoding_max_cached_tokens`, which vLLM does not have, limits the tokens of
+    earlier outputs in all trees together.
 
     `model` is the draft model or the head of eagle3: a folder, or a hub's model. `revision` and `quantization` apply to
     it. mtp uses only the served model, and `mtp_type` is the name of MTP_TYPES that was given. `max_model_len`: the
     longest sequence that a draft model drafts for; 0: the limit of both models. `draft_sample_method`: drafts are
-    sampled as the request's tokens are, or each is the likeliest token.
+    sampled like the request's tokens, or each draft is the likeliest token.
     """
 
     methods: tuple[Method, ...] = ()

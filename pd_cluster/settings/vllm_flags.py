@@ -1,7 +1,7 @@
 """vLLM's command line flags in this project: honoured, accepted without effect, or refused with a reason.
 
-docs/flags.md publishes the three lists (a test compares them). A flag in none of them is an error that names the
-nearest known one. Honoured flags are the settings (serve_options.py); vllm_flags_without_setting.py lists the others.
+docs/flags.md publishes the three lists (a test compares them). A flag in none of the lists is an error that names the
+nearest known flag. Honoured flags are the settings (serve_options.py); vllm_flags_without_setting.py lists the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pd_cluster.settings.setting import DeclaredSetting
 from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
 from pd_cluster.settings.vllm_flags_without_setting import FOREIGN, OFF, foreign
 
-# these accept an explicit True or False
+# flags that accept an explicit True or False
 SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)
-# these accept `--served-model-name a b`, as argparse does with nargs="+"
+# flags that accept several values, such as `--served-model-name a b`, as argparse does with nargs="+"
 MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
-BARE = {each.flag: each for each in settings().values() if each.bare}  # their value may be left out
+BARE = {each.flag: each for each in settings().values() if each.bare}  # flags whose value may be left out
 OPTIMIZATION = re.compile(r"-O=?([0-9])")
 ALIASES = {
     "-O": "--optimization-level",

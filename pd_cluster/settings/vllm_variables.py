@@ -1,7 +1,8 @@
-"""vLLM's environment variables that have an equivalent flag here, with the flag to give. None of them is read.
+"""vLLM's environment variables that have an equivalent flag here, with that flag.
 
-Only VLLM_API_KEY is read (http_settings.py). A variable of another program must not change this program silently, and a
-variable that a script sets for this program must not be ignored silently.
+This program does not read them. The only vLLM variable that it reads is VLLM_API_KEY (http_settings.py). A variable of
+another program must not change this program silently, and a variable that a script sets for this program must not be
+ignored silently.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Agenda:
 
     def _fire(self) -> None:
         planned, loop = self._planned, self._loop
-        self._due_s, self._timer = -math.inf, None  # events scheduled meanwhile are handled below
+        self._due_s, self._timer = -math.inf, None  # events that handlers schedule are handled below
         while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
             _, _, do, args = heapq.heappop(planned)
             do(*args)

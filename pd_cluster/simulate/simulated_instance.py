@@ -29,7 +29,7 @@ from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
-NUM_TIMED = 2  # about this many of a run's steps are timed
+NUM_TIMED = 2  # roughly how many steps of a run are timed
 LEAST_RUN = 3  # the fewest equal steps that form a run
 MOST_RUN_S = 0.5  # the longest run of equal steps without a turn: the interval of heartbeats
 
@@ -143,7 +143,7 @@ class SimulatedInstance:
         self._has_news = True
         if self._progress is None:
             self._wake_at(self.around.agenda.now())
-        elif self._later is None:  # equal steps end with the current one
+        elif self._later is None:  # a run of equal steps ends with the current step
             self._progress.cut(self.around.agenda.now())
             self._plan_end()
 
@@ -237,7 +237,9 @@ class SimulatedInstance:
         first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
         num_prompt_tokens = core.scheduler.num_prefix_query_tokens
-        limit_s = MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S  # a tick reports their blocks
+        limit_s = (
+            MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S
+        )  # a tick reports the blocks of computed prompts
         self._num_prompt_tokens = num_prompt_tokens
         return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
 

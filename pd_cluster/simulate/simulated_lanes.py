@@ -1,7 +1,7 @@
 """Both ends of links whose bytes only take time. Links, their opening and transfers are real.
 
-Each instance sends and receives bytes in sequence. Layers leave as soon as a step has written them, so only the last
-layer of a prompt's last step, or a payload, remains when that step ends.
+Each instance sends and receives bytes in sequence. Layers leave as soon as a step has written them, so when a prompt's
+last step ends, only its last layer or one payload is still to be sent.
 """
 
 from __future__ import annotations

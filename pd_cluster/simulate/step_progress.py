@@ -1,16 +1,16 @@
-"""The time of running steps, one or several equal ones, at a varying speed. Pure arithmetic."""
+"""The time of one running step, or of several equal steps, at a varying speed. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-ALMOST = 1e-9  # a cut that is this close to a step's end, as a share of the step, comes after it
+ALMOST = 1e-9  # a cut this close to a step's end, as a share of the step, counts as after the end
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """`num_steps` steps. At full speed, the first takes `first_s`, and each further one `growth_s` more."""
+    """`num_steps` steps. At full speed, the first takes `first_s`, and each further step takes `growth_s` more."""
 
     first_s: float
     growth_s: float = 0.0

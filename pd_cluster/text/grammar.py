@@ -32,7 +32,7 @@ WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
-MAX_NESTING = 8  # the depth of expressions in one rule; the library allows a few more
+MAX_NESTING = 8  # the most nested expressions in one rule; the library allows slightly more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
 _NOISE = re.compile(  # parts of messages: positions in a generated source, the whole pattern, the whole vocabulary
@@ -46,7 +46,8 @@ _PLAINER = {
     "oneOf constraints": "oneOf is supported where no value fits two of its schemas; use anyOf",
 }
 _DIRECTIVE = re.compile(r"%[A-Za-z_]+")
-_TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)  # Lark's; affects the syntax tree, not matching
+# A mark of Lark, which affects the syntax tree, not matching.
+_TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|/(?:\\.|[^/\\\n])+/|#[^\n]*|//[^\n]*')
 
 
@@ -98,7 +99,7 @@ class Compiler:
         if matcher.is_error():
             raise GuideError(one_line(matcher.get_error()))
         if warnings := matcher.get_grammar_warnings():
-            raise GuideError(one_line(warnings[0]))  # such as a keyword that would be ignored
+            raise GuideError(one_line(warnings[0]))  # a warning names, for example, a keyword that would be ignored
         return Matcher(matcher, ends=self._ends)
 
     def _budgeted(self, guide: Guide) -> Matcher:

@@ -8,9 +8,9 @@ from functools import lru_cache
 class StopStrings:
     """Cuts a stream of text before the first stop string, holding back text that may still become one.
 
-    The first stop string is the one completed first; among several that end together, the longest. The result therefore
-    does not depend on how the text was split. Each character costs one step per stop string, whatever the strings are
-    (Knuth-Morris-Pratt search).
+    The first stop string is the one that is completed first. If several are completed together, the longest counts. The
+    result therefore does not depend on how the text was split. Each character costs one step per stop string, whatever
+    the strings are (Knuth-Morris-Pratt search).
     """
 
     def __init__(self, stops: list[str], include: bool = False) -> None:
@@ -48,7 +48,7 @@ class StopStrings:
         return certain
 
     def finish(self) -> str:
-        """Returns the text held back at the end of the stream: it was not a stop string."""
+        """Returns the text that was held back; the stream has ended, so it is no stop string."""
         rest, self._held = self._held, ""
         return rest
 

@@ -1,4 +1,4 @@
-"""Limits the tokens of a reply's reasoning: after that many, only the mark that closes it may follow.
+"""Limits the tokens of a reply's reasoning. Once they are used up, only the mark that closes the reasoning may follow.
 
 An incomplete character is completed before the mark, so that the reasoning stays valid text and a grammar for the
 reply accepts the mark. Knows nothing of other constraints.

@@ -120,12 +120,12 @@ class Tokenizer:
 
     def beginning(self, text: str, most: int) -> str:
         """Returns the text's beginning with at most this many tokens, without special tokens; 0: the whole text."""
-        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # twice: the cut changes a few tokens
+        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # doubled: the cut changes a few tokens
         _, offsets = self.encode_with_offsets(shorter, False)
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        # A batch of one, for the same reason.
+        # A batch of one, because `encode` would hold the interpreter's lock.
         (text,) = self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
@@ -206,7 +206,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     source = read_plain(file).decode("utf-8") if file.exists() else config.get("chat_template")
-    if source is None and (file := path / "chat_template.json").exists():  # vision models have one
+    if source is None and (file := path / "chat_template.json").exists():  # folders of vision models have this file
         source = read_json(file).get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")

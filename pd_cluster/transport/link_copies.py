@@ -20,7 +20,7 @@ SETTLE_S = 30.0
 
 
 class Copies:
-    """Used only by the link's own thread."""
+    """The copies of one link. Only the link's own thread uses this."""
 
     def __init__(self, device: Device, settle_s: float = SETTLE_S) -> None:
         self._stream = CopyStream(device)

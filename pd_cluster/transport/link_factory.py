@@ -92,7 +92,7 @@ class Transports:
         )
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Whether the first of P's usable offers, in D's order of preference, is a pair."""
+        """Whether D would choose a transport with a process group. D takes its most preferred usable offer of P."""
         offers = {offer.transport: offer for offer in opened.lanes[0].offers}
         for transport, problem in self._problems.items():
             offer = offers.get(transport.name)

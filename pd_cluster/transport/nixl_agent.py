@@ -128,7 +128,7 @@ def make_agent(name: str) -> Any:
 
 
 class Agent:
-    """Used by any number of links' threads."""
+    """This process's agent of NIXL. Threads of any number of links use it."""
 
     def __init__(self, host: str, pool: Sequence[torch.Tensor], slots: ReadBuffers) -> None:
         """`pool`: the allocations that others read, and that reads write. Raises LinkError."""

@@ -55,7 +55,7 @@ class Request:
     rope_positions: RopePositions | None = field(init=False)
     gathers: bool = field(init=False)  # several of its tokens may be sent together, as its request spec allows
     num_virtual_tokens: int = field(init=False)  # the prompt's first tokens that an adapter provides
-    batch: str = field(init=False)  # sequences with the same name wait for each other: those of one batch and priority
+    batch: str = field(init=False)  # sequences with the same name, those of one batch and priority, wait for each other
 
     attempt: int = 0
     arrival_s: float = 0.0
@@ -63,9 +63,9 @@ class Request:
     transfer_id: str = ""
     peer: str = ""  # the connection or instance of the other leg
     client: str = ""  # the connection that receives the outputs
-    kv_precision: str = ""  # how landed KV differs from KV computed here (kv.pool_route.PoolRoute)
+    kv_precision: str = ""  # in what landed KV differs from KV computed here (kv.pool_route.PoolRoute)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
-    is_pull: bool = False  # only the KV cache of a prompt's beginning, on its way from one prefix cache to another
+    is_pull: bool = False  # the request only copies the KV cache of a prompt's beginning between two prefix caches
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
 
     index: int = field(default=0, metadata=OWN)

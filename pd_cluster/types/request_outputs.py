@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_UNSENT = 63  # unsent tokens that a sequence may have; they are recomputed when it resumes elsewhere
+MAX_UNSENT = 63  # the most unsent tokens of a sequence; they are computed again if it resumes elsewhere
 INT32_MAX = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
@@ -63,7 +63,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
-        """Yields an output for each of its tokens."""
+        """Yields a separate output for each token of this one."""
         if not self.earlier:
             yield self
             return
@@ -82,7 +82,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Candidate(NamedTuple):
-    """A possible next token of a beam. `logprob` includes masks and penalties; `told` is sent to clients."""
+    """A possible next token of a beam. `logprob` includes masks and penalties; `told` is what clients receive."""
 
     token_id: int
     logprob: float

@@ -22,8 +22,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     how many of the first elements are kept; None: all. Then `normalizes` divides the vector by its length (L2).
 
     For kind "logits" the vector has the logits of `token_ids` as the token after the prompt, in this order; the caller
-    compares their likelihoods. Nothing is cut off or normalized. `tells_total`: behind them is
-    the logarithm of the sum of exp(logit) over the whole vocabulary.
+    compares their likelihoods. This vector is neither cut nor normalized. `tells_total`: the vector ends with the
+    logarithm of the sum of exp(logit) over the whole vocabulary.
     """
 
     kind: PooledKind = "last"
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt, resized for its model: so many rows and columns of patches.
+    """An image of a prompt, resized for its model to a number of rows and columns of patches.
 
     `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the image's KV from another instance. Video
     frames that a model reads together are one image with `num_frames`: [num_frames, height, width, 3]. `opens` and
@@ -96,10 +96,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     spans: tuple[Span, ...] = ()
     images: tuple[Image, ...] = ()
     rope_positions: RopePositions | None = None
-    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
-    may_draft: bool = True  # False: each step computes one token of it
+    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; wrong tokens cost only time
+    may_draft: bool = True  # False: each step computes one token of the request
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
-    retention_s: float = 0.0  # for this long its cached blocks are evicted after others
+    retention_s: float = 0.0  # for how long its cached blocks are evicted after others
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: generation
 
     @property

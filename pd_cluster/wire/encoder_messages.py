@@ -26,8 +26,8 @@ class EncoderOpen(Message, frozen=True):
 class EncoderAnswer(Message, frozen=True):
     """`problem`: why the two cannot work together; otherwise the message says how features travel.
 
-    `address` names the socket that serves features on the same host; `group` names a pair over `transport`. "": not
-    allowed.
+    `address` names the socket that serves features on the same host; `group` names a pair over `transport`. An empty
+    string means that this way is not allowed.
     """
 
     problem: str = ""

@@ -61,8 +61,8 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
 class LinkOpen(Message, frozen=True):
     """`layouts` and `num_blocks` describe the pools of P's rank 0, one for each group of layers.
 
-    `lanes` is the list that kv/layer_groups.py makes: a lane is named by its index in it. `pair`: whether D may open a
-    pair: if it has capacity for one (`free`), not at all (`none`), or as soon as it has capacity (`now`).
+    `lanes` is the list that kv/layer_groups.py makes; its indices name the lanes. `pair`: whether D may open
+    communicators: if it has capacity for them (`free`), not at all (`none`), or as soon as it has capacity (`now`).
     """
 
     link_id: str
@@ -123,7 +123,7 @@ class LinkValue(Message, frozen=True):
 
 
 class LinkRest(Message, frozen=True):
-    """From P: its end of the link is closed. From D: its end is closed, or will not be opened now."""
+    """P says that its end of the link is closed. D says that its end is closed, or will not be opened now."""
 
     link_id: str
 

@@ -13,7 +13,7 @@ from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.link_messages import RuleName
 from pd_cluster.wire.message_base import MAX_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
 
-# Upper bounds of the buckets of a Load's tallies: the same as vLLM's, since dashboards expect them.
+# Upper bounds of the buckets of a Load's tallies. They equal vLLM's, because dashboards expect those.
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
 PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 
@@ -53,7 +53,10 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts since the start. `num_drafts` counts each sequence's steps with drafts; `accepted_at`: by position."""
+    """Drafts since the start.
+
+    `num_drafts` counts each sequence's steps with drafts; `accepted_at` counts accepted drafts by position.
+    """
 
     num_drafts: int = 0
     num_tokens: int = 0
@@ -76,7 +79,7 @@ class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptCosts(NamedTuple):
-    """An instance's costs of computing prompts, from its recent steps. No `step_tokens`: it has computed none."""
+    """An instance's costs of computing prompts, from its recent steps. `step_tokens` 0: it has computed no prompts."""
 
     step_tokens: int  # prompt tokens of a step
     overhead_s: float  # the time of such a step without the part that its prompt tokens cost
@@ -113,7 +116,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_shared_hit_tokens: int = 0  # tokens whose blocks were loaded from the shared store to host memory
     num_lower_written: int = 0  # blocks written to disk and to the shared store
     num_lower_dropped: int = 0  # blocks not written, because too many waited or writing failed
-    num_lower_bad: int = 0  # blocks whose content there differed from what was written
+    num_lower_bad: int = 0  # blocks that a lower tier returned with another content than written
     tier_token_s: dict[Tier, float] = {}  # measured time to load the KV of a token from each tier, where known
     num_queued_tokens: int = 0  # prompt tokens that wait here to be computed
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
@@ -162,7 +165,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all existing ones
 
     def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
-        """Returns this load with constant rates for all steps, which no real engine has; 0: unknown."""
+        """Returns this load with constant rates for all steps, for tests; 0: unknown."""
         return msgspec.structs.replace(
             self,
             step_cost=StepCost(
@@ -340,13 +343,14 @@ class ChangeWeights(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """All live workers, including the receiver: roles may change. A worker that is absent or has a new epoch is dead.
+    """All live workers, including the receiver: roles may change. If a worker is absent or has a new epoch, its earlier
+    process is dead.
 
     A forming worker is listed for its unit alone: it does not send or receive KV cache yet.
 
     `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler. `number` counts
-    the lists of this term on this connection. Only number 1 has all workers; a later list has the changed ones, and the
-    name@epoch of those that are `gone`.
+    the lists of this term on this connection. Only list 1 has all workers. A later list has the changed workers, and
+    the name@epoch of workers that are `gone`.
     """
 
     peers: list[PeerInfo]
@@ -356,6 +360,6 @@ class Peers(Message, frozen=True):
 
 
 class StaleTerm(Message, frozen=True):
-    """A `Peers` was refused: the receiver of this message no longer owns membership, and `term` is newer."""
+    """The sender has refused a `Peers`: the receiver no longer owns membership, because `term` is newer."""
 
     term: int

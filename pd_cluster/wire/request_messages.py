@@ -35,7 +35,7 @@ class Submit(Message, frozen=True):
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
     adapters are loaded for clients in turn. `pull`: where the prompt's beginning may come from. `weights_epoch`: the
-    version of both legs; an instance with another one refuses the leg.
+    version of both legs; an instance with another version refuses the leg.
     """
 
     request_id: str
@@ -85,7 +85,7 @@ class Outputs(Message, frozen=True):
 
 
 class CacheKeys(Message, frozen=True):
-    """Changes of the full blocks that a worker can share (`added`, `removed`), in their final state.
+    """The full blocks that a worker can share since its last message (`added`), or no longer (`removed`).
 
     A key is the first 8 bytes of a block's hash (kv/prefix_index.py); keys are concatenated. `is_whole`: the message
     replaces all earlier ones. `tier`: the fastest tier that has the added blocks.

@@ -18,9 +18,9 @@ PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # approximate 
 class Keep(msgspec.Struct, frozen=True):
     """Asks the instance that decodes for a record. `digest`: the hash of the stream's token and its API key's tenant.
 
-    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit of all records there. `recipe`:
-    what a scheduler needs in addition to the request spec to write the same answer. `prompt` and `tokens`: results of
-    earlier attempts. `owner`: the tenant's pseudonym; tenants share the capacity.
+    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit of all records of that
+    instance. `recipe`: what a scheduler needs in addition to the request spec to write the same answer. `prompt` and
+    `tokens`: results of the request's earlier attempts. `owner`: the tenant's pseudonym; tenants share the capacity.
     """
 
     digest: Digest
@@ -48,7 +48,10 @@ class Find(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answers `Find`. `order` None: there is no such record here. `num_tokens`: the number of its output tokens."""
+    """Answers `Find`.
+
+    `order` None: the sender has no such record. `num_tokens`: the number of the record's output tokens.
+    """
 
     digest: Digest
     request_id: str = ""
@@ -62,7 +65,7 @@ class Found(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """The sender reads the stream from now on, from its first token; it ends for an earlier reader."""
+    """From now on the sender reads the stream, beginning with its first token. An earlier reader's stream ends."""
 
     digest: Digest
     request_id: str

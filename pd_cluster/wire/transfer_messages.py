@@ -36,7 +36,7 @@ class Pull(Message, frozen=True):
 class Credit(Message, frozen=True):
     """D has landing blocks in every group of layers.
 
-    `first_tokens`: for each group, the first prompt token that D wants; for a state, which is one token, 0.
+    `first_tokens`: for each group, the first prompt token that D wants; 0 for a state, which counts as one token.
     """
 
     transfer_id: str

@@ -39,4 +39,4 @@ class UnitDrain(Message, frozen=True):
 
 
 class UnitDone(Message, frozen=True):
-    """The sender has nothing left to compute and accepts nothing more; it ends once all members have said so."""
+    """The sender has nothing left to compute and accepts nothing more. It ends once all members have sent UnitDone."""

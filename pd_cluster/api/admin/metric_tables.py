@@ -133,7 +133,7 @@ INSTANCE_GAUGES = (
     ),
     OfInstance(
         "pd_cluster:leaked_blocks",
-        "KV blocks that no request holds. Above 0 is a bug.",
+        "KV blocks marked as held although no request holds them. Above 0 is a bug.",
         lambda load: load.num_leaked_blocks,
     ),
 )
@@ -262,7 +262,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:unit_exchange_seconds",
-        "Seconds that an instance waited for its unit in these steps.",
+        "Seconds that an instance waited for its unit in the unit's steps.",
         lambda load: load.exchange_s,
     ),
     OfInstance("vllm:num_preemptions", "Preemptions.", lambda load: load.num_preemptions),
@@ -435,7 +435,7 @@ REQUEST_COUNTERS = (
 HISTOGRAMS = (
     OfRequests(
         "vllm:request_time_per_output_token_seconds",
-        "Decode time over the tokens of the longest sequence after the first.",
+        "Decode time of a request, divided by its longest sequence's tokens after the first token.",
         {"": "token_s"},
     ),
     OfRequests(

@@ -27,12 +27,12 @@ from pd_cluster.service.schema.error_bodies import MESSAGES_PATHS
 from pd_cluster.settings.http_settings import HttpConfig
 
 OPEN_PATHS = ("/health", "/ping", "/live")  # read-only paths for probes
-NAMED = "name:"  # begins the owners whose keys have a tenant's name
+NAMED = "name:"  # the beginning of owners whose keys have a tenant's name
 METRICS_PATH, LOAD_PATH = "/metrics", "/load"
 
 
 def owners_of(http: HttpConfig) -> list[str]:
-    """Returns the owner of each key of the settings, in their order; without tenants, each key is its own."""
+    """Returns the owner of each key of the settings, in their order; without tenants, each key is its own owner."""
     return [f"{NAMED}{name}" for name in http.tenants] or [
         f"key:{digest_of_key(key.encode()).hex()}" for key in http.api_keys
     ]

@@ -1,7 +1,7 @@
 """Bypasses FastAPI's stacks of contexts and its list of routes for routes that must be fast.
 
-These cost as much as everything else between the socket and an endpoint. They still serve all else: paths with
-parameters, methods that a path does not have, unknown paths, and every route that is not a PlainRoute.
+Contexts and list cost as much as everything else between the socket and an endpoint. FastAPI still serves all else:
+paths with parameters, methods that a path does not have, unknown paths, and every route that is not a PlainRoute.
 """
 
 from __future__ import annotations

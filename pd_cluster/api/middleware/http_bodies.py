@@ -24,7 +24,7 @@ LARGE_BODY_NBYTES = 256 << 10  # smaller bodies are parsed on the event loop, wi
 BODY = "pd_cluster.body"  # the key of a body that one route has read for another
 MAX_FAULT_NUM_CHARS = 200
 LOOKING = ["GET", "HEAD"]
-CHARSET = "; charset=utf-8"  # of text
+CHARSET = "; charset=utf-8"  # the charset of text answers
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     try:
         return await task
     except asyncio.CancelledError:
-        if not watcher.done():  # this coroutine itself was cancelled
+        if not watcher.done():  # this coroutine was cancelled, not the watcher
             raise
         return None
     finally:

@@ -42,10 +42,10 @@ class Instance:
     outstanding_tokens: int = 0  # sent by this scheduler and not known to have finished
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0
-    num_long: int = 0  # of these, long prompts, which give way to shorter ones there (engine/scheduling/step_share)
+    num_long: int = 0  # long prompts among them, which give way to shorter prompts (engine/scheduling/step_share)
     long_tokens: int = 0  # of outstanding_tokens, those of long prompts
     num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
-    num_reported_sequences: int = 0  # the same count when it last reported its load
+    num_reported_sequences: int = 0  # the number of sequences when it last reported its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained

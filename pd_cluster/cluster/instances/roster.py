@@ -24,10 +24,10 @@ class RosterFollower(Protocol):
     """Has requests at instances, and is notified when they must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """Called when an open connection to a worker has closed."""
+        """Handles that an open connection to a worker has closed."""
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Called when a live instance is to be emptied."""
+        """Moves the follower's requests away from a live instance, which is to be emptied."""
 
 
 class Members(Protocol):
@@ -127,10 +127,10 @@ class Roster:
         return "unreachable", reason
 
     def _on_ready(self, instance: Instance) -> None:
-        """Called when an instance becomes ready."""
+        """Handles that an instance has become ready; a subclass may override it."""
 
     def _on_unready(self, instance: Instance) -> None:
-        """Called when an instance stops being ready, after the followers were notified."""
+        """Handles that an instance is no longer ready, after the followers were notified."""
 
     # ---- waiting
 

@@ -63,7 +63,7 @@ class Sides:
             return Sides(prefills, decodes, self.avoid)
         keys = {each.key for each in self.decodes}
         prefills, left = [p for p in self.prefills if not keys.isdisjoint(p.links.up)], set(keys)
-        for prefill in prefills:  # usually the first one links to all
+        for prefill in prefills:  # usually the first prefill instance has a link to every decode instance
             if not left:
                 break
             left = {key for key in left if key not in prefill.links.up}
@@ -103,7 +103,7 @@ class RankedSides:
         for at in self._by_cost:
             cost = self._joined(costs[at], self._decodes[cheapest])
             if found is not None and cost > least[0]:
-                break  # later ones cannot have a cheaper pair either
+                break  # later instances cannot have a cheaper pair, either
             prefill = sides.prefills[at]
             links = prefill.links
             reached = links.open if is_open else links.up
@@ -119,7 +119,7 @@ class RankedSides:
         return found
 
     def _nearest(self, prefill: Instance, reached: Set[str]) -> int | None:
-        """Returns the index of the cheapest decode instance that may be this one's partner."""
+        """Returns the index of the cheapest decode instance that may be the partner of this prefill instance."""
         if not reached:
             return None
         if not self._order:
@@ -130,7 +130,7 @@ class RankedSides:
             self._keys.append("")
         keys, avoid = self._keys, self._sides.avoid
         ranks: Iterable[int]
-        if len(reached) ** 2 < len(keys):  # fewer steps than along the keys, most of which are not reached
+        if len(reached) ** 2 < len(keys):  # fewer steps than a walk along the keys, most of which are not reached
             ranks = map(self._ranks.get, reached, itertools.repeat(len(self._ranks)))
             if not avoid:
                 return self._order[min(ranks)]

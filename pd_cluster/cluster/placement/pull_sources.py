@@ -1,4 +1,5 @@
-"""Chooses the prefill instance from whose caches another one pulls a prompt's beginning, and what that saves. Pure.
+"""Chooses the prefill instance from whose caches another pulls a prompt's beginning, and computes what that saves.
+Pure.
 
 Instances have links to each other only with --prefix-pull. A wrong guess costs time, never a token.
 """
@@ -15,13 +16,13 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_pull
 from pd_cluster.types import LinkState
 from pd_cluster.wire import PullHint
 
-LEAST_TOKENS = 64  # fewer are not worth the messages
+LEAST_TOKENS = 64  # fewer tokens are not worth the messages
 WAKE_S = 1.0  # the assumed time in which a link at rest opens
-MOST_SOURCES = 3  # those with most of the prompt; more would make a choice among many instances slow
+MOST_SOURCES = 3  # the holders that are examined; more would make a choice among many instances slow
 
 
 class PrefixPull(NamedTuple):
-    """A pull that is worth it. `num_saved`: the tokens that the target could compute in the time that it saves."""
+    """A pull that saves time. `num_saved`: the tokens that the target could compute in the time that it saves."""
 
     hint: PullHint
     num_saved: int
@@ -29,16 +30,16 @@ class PrefixPull(NamedTuple):
 
 
 class PullSources:
-    """The instances from which one prompt's beginning can be pulled, and what a pull is worth to each other one."""
+    """The instances from which one prompt's beginning can be pulled, and what a pull saves each other instance."""
 
     def __init__(self, instances: Sequence[Instance], prompt: Prompt) -> None:
         self._prompt, self._instances = prompt, instances
         self._rate = functools.cache(lambda: best_rate(instances))
-        self._times: dict[tuple[str, int, LinkState], float] = {}  # of pulls, which are equal for many targets
+        self._times: dict[tuple[str, int, LinkState], float] = {}  # times of pulls, which are equal for many targets
 
     @functools.cached_property
     def _holders(self) -> list[tuple[int, Instance]]:
-        """Returns the prefill instances that have most of the prompt, and how much of it, the best first."""
+        """Returns the prefill instances with the longest parts of the prompt, and these lengths, the longest first."""
         prefills = [each for each in self._instances if each.role == "prefill" and each.is_ready]
         held = [(each.num_held(self._prompt), each) for each in prefills if each.known_blocks.tiers]
         return sorted((each for each in held if each[0] >= LEAST_TOKENS), key=lambda each: -each[0])[:MOST_SOURCES]
@@ -77,8 +78,8 @@ class PullSources:
     def num_gained(self, target: Instance) -> int:
         """Returns the tokens that a pull would save in all.
 
-        Its blocks are in two caches then. Where they displace others, those are computed again later, so only free
-        blocks make it worthwhile to choose another instance than the one that has the prefix.
+        After a pull its blocks are in two caches. Blocks that they displace are computed again later. So it pays to
+        choose another instance than the one with the prefix only if that instance has free blocks.
         """
         found, pool = self.to(target), target.pool_kind
         if found is None or pool is None:

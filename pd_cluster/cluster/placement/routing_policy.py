@@ -22,12 +22,12 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_tran
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
-# of a prompt that a decode instance computes itself: longer steps would delay its decoding sequences
+# tokens of a prompt that a decode instance computes itself: more would delay its decoding sequences
 MAX_LOCAL_TOKENS = 256
 ADAPTER_TOKENS = 512  # the cost of loading an adapter, which also evicts another one that is loaded again later
-SESSION_SLACK = 2.0  # an instance with this many times the load of its side's least loaded one loses its sessions,
-SESSION_SLACK_TOKENS = 4096  # if it also has this many tokens more, for as long as that lasts
-WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
+SESSION_SLACK = 2.0  # an instance with this multiple of the least load on its side gets no requests of its sessions
+SESSION_SLACK_TOKENS = 4096  # while it also has this number of tokens more
+WAKE_SLACK_TOKENS = 4096  # a link at rest is opened only if it saves this number of tokens ahead
 _MASK = (1 << 64) - 1
 MOST_NAMED = 16  # how many missing instances or links a message names
 
@@ -52,7 +52,7 @@ class RoutingRequest:
         return ADAPTER_TOKENS if instance.lacks_adapter(self.adapter) else 0
 
     def num_to_go(self, instance: Instance) -> int:
-        """Counts the work of an instance before this request's first token: the sum of the two above."""
+        """Counts the work of an instance before this request's first token: uncached tokens and the adapter."""
         num_uncached = self.prompt.num_tokens - instance.num_cached(self.prompt)
         return num_uncached + self.num_adapter(instance) if self.adapter else num_uncached
 
@@ -87,9 +87,9 @@ def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the pair with the least work before this request's first token: work ahead plus uncached tokens.
 
-    So a cached prefix attracts requests until the work ahead there exceeds its savings. A prefix that can be pulled
-    into free blocks counts as computed but for the time of the pull. Among equals the pair with the fewest known blocks
-    wins, so new prompts spread.
+    So a cached prefix attracts requests until the instance's work ahead exceeds what the prefix saves. A prefix that
+    can be pulled into free blocks counts as cached, less the time of the pull. Among equal pairs the one with the
+    fewest known blocks wins, so new prompts spread.
     """
     sides = Sides.of(instances, ask.avoid)
     pulls = pulls_among(sides.prefills, ask.prompt)
@@ -144,7 +144,7 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
-    """Returns the earliest of these that is part of a pair; among equals, of the first pair."""
+    """Returns the earliest of these instances that is part of a pair; among equal ones, that of the first pair."""
     found, least = None, (math.inf, 0)
     for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
         if each_s > least[0] or least == (each_s, 0):
@@ -158,7 +158,7 @@ def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | 
 def session(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the instance of each side that a session's name hashes to, unless it is far more loaded than others.
 
-    Rendezvous hashing: instances that come and go move only their own sessions, and only on their own side. Requests
+    Rendezvous hashing: an instance that comes or goes moves only its own sessions, and only on its side. Requests
     without a session go to the least loaded pair.
     """
     if not ask.session:
@@ -320,4 +320,4 @@ def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
-_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # of instances' names, which are hashed again and again
+_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # names of instances are hashed again and again

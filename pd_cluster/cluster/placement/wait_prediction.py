@@ -1,7 +1,7 @@
 """Predicts how long a request would wait at an instance, and whether that meets the objectives. Pure arithmetic.
 
-Predictions use workers' recent measurements (wire.Load) and their outstanding work; they serve to choose and to refuse
-early, never as a deadline.
+Predictions use workers' recent measurements (wire.Load) and their outstanding work; they serve choices and early
+refusals, and are never a deadline.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def predict_ttft_s(
 ) -> float:
     """Returns the time until this instance has computed its outstanding work and these tokens of a prompt.
 
-    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. The
-    cost of attention, if it was measured, counts as well: this prompt's tokens attend to all tokens before them, and
-    outstanding tokens to as many as those of recent prompts did.
+    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. The cost
+    of attention, if it was measured, counts as well: this prompt's tokens attend to all tokens before them, and each
+    outstanding token to the mean number of recent prompts' tokens.
     """
     num_ahead = instance.prompt_tokens_before(num_prompt_tokens)
     num_tokens = num_ahead + num_uncached
@@ -60,7 +60,7 @@ def predict_ttft_s(
         num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
         found_s += (num_pairs + num_ahead * num_earlier) * pair_s
     shares_steps = instance.num_long and num_prompt_tokens <= instance.long_from
-    return 2 * found_s if shares_steps else found_s  # of steps with a long prompt
+    return 2 * found_s if shares_steps else found_s  # twice the time, for steps shared with a long prompt
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # the minimum time between two updates
 SHARE_S = 0.1
-SHARE_BUSY_S = 0.01  # the same for updates of current work
+SHARE_BUSY_S = 0.01  # the interval of updates of current work
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
 SILENCE_S = 30.0  # a process may be silent this long while it starts; otherwise it reports every second

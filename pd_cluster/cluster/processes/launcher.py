@@ -64,8 +64,8 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
     Encoders are in no table: they register at a port of the scheduler. Hybrid instances also register, as decode
-    instances without a prefill instance, and then there is no table. Existing secrets are kept, so that the other
-    processes recognize a restarted one. `reservations` hold the workers' ports. Raises ConfigError.
+    instances without a prefill instance, and then there is no table. Existing secrets are kept, so that running
+    processes recognize a restarted process. `reservations` hold the workers' ports. Raises ConfigError.
     """
     if launch.num_hybrid:
         return _plan_hybrids(launch, folder, reservations)
@@ -206,7 +206,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._was_ready = False
-        self._num_killed = host.num_killed_for_memory()  # each of these kills explains at most one death
+        self._num_killed = host.num_killed_for_memory()  # each kill explains at most one death
         self._encoder_urls: list[str] = []
 
     async def start(self) -> None:
@@ -223,7 +223,7 @@ class Cluster:
 
     async def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Waits until every instance and link serves. Raises ConfigError if a process ends first."""
-        import httpx  # at module level every process started here would import it, too
+        import httpx  # at module level, every child process would import it, too
 
         deadline_s = time.monotonic() + timeout_s
         # The certificate names the host that clients use, not this address, and the request carries no secret.
@@ -292,7 +292,7 @@ class Cluster:
         tables.
         """
         self._stopping.set()
-        if self._preloader is not None:  # ranks continue without it; it may hang while it holds a worker's files
+        if self._preloader is not None:  # ranks continue without it; it may hang, and hold a worker's files
             self._preloader.close()
         schedulers = [name for name in self.launch.scheduler_names if name in self._processes]
         for group in (schedulers, [name for name in self._processes if name not in schedulers]):
@@ -386,7 +386,7 @@ class Cluster:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Returns a line; one longer than MAX_LINE_NBYTES is dropped."""
+    """Returns a line. Drops a line that is longer than MAX_LINE_NBYTES."""
     try:
         return await stream.readline()
     except ValueError:

@@ -30,7 +30,7 @@ LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 # Prevents `import torch` from importing torch_npu, which fails without its driver.
 DEFAULTS = {
     **LOOKUPS,
-    **PARKED,  # ranks, and the host's other processes, often want the same cores
+    **PARKED,  # ranks and the host's other processes often need the same cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "OPENBLAS_NUM_THREADS": "1",  # numpy's threads idle here
 }
@@ -77,7 +77,7 @@ class RankProcess:
             self._process = await self._forked(env, files) or await _Spawned.start(env, files)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")
-        with contextlib.suppress(ConnectionError):  # it died at once: `wait` reports that
+        with contextlib.suppress(ConnectionError):  # the process may have died at once; `wait` reports that
             await self._writer.drain()
 
     async def _forked(self, env: dict[str, str], files: list[int]) -> _Forked | None:
@@ -181,7 +181,7 @@ class _Forked:
                     if fork.accept():
                         break
         except TimeoutError:
-            preloader.is_silent = True  # the other ranks should not wait as long again
+            preloader.is_silent = True  # so the other ranks do not wait for it
             raise NotForked(f"the preloader did not answer within {FORK_TIMEOUT_S:g} s") from None
         finally:
             if not fork.pid:  # also after cancellation
@@ -206,7 +206,7 @@ class _Forked:
 
 
 async def _readable(fd: int) -> None:
-    """Waits until `fd` is readable; any number of tasks may wait for the same one."""
+    """Waits until `fd` is readable; several tasks may wait for the same `fd`."""
     watched = os.dup(fd)
     ready = asyncio.Event()
     loop = asyncio.get_running_loop()

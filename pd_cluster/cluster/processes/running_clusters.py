@@ -1,7 +1,7 @@
 """Records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin tokens.
 
-A record is a file of the user (0600, in a folder of mode 0700) that lasts as long as its process: another start time,
-boot or PID namespace means another process. Records that other users own or can write are ignored.
+A record is a file of the user (0600, in a folder of mode 0700) that is valid while its process runs. Another start
+time, boot or PID namespace means another process. Records that other users own or can write are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def folder_of_records(env: Mapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def recorded(env: Mapping[str, str], admin: str, url: str, token_file: str, model: str) -> Iterator[None]:
-    """Keeps a record of this process's cluster while the context lasts; without a writable folder, no record."""
+    """Keeps a record of this process's cluster while the context lasts; does nothing without a writable folder."""
     file: Path | None = None
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
         boot, pids = _machine()

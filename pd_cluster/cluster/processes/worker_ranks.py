@@ -24,7 +24,7 @@ from pd_cluster.settings.process_configs import RankPlace, WorkerConfig
 log = logging.getLogger(__name__)
 
 INFO_OF_RANK = tuple(name for name in RankReport.__struct_fields__ if name in InstanceInfo.__struct_fields__)
-ENDS_OF_OTHERS = (0, EXIT_OTHER_RANK_LOST)  # exit codes of a rank that ended because another rank did
+ENDS_OF_OTHERS = (0, EXIT_OTHER_RANK_LOST)  # exit codes of a rank that ended because another rank ended
 BLAME_S = 0.5  # ranks that end within this time of each other are assumed to have the same cause
 
 
@@ -94,7 +94,7 @@ class Ranks:
         first = self._first_to_blame()
         if (
             self._config.unit is not None and first.exit_code == 0 and not self._lost
-        ):  # a member had to end, and all drained
+        ):  # a member of the unit had to end, and all members drained
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"

@@ -19,7 +19,7 @@ class AdapterCounts:
             self._waiting[variant] += 1
 
     def begins(self, variant: str) -> None:
-        """Called at the request's first token."""
+        """Counts the request as running from its first token on."""
         if variant:
             _less(self._waiting, variant)
             self._running[variant] += 1

@@ -18,7 +18,7 @@ from pd_cluster.types import Role
 USUAL_STEP_TOKENS = 2048  # tokens of waiting prompts in one step
 USUAL_SEQS = 256
 LEAST_STEP_S = 1e-6
-NEW_SHARE = 0.1  # weight of the newest measurements in the costs
+NEW_SHARE = 0.1  # the weight of the newest measurements in the costs
 A_PROMPT = StepWork(num_prompt_tokens=1, num_prompt_pairs=1)
 A_TOKEN = StepWork(num_rows=1, num_context_tokens=1)
 BUSY_SHARE = 0.85  # how busy a prefill instance may be if no objective limits how long a prompt may wait
@@ -45,7 +45,7 @@ class InstanceCost(NamedTuple):
     tokens_per_step: float = 1.0
 
     def followed_by(self, new: InstanceCost) -> InstanceCost:
-        """Returns the new cost averaged with this one, so that a machine that is slow for a moment counts little."""
+        """Returns the average of this cost and the new one, so that a slow moment of a machine counts little."""
         left = 1 - NEW_SHARE
         return new._replace(
             prefill=_weighted([(left, self.prefill), (NEW_SHARE, new.prefill)]),
@@ -54,10 +54,10 @@ class InstanceCost(NamedTuple):
         )
 
     def doubted(self, needy: Role, goals: RoleGoals) -> InstanceCost:
-        """Returns the cost without the measurements that were made with free seats.
+        """Returns the cost without measurements of steps with free seats.
 
-        More sequences may take no longer, so decode instances count as too few only if their current steps are too
-        long, or if seats are short.
+        With more sequences a step may take no longer. So decode instances count as too few only if their current steps
+        exceed the objective, or if seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self

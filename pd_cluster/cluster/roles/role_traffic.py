@@ -1,4 +1,4 @@
-"""Derives the work of the last minute from counters that only grow. Pure, with the caller's clock."""
+"""Derives the work of the last minute from counters that only grow. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Window(NamedTuple):
         return _sum(self.arrivals, self.waiting)
 
     def doubted(self, needy: Role, noise: float) -> RoleNeed:
-        """Returns the need if noise has misled: this role's is lower by `noise` standard errors, the other's higher."""
+        """Allows for noise: lowers this role's need by `noise` standard errors, and raises the other role's need."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
         return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
@@ -124,7 +124,7 @@ class TrafficHistory:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has arrived in all this time, and no request waits for admission."""
+        """Whether nothing has arrived in the whole history, and no request waits for admission."""
         first, last = self._readings[0].traffic, self._readings[-1].traffic
         return last.num_prompts == first.num_prompts and not last.num_queued
 
@@ -152,7 +152,7 @@ class TrafficHistory:
         work = Work(
             come.num_prompts * share,
             come.num_prompt_tokens * missed * share,
-            # a prefix with share h of a prompt has h * h of the pairs
+            # a prefix that is a share h of a prompt has a share h * h of its pairs
             come.num_prompt_pairs * missed * (2 - missed) * share,
             come.num_answers * share,
             tokens * share,
@@ -167,7 +167,9 @@ class TrafficHistory:
         return cached / (cached + computed) if cached + computed else 0.0
 
     def _others_share(self) -> float:
-        """Returns all schedulers' outstanding tokens as a multiple of this scheduler's, which are the sample."""
+        """Returns the outstanding tokens of all schedulers, divided by those of this scheduler, which counts its own
+        requests.
+        """
         first, last = self._readings[0], self._readings[-1]
         own = last.num_own_tokens - first.num_own_tokens
         return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0
@@ -175,7 +177,7 @@ class TrafficHistory:
     def _mean_answer(self, come: RoleTraffic, window_s: float) -> float:
         """Returns the expected length of an answer: all generated tokens, divided by the number of ended answers.
 
-        The earlier mean counts as one more answer, so that it holds while none ends.
+        The earlier mean counts as one more answer, so that the result stays the same while no answer ends.
         """
         most = come.num_max_tokens / come.num_answers if come.num_answers else math.inf
         known = self._answer_tokens or min(most, FIRST_ANSWER_TOKENS)

@@ -40,14 +40,14 @@ class CostRules:
     least_gain: float = 0.05  # the least gain of a change, as a share of the horizon's requests
     horizon_s: float = 300.0  # arrivals are expected to stay the same for this time
     sustain_s: float = 3.0  # every evaluation of this time must have asked for the change
-    return_s: float = 60.0  # the least time before a change back; doubled for each further one
+    return_s: float = 60.0  # the least time before a change back; doubled for each further change back
     forget_s: float = 1800.0  # after this time without a change back, the next one counts as the first again
     period_s: float = 1.0
     most_gap_s: float = 3.0  # the longest gap between two evaluations of one history
 
 
 class RoleMembers(NamedTuple):
-    """The instances that serve. `coming`: further instances that are about to, by role."""
+    """The instances that serve. `coming`: the number of further instances that will serve soon, by role."""
 
     serving: list[Instance]
     split: Split
@@ -69,7 +69,10 @@ class RoleMembers(NamedTuple):
         return Split(self.split.prefill + self.coming.prefill, self.split.decode + self.coming.decode)
 
     def givers(self, needy: Needy) -> list[Instance]:
-        """Returns the instances that may take this role: members of a unit change together, and only by command."""
+        """Returns the instances that may change to this role.
+
+        Members of a unit change together, and only by command.
+        """
         role = "decode" if needy == "prefill" else "prefill"
         num = self.split.decode if needy == "prefill" else self.split.prefill
         return [each for each in self.serving if each.role == role and not each.unit] if num >= 2 else []
@@ -154,8 +157,8 @@ class RolesByCost:
         return None if window is None else self._judge(window, members, cost)
 
     def _judge(self, window: Window, members: RoleMembers, cost: InstanceCost) -> Decision:
-        """Compares the present split with the next one towards the best, and discounts the evidence for it by its
-        noise.
+        """Compares the present split with the split one step closer to the best, and allows for noise in the
+        measurements.
         """
         model, need, split = window.model, window.need, members.planned
         served = model.served(need, split)
@@ -192,7 +195,7 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns the requests gained within the horizon, less those lost by the drain, in seconds of arrivals."""
+        """Returns the net requests that a change gains within the horizon, drain included, in seconds of arrivals."""
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))

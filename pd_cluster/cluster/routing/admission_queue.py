@@ -19,13 +19,13 @@ from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
-MAX_WAITING = 1 << 14  # the most waiting requests, and the most tokens of them: limits memory
+MAX_WAITING = 1 << 14  # the most waiting requests; like the most tokens, it limits memory
 MAX_WAITING_TOKENS = 1 << 22
 MOST_RETRY_S = 60  # no estimate beyond this is reliable
-MEASURED_S = 10.0  # events earlier than this count for less than a third
-SAFE = 0.7  # limit of the expected wait, as a share of the allowed one: expectations are not exact
-MIN_MEASURED_S = 0.5  # seconds of waiting, and as many requests, before a rate is trusted
-MIN_MEASURED = 8.0
+MEASURED_S = 10.0  # an event that is older counts for less than a third
+SAFE = 0.7  # the longest expected wait, as a share of the allowed wait: expectations are not exact
+MIN_MEASURED_S = 0.5  # a rate is trusted once requests have waited for this time,
+MIN_MEASURED = 8.0  # and this number of requests has begun
 
 
 class AdmissionRate:
@@ -46,8 +46,9 @@ class AdmissionRate:
         self._waited_s = self._waited_s * fade + (took_s if waited else 0.0)
 
     def began(self, num_tokens: int) -> None:
-        """Counts a request that begins. After a pause (a start, a lost instance, an idle hour), older counts are
-        dropped.
+        """Counts a request that begins.
+
+        Older counts are dropped after a pause: a start, a lost instance or an idle hour.
         """
         if self._at_s - self._began_s > MEASURED_S:
             self._num_begun = self._num_tokens = self._waited_s = 0.0
@@ -133,7 +134,7 @@ class AdmissionQueue:
             )
 
     def _begins_at_once(self, client: Client) -> bool:
-        """Whether there is capacity for it, and no waiting request may begin."""
+        """Whether there is capacity for a request, and no waiting request may begin."""
         may = self._may_begin()
         return may is not None and may(QueueEntry(client, 0, 1)) and self.queue.next(may) is None
 
@@ -159,7 +160,7 @@ class AdmissionQueue:
     def at_once(
         self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
     ) -> QueueEntry | None:
-        """Returns the entry of a request that need not wait, as `turn` does; None: call `turn`."""
+        """Returns the same entry as `turn` for a request that need not wait; None: call `turn`."""
         if self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return None
         now_s = self._loop.time()
@@ -220,7 +221,7 @@ class AdmissionQueue:
         return entry
 
     def begun(self, entry: QueueEntry) -> None:
-        """Records that the request was sent; the next one may fit, too."""
+        """Records that the request was sent, and looks whether the next one fits, too."""
         self._is_beginning = False
         self.look()
 
@@ -310,9 +311,9 @@ class AdmissionQueue:
     def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test for requests that may begin now; None: none may.
 
-        The last slots are reserved for clients that stay within their share with the request's sequences. When all are
-        taken, the prompts of clients below their share may still be computed: one client that holds the slots must not
-        shut others out.
+        The last slots are reserved for clients that would not exceed their share with the request's sequences. If all
+        slots are taken, prompts of clients below their share may still be computed, so that one client with all slots
+        does not shut others out.
         """
         spare = spare_capacity(self._members.instances)
         if self._is_paused or not spare.for_prompts:

@@ -1,7 +1,7 @@
 """Holds a first token until decode has taken over its sequence, so that the second one follows after one step.
 
-Prefill's token often arrives while decode still computes a step for others, and the sequence takes part only in the
-next one. The hold is bounded by such a step. Knows nothing of how tokens are delivered.
+Prefill's token often arrives while decode still computes a step for other sequences; the new sequence joins the next
+step. The hold lasts at most MOST_STEPS. Knows nothing of how tokens are delivered.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pd_cluster.cluster.placement.wait_prediction import predict_step_s
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.types import TokenOutput
 
-MOST_STEPS = 1.5  # the longest hold, in steps of the decode instance: the rest of one, and messages
+MOST_STEPS = 1.5  # the longest hold, in steps of the decode instance: the rest of a step, and time for messages
 MOST_HELD_S = 0.1
 
 

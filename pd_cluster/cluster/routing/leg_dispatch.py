@@ -37,7 +37,7 @@ class LegDispatch:
             self._release(stream, end.then)
 
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
-        """Submits both legs, each with the other's instance, or one leg that does both.
+        """Submits both legs, each with the name of the other leg's instance, or one leg that prefills and decodes.
 
         `deadline_s`: seconds from now; 0: none.
         """
@@ -93,7 +93,7 @@ class LegDispatch:
         self._send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
 
     def _release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
-        """Stops reading a kept stream; unless it continues, aborts its other legs."""
+        """Stops reading a kept stream. If the stream does not continue, it aborts the other legs."""
         if conn := stream.decode.conn:
             self._send(conn, wire.Release(stream.request_id, stream.attempt, then))
         self.ended(stream, stream.decode.conn)

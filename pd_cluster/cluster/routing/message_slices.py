@@ -1,8 +1,8 @@
 """Handles workers' large messages in slices; between them the event loop reads requests and first tokens.
 
 A step of a full decode instance is hundreds of tokens, each of which wakes a reader and causes a write: milliseconds
-that delay everything else. Waiting items are kept by leg, so a loop that has fallen behind hands each reader all its
-tokens at once, and catches up. Knows nothing of requests.
+that delay everything else. Waiting items are kept by leg, so a late loop hands each reader all its tokens at once, and
+is no longer late. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pd_cluster import wire
 from pd_cluster.types import LegEnd, TokenOutput
 
 SLICE_NUM_TOKENS = 8
-SHARE = 8  # a slice handles at least this part of the waiting legs: however busy the loop is, they make progress
-MOST_OF_LEG = 64  # per slice
+SHARE = 8  # a slice handles at least 1 / SHARE of the waiting legs, so that all of them make progress
+MOST_OF_LEG = 64  # items of a leg in a slice
 
 Leg = tuple[str, str]  # connection, request id
 
@@ -68,7 +68,7 @@ class MessageSlices:
             items = self._waiting.pop(leg)
             leg_heard_s = self._heard_s[leg]
             if len(items) > MOST_OF_LEG:
-                self._waiting[leg] = items[MOST_OF_LEG:]  # after the other legs
+                self._waiting[leg] = items[MOST_OF_LEG:]  # the leg now comes after the other legs
             else:
                 del self._heard_s[leg]
             heard_s[leg[0]] = min(heard_s.get(leg[0], leg_heard_s), leg_heard_s)

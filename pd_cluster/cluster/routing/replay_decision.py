@@ -9,7 +9,7 @@ from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
 MAX_DEATHS = 2  # if more instances have died while they served a request, the request may be the cause
-MAX_DEATHS_TOGETHER = 3  # the same if they died together: a host or an operator is then the likelier cause
+MAX_DEATHS_TOGETHER = 3  # MAX_DEATHS if the instances died together: a host or an operator is then the likelier cause
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:
@@ -57,7 +57,7 @@ def _without_unit_members(stream: RequestStream, instances: list[Instance]) -> l
 
 
 def _take_back(stream: RequestStream, instances: list[Instance]) -> None:
-    """Removes false deaths: the same life of the instance has been ready since, so it was only stalled."""
+    """Removes deaths of instances that have been ready since then, in the same process: they were only stalled."""
     back_s = {instance.key: instance.ready_s for instance in instances}
     deaths = [death for death in stream.deaths if back_s.get(death.life, float("-inf")) < death.at_s]
     stream.num_moves += len(stream.deaths) - len(deaths)

@@ -1,8 +1,7 @@
 """Finds a request's first pair of instances.
 
-The request waits in the admission queue, if there is one, and objectives are checked. If no
-instance is left, because one was just lost, the request waits a moment; if an instance is on its way back, as long as
-a running request would.
+The request waits in the admission queue, if there is one, and objectives are checked. If the last instance was just
+lost, the request waits a moment. If an instance is returning, it waits as long as a running request would.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pd_cluster.process_messages import Gate
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
-SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited: no event says that it will not come
+SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited: no event announces its absence
 
 
 class RequestAdmission:
@@ -72,13 +71,14 @@ class RequestAdmission:
 
     @property
     def _return_s(self) -> float:
-        """How long after a loss a request waits for instances: longer while one of them is returning."""
+        """How long after a loss a request waits for instances: longer while an instance is returning."""
         is_returning = any(each.is_returning and each.role != "encode" for each in self._members.instances)
         return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
-        """Records that an instance was lost, or that none is known yet: requests that arrive soon wait a moment for
-        one.
+        """Records that an instance was lost, or that none is known yet.
+
+        Requests that arrive soon wait a moment for an instance.
         """
         self._lost_s = asyncio.get_running_loop().time()
 
@@ -214,7 +214,7 @@ class RequestAdmission:
             self.waiting.look()
 
     def set_gate(self, gate: Gate) -> None:
-        """Lets requests that have no pair yet begin or wait, or refuses them."""
+        """Sets whether requests without a pair may begin, must wait, or are refused."""
         if self._gate == "asleep" != gate:
             self.lost()  # the instances' states may arrive a moment later
         self._gate = gate

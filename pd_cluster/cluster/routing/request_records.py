@@ -34,7 +34,7 @@ class RequestRecords:
         self._timelines.routed(*names, origin.received_s, num_tokens, prefill, decode)
 
     def _on_begun(self, stream: RequestStream) -> None:
-        heard_s = stream.heard_s + stream.held_s  # time spent waiting for decode is not this process's
+        heard_s = stream.heard_s + stream.held_s  # without the time in which the token was held for decode
         self._timelines.first_token(stream.request_id, heard_s, stream.first_s if stream.order.gathers else None)
         self._adapters.begins(stream.order.variant)
 

@@ -16,7 +16,7 @@ from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.cluster.streams.stream_table import TAKEN, StreamTable
 from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
 
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # the pause after an instance was full; doubled each time
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # the pause after an instance was full; doubled for each further full instance
 FULL_RETRY_S = 1
 
 

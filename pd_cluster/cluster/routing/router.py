@@ -105,7 +105,7 @@ class Router:
             try:
                 self._send(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
             finally:
-                self.admission.begun(stream.admitted.entry)  # in any case: the other requests wait for it
+                self.admission.begun(stream.admitted.entry)  # even after an error: other requests wait for it
             routed(stream)
             while not stream.is_over:
                 item = await stream.inbox.get()
@@ -124,7 +124,8 @@ class Router:
         except TimeoutError:
             raise late from None
         finally:
-            del late  # an exception refers to this frame: a reference back would leave both to the garbage collector
+            # An exception refers to this frame. With a reference back, only the garbage collector would free both.
+            del late
             item = None
             if expiry is not None:
                 expiry.cancel()
@@ -217,12 +218,15 @@ class Router:
             return "go on"
         if how == "failed" or not stream.kept.outlives_client:
             return "forget"
-        return "stop" if self.admission.num_waiting else "go on"  # others need the instance; the kept part is enough
+        return "stop" if self.admission.num_waiting else "go on"  # others may need the instance more than this one
 
     # ---- streams that resume
 
     async def find(self, digest: bytes) -> RecordPlace | None:
-        """Returns the place of a kept stream; one that is read here ends first. Raises Overloaded, Unavailable."""
+        """Returns the place of a kept stream.
+
+        If a client of this process reads the stream, that reader ends first. Raises Overloaded, Unavailable.
+        """
         for stream in self.streams:
             if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
                 if not stream.legs and not stream.is_finished:
@@ -248,7 +252,10 @@ class Router:
         self.admission.close()
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
+        """Moves every request with a leg at this instance elsewhere, if possible.
+
+        The instance lives, so it receives aborts.
+        """
         for stream in self.streams:
             if any(member is instance for member in stream.legs.values()):
                 self.streams.move(stream, f"{instance.name} released this request: {why}")

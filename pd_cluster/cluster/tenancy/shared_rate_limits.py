@@ -34,7 +34,7 @@ def tag_of(digest: str) -> int:
 
 
 class SharedRateLimits:
-    """Used by one thread of each process. All processes of this host must share `clock`."""
+    """Limits that all processes of a host share. One thread of each process uses it, and `clock` is the same in all."""
 
     def __init__(
         self, fd: int, clock: Callable[[], int] = time.monotonic_ns, lock_timeout_s: float = LOCK_TIMEOUT_S

@@ -20,7 +20,7 @@ from pd_cluster.types import Request
 
 @dataclass(slots=True)
 class Chain:
-    """Drafts of one sequence, as they are made: `depth` of them."""
+    """The drafts of one sequence that have been made so far; `depth` is their number."""
 
     request: Request
     depth: int
@@ -75,7 +75,7 @@ class ChainDrafter(Drafter):
         self.costs: StepCosts = StepCosts()
 
     def is_for(self, request: Request) -> bool:
-        """Whether no token has an embedding that only the target has, as tokens of images and adapters do."""
+        """Whether the draft model has all tokens' embeddings: only the target has those of images and adapters."""
         return has_embeddings(request)
 
     def found(self, chains: Sequence[Chain]) -> None:

@@ -16,7 +16,7 @@ PRIOR = 1.0  # the number of verified drafts that a drafter's usual chance count
 KEPT = 0.95  # the weight of a sequence's earlier hits after each step with new ones
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
 USUAL_CHANCE = 0.5
-USUAL_HIT_DECAY = 0.98  # the same weight of all sequences' hits, for drafters that cost time
+USUAL_HIT_DECAY = 0.98  # KEPT for the hits of all sequences together, for drafters that cost time
 FADING = 0.995  # the weight after each step whose drafts were not worth their rows, so that they are tried again
 
 

@@ -1,7 +1,7 @@
 """Drafts with a smaller model of the same vocabulary, for all sequences of a step at once.
 
 Its KV is in twins of the sequences' blocks (kv/twin_blocks.py). A sequence without KV there, such as one that was
-handed over, catches up in slices during later steps before it gets drafts. Drafts are drawn with the parameters and
+handed over, gets its KV in slices during later steps, and only then drafts. Drafts are drawn with the parameters and
 random numbers of the tokens that they guess.
 """
 
@@ -19,9 +19,9 @@ from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.inputs.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
-MAX_CATCH_UP_ROWS = 32  # tokens that a sequence catches up with in a drafting step, one row each
-MIN_SLICE, MAX_SLICE = 16, 512  # tokens that a step catches up with, over all sequences
-FIRST_SLICE = 64  # the slice's tokens before the time per token is known
+MAX_CATCH_UP_ROWS = 32  # missing tokens of a sequence that a drafting step computes, one row each
+MIN_SLICE, MAX_SLICE = 16, 512  # missing tokens that a step computes, over all sequences
+FIRST_SLICE = 64  # tokens of a slice while the time per token is unknown
 SPARE_SHARE = 0.5  # share of the spare time that a slice may take
 WEIGHT = 0.2  # the weight of the newest slice in the time per token
 
@@ -87,7 +87,7 @@ class ModelDrafter(ChainDrafter):
         self._is_warm = True
 
     def _catch_up(self, late: Sequence[tuple[Request, int]], spare_s: float) -> None:
-        """Computes a slice of the tokens that sequences lack, in order, except the last token of each."""
+        """Computes a slice of the tokens whose KV sequences lack, in order, except each sequence's last token."""
         most = FIRST_SLICE
         if self._token_s:
             most = max(MIN_SLICE, int(min(MAX_SLICE, SPARE_SHARE * spare_s / self._token_s)))

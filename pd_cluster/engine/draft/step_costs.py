@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import pairwise
 
-# Numbers of rows, ascending
+# Numbers of rows, ascending.
 SIZES: tuple[int, ...] = (
     *range(1, 9),
     *range(10, 17, 2),
@@ -17,8 +17,8 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # the same for first measurements, which other work may have delayed; it doubles each time
-NUM_TRIED = 3  # steps of a size whose minimum counts at first: any may be slow, and the first one initializes
+FIRST_MAX_AGE_STEPS = 64  # MAX_AGE_STEPS after a first measurement, which other work may delay; then doubled each time
+NUM_TRIED = 3  # first steps of a size, of which the fastest counts: any may be slow, and the first one initializes
 TRIED_FACTOR = 2  # sizes up to this many times the largest known size may be tried
 NEVER = float("inf")
 

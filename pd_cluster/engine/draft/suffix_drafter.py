@@ -20,7 +20,8 @@ from pd_cluster.types import Request
 
 MAX_POSITIONS = 16  # positions that are counted
 
-Place = tuple[int, "array[int]"]  # how many of the last tokens match before it; the tokens from it on, padded with END
+# The number of tokens before a position that equal the last tokens; the tokens from it on, padded with END.
+Place = tuple[int, "array[int]"]
 
 
 class Draft(NamedTuple):
@@ -85,7 +86,7 @@ class SuffixDrafter(Drafter):
         return best.token_ids
 
     def ended(self, request: Request) -> None:
-        """Adds the output, with the end of the prompt before it, to the earlier outputs of its scope."""
+        """Adds an output, preceded by the end of its prompt, to the earlier outputs of its scope."""
         self._histories.pop(request, None)
         if not self._max_cached_requests or not request.output_token_ids:
             return

@@ -65,7 +65,7 @@ class TokenHistory:
     def nbytes_at_first(num_tokens: int, lengths: Sequence[int], reach: int) -> int:
         """Returns the maximum number of bytes of a history of this many tokens, once all of them are indexed."""
         per_call = _per_call(lengths)
-        num_places = num_tokens + min(num_tokens, per_call) + 64  # the newest part has memory for as many again
+        num_places = num_tokens + min(num_tokens, per_call) + 64  # the newest part has memory for twice its tokens
         return 4 * (num_tokens + per_call + 2 * reach) + 12 * len(lengths) * num_places
 
     @property

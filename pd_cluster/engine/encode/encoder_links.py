@@ -134,7 +134,7 @@ class EncoderLinks:
             reader.read(done, shape)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+        """Passes an encoder's value to its reader, on the mailbox's thread."""
         if (reader := self._readers.get(conn)) is not None:
             reader.meeting.put(value.key, value.value)
 

@@ -1,4 +1,4 @@
-"""Events for the engine's thread from other threads: the mailbox's, the links', the parent's."""
+"""Events for the engine's thread from other threads: those of the mailbox, of links and of the parent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The mailbox's thread has confirmed to D that this transfer stands: D owns it now."""
+    """The mailbox's thread has confirmed to D that this transfer is valid: D owns it now."""
 
     conn: str
     transfer_id: str
@@ -83,7 +83,10 @@ Event = (
 
 
 def handle_all(inbox: queue.SimpleQueue[Event], handle: Callable[[Event], None], wait_s: float) -> bool:
-    """Handles all pending events, waiting at most `wait_s` for the first. Returns False to stop. Raises its error."""
+    """Handles all pending events, waiting at most `wait_s` for the first.
+
+    Returns False to stop. Raises the error that an event reports.
+    """
     try:
         event = inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
         while True:

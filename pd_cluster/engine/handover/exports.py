@@ -61,8 +61,8 @@ class Export:
     state: ExportState
     since_s: float
     progress: list[ShipProgress]
-    num_wanted: int = 0  # tokens of the first group that the peer has not cached
-    step_stop: int = 0  # prompt tokens that are computed at the end of the current step
+    num_wanted: int = 0  # tokens of the first group of layers that the peer lacks in its cache
+    step_stop: int = 0  # prompt tokens that will be computed when the current step ends
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
 
@@ -134,11 +134,14 @@ class Exports:
                 self._ship_layers(export, num_layers)
 
     def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
-        """Handles a step over the prompt; if it reached the end, it also chose the first token of each sequence."""
+        """Handles a step that computed a part of the prompt.
+
+        A step that reached its end also chose the sequences' first tokens.
+        """
         export = self._exports.get(request.transfer_id)
         if export is None:
             return
-        if request.status is Status.FINISHED:  # with its first token; the engine has released the blocks
+        if request.status is Status.FINISHED:  # its first token was its last, so the engine has released the blocks
             self._let_go(export)
             self._revoke(export)
             return
@@ -180,7 +183,7 @@ class Exports:
     def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float, bool] | None:
         """Returns how many tokens the peer wanted, when the last of them were queued, and whether it is a pull.
 
-        None: they are not queued yet.
+        None: the last tokens are not queued yet.
         """
         export = self._find(conn, transfer_id)
         if export is None or export.state is not ExportState.ENDED:
@@ -188,7 +191,7 @@ class Exports:
         return export.num_wanted, export.since_s, export.request.is_pull
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
-        """Ends the leg: D was told that the transfer stands; see HeldTransfers."""
+        """Ends the leg, because D was told that the transfer is valid; see HeldTransfers."""
         export = self._find(conn, transfer_id)
         if export is not None:
             self._let_go(export)
@@ -261,7 +264,9 @@ class Exports:
             self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
 
     def _ship_layers(self, export: Export, num_layers: int) -> None:
-        """Ships the layers that the running step has finished, in complete blocks, if they are worth a payload."""
+        """Ships complete blocks of the layers that the running step has finished, if they are large enough for a
+        payload.
+        """
         stop, least = export.step_stop, self._sizes.min_nbytes
         for group, each in enumerate(export.progress):
             limits, table = self._ports.limits(export.conn, group), export.request.tables[group]
@@ -270,7 +275,7 @@ class Exports:
     def _ship(self, export: Export) -> None:
         """Ships all complete blocks that are not queued yet.
 
-        After the first token also ships the incomplete block, the states and the lanes' ends.
+        Once the first token exists, it also ships the incomplete block, the states and the lanes' ends.
         """
         export.since_s = self._clock()
         request, done = export.request, bool(export.first_tokens) or export.request.is_pull
@@ -306,7 +311,7 @@ class Exports:
         self._ended(export.request, None if handed_over else error)
 
     def _let_go(self, export: Export) -> bool:
-        """Forgets the transfer. Returns True if D was already told that it stands, because then it is D's."""
+        """Forgets the transfer. Returns True if D was already told that it is valid, because D then owns it."""
         transfer_id = export.request.transfer_id
         del self._exports[transfer_id]
         if export in self._step:

@@ -84,7 +84,9 @@ class Handover:
         self.out_links.set_peers(list(filter(self._is_partner, partners)) if self.is_prefill else [])
 
     def _is_partner(self, peer: wire.PeerInfo) -> bool:
-        """Whether this prefill instance sends KV cache there: to decode, and for pulls to other prefill instances."""
+        """Whether this prefill instance sends KV cache to that peer: a decode instance, or with pulls another prefill
+        instance.
+        """
         if peer.role == "decode":
             return True
         is_own = peer_key(peer.name, peer.epoch) == self._context.endpoint.own
@@ -110,12 +112,12 @@ class Handover:
     def intercept(self, conn: str, body: wire.Body) -> bool:
         """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
         match body:
-            case wire.KVFrame():  # goes directly to the link's thread
+            case wire.KVFrame():  # it goes directly to the link's thread
                 self.in_links.route(conn, body)
             case wire.LinkValue():  # one end of a link waits for it
                 self.in_links.meet(conn, body)
                 self.out_links.meet(conn, body)
-            case wire.Confirm(transfer_id):  # is answered at once
+            case wire.Confirm(transfer_id):  # D gets its answer at once
                 if self.exports.held.answer(conn, body, self._context.post.send, self._context.note):
                     self._context.report(HandedOver(conn, transfer_id, self._context.clock()))
             case wire.Credit():  # a running step reads it, too
@@ -150,7 +152,7 @@ class Handover:
             case wire.Pull():
                 self._lend(conn, peer, body)
             case wire.Offer():
-                if self.in_links.table.is_open(conn):  # otherwise it has failed here, and the peer is notified
+                if self.in_links.table.is_open(conn):  # otherwise the link has failed here, and the peer is notified
                     self.imports.on_offer(conn, body, peer)
             case wire.Credit():
                 while not self.credits.empty():
@@ -166,7 +168,7 @@ class Handover:
         return True
 
     def _lend(self, conn: str, peer: str, pull: wire.Pull) -> None:
-        """Offers what the caches here have of a prompt's beginning, or nothing."""
+        """Offers the part of a prompt's beginning that is in the caches here, if any."""
         request = Request(pull.transfer_id, pull.order, transfer_id=pull.transfer_id, peer=peer, is_pull=True)
         request.prompt_token_ids = request.prompt_token_ids[: pull.num_tokens]
         is_up = self.out_links.table.link_to(peer) == conn

@@ -1,4 +1,4 @@
-"""Tracks which transfers still stand: the only state that two threads of a prefill worker change."""
+"""Tracks which transfers are still valid. This is the only state that two threads of a prefill worker change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HeldTransfers:
         return self._held.pop((conn, transfer_id), False) is None
 
     def answer(self, conn: str, confirm: wire.Confirm, send: Callable[[str, wire.Body], None], note: Note) -> bool:
-        """Answers D whether the transfer stands; returns True if it is D's now. Called on the mailbox's thread."""
+        """Answers D whether the transfer is valid; returns True if D owns it now. The mailbox's thread calls it."""
         transfer_id = confirm.transfer_id
         is_held = self.take(conn, transfer_id)
         if is_held:

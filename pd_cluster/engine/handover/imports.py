@@ -38,7 +38,7 @@ class ImportPorts(Protocol):
     ) -> None:
         """Lets the link's threads write a prompt of `num_tokens`, and its state if there is one.
 
-        For each group of layers, `tables` has its blocks, and `first_tokens` the first token that is not here already.
+        For each group of layers, `tables` has its blocks, and `first_tokens` the first token that this instance lacks.
         """
 
     def forget(self, conn: str, transfer_id: str) -> None:
@@ -85,10 +85,10 @@ class ImportOutcomes(Protocol):
         """The request's KV has arrived; these sequences take part in the next step."""
 
     def import_ended(self, request: Request, error: str | None) -> None:
-        """Ends the leg here; `error` None: another process reports the reason."""
+        """Ends the leg at this instance; `error` None: another process reports the reason."""
 
     def pull_ended(self, request: Request, num_tokens: int) -> None:
-        """A pull has ended, with the KV cache of this many tokens."""
+        """A pull has ended; it brought the KV cache of this many tokens."""
 
 
 class Imports:
@@ -147,14 +147,17 @@ class Imports:
         return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)
 
     def num_incoming(self, batch: str) -> int:
-        """Counts requests whose KV will land without further action; 0 if one lacks blocks or is of another batch."""
+        """Counts requests whose KV will land without further action.
+
+        Returns 0 if a request lacks blocks or belongs to another batch.
+        """
         total = 0
         for each in self._imports.values():
             if each.state is ImportState.DRAINING or (each.request is not None and each.request.is_pull):
                 continue
             if each.request is None or each.request.batch != batch or each.state is ImportState.QUEUED:
                 return 0
-            total += each.request.sampling.max_tokens > 1  # otherwise P has the whole answer
+            total += each.request.sampling.max_tokens > 1  # with one token, P has the whole answer
         return total
 
     def submit(self, request: Request) -> None:
@@ -195,8 +198,7 @@ class Imports:
         self._check_offer(offered)
 
     def credit(self) -> None:
-        """Reserves landing blocks for queued offers, by priority and then in order of offers, as far as there are
-        blocks.
+        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there are blocks.
 
         An offer gets blocks in all groups of layers or in none.
         """
@@ -274,7 +276,7 @@ class Imports:
         self._outcomes.joined(request, sequences, found.first_tokens)
 
     def on_fault(self, transfer_id: str, reason: str) -> None:
-        """Cancels a transfer that the link's thread could not land."""
+        """Cancels a transfer because the link's thread could not land it."""
         found = self._imports.get(transfer_id)
         if found is not None and found.state is ImportState.LANDING:
             self._ports.send(found.conn, wire.Cancel(transfer_id, reason))

@@ -23,7 +23,7 @@ class ShipLimits(NamedTuple):
 
     peer_block_size: int  # tokens
     max_payload_nbytes: int
-    num_layers: int  # layers that are sent: all, or all but a draft head's
+    num_layers: int  # layers that are sent: all, or all except those of a draft head
 
 
 class ShipGroup(NamedTuple):
@@ -44,7 +44,7 @@ class ShipGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShipSizes:
-    """Decides which pieces leave, for each group of layers. `min_nbytes`: the least bytes of a piece during a step."""
+    """Decides for each group of layers which pieces leave. `min_nbytes`: the least bytes of a piece during a step."""
 
     groups: tuple[ShipGroup, ...]
     min_nbytes: int = MIN_LAYERS_NBYTES
@@ -81,7 +81,9 @@ class ShipProgress:
         return 1 if self.group.holds.is_state else self.num_tokens
 
     def accepts(self, first_token: int, limits: ShipLimits) -> bool:
-        """Whether the peer may request tokens from this one on: its block starts there, and none has passed."""
+        """Whether the peer may request tokens from this token on: a block starts with it, and no later token is sent
+        yet.
+        """
         if self.group.holds.is_state:
             return first_token == 0
         least = first_token_of(self.group.holds, self.num_tokens, limits.peer_block_size)
@@ -95,7 +97,7 @@ class ShipProgress:
         `num_layers`: how many of the model's attention layers have finished. `num_computed`: how many of the prompt's
         tokens will be computed when the step has ended.
         """
-        if self.group.holds.is_state:  # the next chunk changes it
+        if self.group.holds.is_state:  # the next chunk changes the state
             return
         stop, first, done = self._complete(num_computed), self.num_layers, self.group.num_done(num_layers)
         if stop <= self.next_token or done <= first:
@@ -130,7 +132,7 @@ class ShipProgress:
             self.num_layers = stop_layer
 
     def _state_pieces(self, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields the state, in pieces of as many layers as fit a payload."""
+        """Yields the state, in pieces with the most layers that fit a payload."""
         at_once = max(1, limits.max_payload_nbytes // self.group.layer_nbytes)
         for first in range(0, limits.num_layers, at_once):
             yield wire.KVPiece(0, 1, first, min(at_once, limits.num_layers - first), list(table[:1]))

@@ -15,7 +15,7 @@ KEPT = 0.8  # the weight of the earlier average when another tail is measured
 class TailLatency:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._arrived_s: dict[str, float] = {}  # transfers that lack only their end
+        self._arrived_s: dict[str, float] = {}  # transfer -> when all its KV cache had arrived, until it ends
         self._tail_s = 0.0  # recent average; 0: unknown
 
     def __len__(self) -> int:

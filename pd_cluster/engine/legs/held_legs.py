@@ -13,7 +13,7 @@ from pd_cluster import wire
 
 @dataclass(frozen=True, slots=True)
 class HeldLeg:
-    """`expires_s`: by the worker's clock; infinite: never."""
+    """`expires_s`: the deadline by the worker's clock; infinite: none."""
 
     conn: str
     submit: wire.Submit
@@ -47,7 +47,7 @@ class HeldLegs:
         self._legs.setdefault(submit.order.variant, []).append(HeldLeg(conn, submit, expires_s))
 
     def take(self, digest: str) -> list[HeldLeg]:
-        """Removes and returns the legs of an adapter; each deadline is what remains of it."""
+        """Removes and returns the legs of an adapter, each with the rest of its deadline."""
         now_s = self._clock()
         return [with_rest(leg, now_s) for leg in self._legs.pop(digest, ())]
 

@@ -63,7 +63,7 @@ class LegTable:
         return sums
 
     def readdress(self, key: str, client: str) -> None:
-        """Sends a leg's further outputs, if it runs, to another scheduler, or to nobody."""
+        """Sends the further outputs of a running leg to another scheduler, or to nobody."""
         for request in self.sequences.get(key, ()):
             request.client = client
 

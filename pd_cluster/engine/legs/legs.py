@@ -18,7 +18,7 @@ from pd_cluster.types import LegEnd, Request, Status, resume
 
 OTHERS = "this attempt already runs here, for another scheduler"
 ENDING = "an earlier leg of this attempt is still ending here"
-MIN_WAITING = 16  # legs that may always wait, however few sequences a step may have
+MIN_WAITING = 16  # this number of legs may always wait, even if a step has fewer sequences
 
 
 class Legs:
@@ -49,7 +49,7 @@ class Legs:
 
     @property
     def are_over(self) -> bool:
-        """Whether nothing is left here, not even draining blocks."""
+        """Whether no leg and no draining block is left here."""
         return not self.table.sequences and not self._core.scheduler.requests
 
     def variants(self) -> set[str]:
@@ -100,7 +100,7 @@ class Legs:
         self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error, is_full=is_full))
 
     def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
-        """Whether a leg would be refused because as many legs wait here as a step may have.
+        """Whether a leg would be refused because the legs that wait here already fill a step.
 
         Legs that wait for another instance do not count; the `num_held` legs of stages do.
         """
@@ -154,7 +154,7 @@ class Legs:
             self.drop(key)
         elif leader.sampling.beam_width:
             return  # hypotheses are sent together at the end
-        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not forked yet
+        elif not leader.output_token_ids and not leader.is_resumed:  # the leg's sequences are not forked yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":
             for request in [r for r in sequences if r.index == index]:

@@ -16,7 +16,8 @@ from pd_cluster.engine.leg_trace import Tracer
 from pd_cluster.types import MAX_UNSENT, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
 NOBODY = ""  # in place of a connection: the stream has no reader
-MAX_MESSAGE_LOGPROBS = 1 << 18  # the most logprobs in a message, whose size is limited; a token's are never split
+# The most logprobs in a message, whose size is limited; those of one token are never split.
+MAX_MESSAGE_LOGPROBS = 1 << 18
 
 
 class OutputBatcher:
@@ -40,7 +41,10 @@ class OutputBatcher:
         self._events.pop(client, None)
 
     def add_token(self, request: Request, token: TokenOutput) -> None:
-        """Adds a sequence's next token. A gathering sequence sends its first token at once, then many together."""
+        """Adds a sequence's next token.
+
+        If the sequence gathers, its first token is sent at once, later tokens together.
+        """
         if request.gathers and token.position:
             num_unsent = request.num_unsent
             if token.finish_reason is None and num_unsent < MAX_UNSENT:
@@ -103,7 +107,7 @@ class OutputBatcher:
                 waiting.pop(NOBODY, None)
         for client in clients:
             prompts = self._prompts.pop(client, [])
-            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has its own message
+            for prompt in [p for p in prompts if p.logprobs]:  # these outputs are large, so each has its own message
                 self._post.send(client, wire.Outputs(prompts=[prompt]))
             brief = [p for p in prompts if not p.logprobs]
             tokens, *more = _parts(self._tokens.pop(client, []))
@@ -113,7 +117,7 @@ class OutputBatcher:
             self._post.send(client, wire.Outputs(tokens, [] if more else ended, brief, events, self._clock()))
             for at, part in enumerate(more, 1):
                 self._post.send(client, wire.Outputs(part, ended if at == len(more) else []))
-            for pooled in self._pooled.pop(client, []):  # large, too
+            for pooled in self._pooled.pop(client, []):  # these outputs are large, too
                 self._post.send(client, wire.Outputs(pooled=[pooled]))
 
     def _collect_events(self) -> None:
@@ -124,7 +128,7 @@ class OutputBatcher:
 
 
 def _parts(tokens: list[TokenOutput]) -> list[list[TokenOutput]]:
-    """Returns the tokens in as few messages as their logprobs allow, at least one."""
+    """Splits the tokens into the fewest messages that their logprobs allow, at least one."""
     sizes = [sum(len(told.top) for told in (token.logprobs, *token.earlier_logprobs) if told) for token in tokens]
     if sum(sizes) <= MAX_MESSAGE_LOGPROBS:
         return [tokens]

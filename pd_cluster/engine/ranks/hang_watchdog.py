@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-AGAIN_S = 1.0  # the shortest interval of changes of the deadline
+AGAIN_S = 1.0  # the shortest time between two changes of the deadline
 
 
 class _Alarm:
@@ -42,7 +42,7 @@ _alarm = _Alarm()
 
 
 def end_within(limit_s: float) -> None:
-    """Ends this process with code 1 unless it ends earlier; nothing changes this deadline."""
+    """Ends this process with code 1 unless it has ended by then. This deadline cannot be changed."""
     _alarm.make_final(time.monotonic(), limit_s)
 
 

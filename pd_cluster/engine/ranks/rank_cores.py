@@ -20,11 +20,11 @@ from pd_cluster.settings.process_settings import CoreSharing
 
 log = logging.getLogger(__name__)
 
-LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, a step is mostly the host's work, which more threads delay
+LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, a step is mostly work of the host, which more threads delay
 
 
 class HostCores:
-    """The core ledger and the core affinity of one rank, as far as configured."""
+    """The core ledger and the core affinity of one rank, if they are configured."""
 
     def __init__(self, config: WorkerConfig, device: Device) -> None:
         self._shared = None if device.is_accelerator else config.cores

@@ -78,7 +78,7 @@ class TierCommands(RankMessage, frozen=True):
 
 
 class LoadAdapter(RankMessage, frozen=True):
-    """A follower answers with `LoadedAdapter`; `path` is its folder."""
+    """Loads the adapter in the folder `path`. A follower answers with `LoadedAdapter`."""
 
     digest: str
     path: str
@@ -194,7 +194,7 @@ class Reported(RankMessage, frozen=True):
 
 
 class Counted(RankMessage, frozen=True):
-    """Totals of one end of a lane since it was opened."""
+    """The totals of one end of a lane since it was opened."""
 
     conn: str
     lane: int

@@ -26,7 +26,7 @@ class _Place(NamedTuple):
     """Locates an end on another rank."""
 
     at: tuple[str, int]  # connection and lane
-    channel: Channel  # to that rank
+    channel: Channel  # the channel to that rank
     progress: Callable[[], to.Reached]  # this rank's progress
     done: Callable[[], None]  # called when no more messages will come
 

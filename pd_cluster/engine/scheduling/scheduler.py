@@ -353,7 +353,10 @@ class StepScheduler:
         return may_go(request) and not (needs_host or self.allocator.enters_with_moves(request))
 
     def computed(self, plan: StepPlan) -> list[Request]:
-        """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
+        """Records a computed step.
+
+        Returns the requests whose last token is computed, which sample now, in the plan's order.
+        """
         self._checkpoints.computed(plan.keeps, plan.chunks)
         for request, num_tokens in plan.chunks:
             self._advance(request, num_tokens)

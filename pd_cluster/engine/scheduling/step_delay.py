@@ -13,7 +13,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
 MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
 MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; less with many sequences
-MAX_LANDING_DELAY_S = 0.02  # the same in seconds: only a token and two messages are missing
+MAX_LANDING_DELAY_S = 0.02  # the longest such delay in seconds: only a token and two messages are missing
 MAX_WAIT_S = 2.0  # maximum time since the last landing; then steps continue without delay until the next
 
 

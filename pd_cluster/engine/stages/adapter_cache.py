@@ -1,7 +1,7 @@
 """Tracks which LoRA adapters are in memory, and chooses which to evict. Digests only: loads and drops nothing.
 
-The least recently requested adapter is evicted. If requests use all of them, that adapter is closed: it accepts no new
-requests until the running ones have ended, so that waiting adapters get its memory.
+The least recently requested adapter is evicted. If requests use all adapters, the least recently requested one is
+closed: it accepts no new requests until its running requests have ended. Waiting adapters then get its memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AdapterCache:
         return len(set(present)) < self._most
 
     def next_out(self, present: Collection[str], used: Collection[str]) -> str | None:
-        """Returns the adapter to evict at once; None: all are in use, and one of them is closed."""
+        """Returns the adapter to evict at once; None: all are in use, and one of them no longer accepts requests."""
         order = [each for each in (*self.closing, *self._recent) if each in present]
         found = next((each for each in order if each not in used), None)
         if found is None and order and not self.closing:

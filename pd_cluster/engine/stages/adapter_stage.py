@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 MAX_OWNERS = 4096  # owners whose last loads are remembered
-MAX_LOADING = 2  # one that is being read, and the next one; the order of the others can still change
+MAX_LOADING = 2  # the adapter that is being read, and the next one; later adapters can still change their order
 
 
 class OwnerRotation:
@@ -35,7 +35,7 @@ class OwnerRotation:
         self._num_turns = 0
 
     def last(self, owners: Collection[bytes]) -> int:
-        """Returns the turn of the owner that has waited longest since its last load; 0: one of them has had none."""
+        """Returns the turn of the owner that has waited longest since its last load; 0: an owner has had no load."""
         return min(self._last.get(owner, 0) for owner in owners)
 
     def took(self, owners: Collection[bytes]) -> None:
@@ -101,7 +101,7 @@ class WorkerAdapters(Stage):
                 self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
             elif digest in self._loading:
                 continue
-            elif digest in self._keeper.variants:  # it was about to be dropped
+            elif digest in self._keeper.variants:  # the adapter was about to be dropped
                 self._proven.add(digest)
             elif digest not in self._proven:
                 self._due.setdefault(digest)
@@ -198,7 +198,7 @@ class WorkerAdapters(Stage):
     # ---- capacity
 
     def _go_on(self) -> None:
-        """Loads due adapters as far as there is memory; owners of held legs take turns."""
+        """Loads due adapters while there is memory; owners of held legs take turns."""
         if self._keeper is None:
             return
         for digest in list(self._due):
@@ -231,7 +231,7 @@ class WorkerAdapters(Stage):
         self._release(digest)
 
     def _can_load(self, digest: str) -> bool:
-        """Whether one more may be loaded now, possibly after another has been evicted."""
+        """Whether a further adapter may be loaded now, possibly after an eviction."""
         assert self._keeper is not None
         if self._cache is None or not lora_of(digest):
             return True

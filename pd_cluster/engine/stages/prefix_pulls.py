@@ -19,7 +19,7 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.stages.stage import Released, Stage, outstanding_with
 from pd_cluster.types import Request
 
-MIN_WAIT_S = 0.5  # a busy host may take as long for a short pull
+MIN_WAIT_S = 0.5  # a busy host may take this long for a short pull
 
 
 @dataclass(slots=True)
@@ -64,9 +64,7 @@ class PrefixPulls(Stage):
         link = self._links.from_peer(hint.peer)
         if link is None and not hint.wakes:
             return True
-        if link is not None and self._links.precision(
-            link
-        ):  # blocks that came in another precision never serve an exact request
+        if link is not None and self._links.precision(link):  # such blocks would never serve an exact request
             return True
         now_s = self._clock()
         request = request_of(submit, conn, now_s)

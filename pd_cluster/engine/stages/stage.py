@@ -29,7 +29,10 @@ class Released:
 
 
 class Stage:
-    """Holds and follows nothing: a stage overrides the methods that it needs. On the engine's thread, except `meet`."""
+    """Holds and follows nothing: a stage overrides the methods that it needs.
+
+    All methods except `meet` run on the engine's thread.
+    """
 
     # ---- legs
 
@@ -67,7 +70,7 @@ class Stage:
         return False
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread, because the end of a link may wait for it."""
+        """Passes on a value from the other end of a link. Runs on the mailbox's thread, as this end may wait for it."""
 
     def handle(self, event: Event) -> bool:
         """Handles an event of the stage's own threads; returns False for other events."""
@@ -76,13 +79,13 @@ class Stage:
     # ---- the engine
 
     def tick(self) -> None:
-        """Called several times a second."""
+        """Does periodic work; the worker calls it several times a second."""
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Called several times a second with the contents whose tier has changed; None: no tier has them any more."""
+        """Handles contents whose tier has changed, several times a second; None: no tier has them any more."""
 
     def moved(self) -> None:
-        """Called after every copy of blocks between device and host."""
+        """Handles that a copy of blocks between device and host has ended."""
 
     def cache_reset(self, is_external: bool) -> None:
         """Forgets cached KV; with `is_external` also KV that other instances share."""

@@ -1,8 +1,9 @@
 """The beams of one search in a scheduler: sequences computed separately, which wait for each other and share blocks.
 
-A computed beam is parked with its candidates; when all are, the best (beam, candidate) combinations become the beams of
-the next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared block
-before it is written. beam_search.py chooses the best candidates. docs/protocol/requests.md has the states. No torch.
+A computed beam is parked with its candidates. When all beams are parked, the best (beam, candidate) combinations become
+the beams of the next step. This copies nothing: a child holds its parent's blocks, and the scheduler copies a shared
+block before it is written. beam_search.py chooses the best candidates. docs/protocol/requests.md has the states. No
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BeamGroup:
         self.rows: dict[int, Sequence[Candidate]] = {}  # of the parked beams, by index
 
 
-_groups: WeakKeyDictionary[Request, BeamGroup] = WeakKeyDictionary()  # by beam; a group refers to none of them
+_groups: WeakKeyDictionary[Request, BeamGroup] = WeakKeyDictionary()  # by beam; a group refers to no beam
 
 
 def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -> Change:
@@ -88,7 +89,7 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
 
 
 def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, growth: Growth) -> Request:
-    """Returns the beam as it will be; it holds its parent's blocks in addition to the parent."""
+    """Returns the beam of the next step. It holds its parent's blocks, and so does the parent."""
     parent = before[growth.parent]
     for each in scheduler.groups:
         each.swap.share(parent.swap_tables[each.at])
@@ -103,7 +104,9 @@ def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, grow
 
 
 def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: bool) -> Request:
-    """Gives the beam with that index, perhaps the child itself, the child's state and its place in the scheduler."""
+    """Gives the child's state and its place in the scheduler to the beam with that index, which may be the child
+    itself.
+    """
     for name in ("output_token_ids", "tables", "swap_tables", "block_hashes"):
         setattr(beam, name, getattr(child, name))
     beam.num_computed_tokens, beam.num_hashed_blocks = child.num_computed_tokens, child.num_hashed_blocks

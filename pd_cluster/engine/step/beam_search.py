@@ -63,8 +63,9 @@ class BeamSearch:
     def advance(self, rows: Sequence[Sequence[Candidate]]) -> list[Growth]:
         """`rows[i]` has the best continuations of beam i; returns the beams that continue, best first.
 
-        A row needs the `beam_width` best candidates and as many that do not end, as far as they exist. If sums are
-        equal, the better beam's comes first, then the lower token id.
+        A row needs the `beam_width` best candidates, and the `beam_width` best that do not end their sequence; it may
+        have fewer if fewer exist. If sums are equal, the better beam's candidate comes first, then the lower token
+        id.
         """
         width = self._params.beam_width
         self.num_tokens += 1

@@ -20,8 +20,8 @@ class StepResult:
     A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` has each request once.
     A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams.
     `candidates` are for the instance that takes over a beam search, `ended` are beams that were dropped. `failed` pairs
-    each sequence that can have no output with the reason, `crashed` each for which the operator's code has failed.
-    `pooled` requests end with their vector. Failed, crashed and pooled ones hold nothing any more.
+    each sequence that can have no output with the reason. `crashed` pairs each sequence whose operator code has failed
+    with the reason. `pooled` requests end with their vector. Failed, crashed and pooled requests hold nothing any more.
     """
 
     plan: StepPlan
@@ -57,7 +57,7 @@ class Commit:
         outputs: Mapping[Request, Sequence[RowOutput]],
         candidates: Mapping[str, Sequence[Candidate]],
     ) -> None:
-        """Records the outputs of requests that caught up: one for each of their sequences, or a beam's candidates."""
+        """Records outputs of requests whose last token is computed: one per sequence, or a beam's candidates."""
         for request in ready:
             chosen: list[NextToken] = []
             for each in outputs.get(request, ()):

@@ -1,4 +1,5 @@
-"""Verifies drafts. A row's token is drawn as if it had its own step; while it equals the draft, the next row counts.
+"""Verifies drafts. Each row's token is drawn as if the row had a step of its own. As long as tokens equal drafts, the
+next row counts.
 
 So drafts do not change the output. If a sequence's choice depends on its earlier tokens (penalties, masks, guides) or
 draws random numbers, its rows are drawn one after another, once the earlier tokens are known; all others at once.
@@ -20,11 +21,12 @@ from pd_cluster.model.sampling.logit_adjustments import adjusts
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Request, Status
 
-StepMasks = Mapping[str, Sequence[TokenMask]]  # by the requests' keys: for the next token, and after each draft
+# By the requests' keys: the mask for the next token, then the mask after each draft.
+StepMasks = Mapping[str, Sequence[TokenMask]]
 
 
 class DraftRows(NamedTuple):
-    """The drafts of one sequence; the logits after draft j are row `first_row` + j of the step's."""
+    """The drafts of one sequence; the logits after draft j are row `first_row` + j of the step's logits."""
 
     request: Request
     drafts: Sequence[int]

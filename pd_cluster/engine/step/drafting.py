@@ -20,7 +20,7 @@ from pd_cluster.types import DraftReport, Request
 DEFAULTS = Speculation()
 MAX_DRAFT_ROWS = 256  # rows of drafts in a step: each has a row of logits
 MIN_CHANCE = 0.3  # if the chance of a guess is lower, the next drafters are tried
-WAIT_STEPS = 16  # steps ahead of the host before it looks for drafts again; doubled each time that it finds none
+WAIT_STEPS = 16  # steps launched ahead before the host looks for drafts again; doubled when it finds none
 MOST_WAIT_STEPS = 256
 
 
@@ -38,7 +38,7 @@ class Drafting:
         """`most_rows`: the maximum number of rows of a step, if they are limited besides its tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
         self._vocab_size, self._most_rows = vocab_size, most_rows
-        self._guesses: Mapping[Request, Guess] = {}  # of the planned step
+        self._guesses: Mapping[Request, Guess] = {}  # those of the planned step
         self._has_drafts = False
         self._num_waiting, self._wait_steps = 0, WAIT_STEPS
         self.size = DraftSize()
@@ -70,7 +70,7 @@ class Drafting:
     def _find(
         self, requests: Sequence[Request], drafters: Sequence[Drafter], num_rows: int, most: int
     ) -> dict[Request, Guess]:
-        """Returns for each sequence the guess of the first drafter that is often right, or otherwise the best guess."""
+        """Returns a guess for each sequence: that of the first drafter that is often right, or the best guess."""
         found: dict[Request, Guess] = {}
         left = {request: request.sampling.max_tokens - len(request.output_token_ids) - 1 for request in requests}
         for drafter in drafters:
@@ -87,7 +87,7 @@ class Drafting:
         return found
 
     def _may_better(self, request: Request, drafter: Drafter, guess: Guess | None) -> bool:
-        """Whether to ask a drafter about a sequence that has this guess so far."""
+        """Whether to ask a further drafter about a sequence whose best guess so far is this one."""
         if not drafter.is_for(request):
             return False
         return guess is None or guess.chance < min(MIN_CHANCE, self.size.chance(request, drafter.name))

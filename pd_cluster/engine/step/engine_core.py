@@ -61,10 +61,11 @@ class Runner(Protocol):
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
+        """Returns logits and hidden states: for each chunk in turn, those of its last `num_logit_rows` and
+        `num_hidden_rows` tokens.
 
-        The logits of all drafts follow, in the order of their chunks. `on_layer` receives how many layers of the
-        chunks' KV are in the pool, as often as the runner knows.
+        The logits of all drafts follow, in the order of their chunks. The runner calls `on_layer` with the number of
+        layers whose KV of these chunks is in the pool, whenever it knows that number.
         """
 
 
@@ -100,7 +101,7 @@ class EngineCore:
         self.times = StepTimes()
         self.num_steps = 0
         self._ahead_s: float | None = None  # the end of the last step, if the device went ahead in it
-        self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
+        self.after_moves: list[Callable[[], None]] = []  # functions that are called after every copy of blocks
         self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host, processors.concern if processors else None)
         self.pooler = Pooler()
         self._clock = self.timing.clock
@@ -111,7 +112,7 @@ class EngineCore:
         start_s = self._clock()
         self.runner.move(moves)
         if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
-            tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
+            tier.cost.loaded(len(moves), self._clock() - start_s)  # storing a block takes as long as loading it
         for each in self.after_moves:
             each()
 
@@ -262,7 +263,8 @@ def _without_pooled(
 ) -> tuple[torch.Tensor, list[Request]]:
     """Adds the vectors that are made of logits.
 
-    Returns the requests that choose a token, and the remaining rows of logits: the requests' rows, then the drafts'.
+    Returns the requests that choose a token, and the other rows of logits: those of these requests, then those of
+    drafts.
     """
     kept: list[int] = []
     sampling: list[Request] = []

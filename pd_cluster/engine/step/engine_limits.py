@@ -31,7 +31,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_WIDTH = MAX_SEQUENCES
 MAX_LENGTH_PENALTY = 10.0  # positive or negative: a power of a length must stay finite
 MAX_ANSWER_TOKENS = 1_000_000  # the most tokens of a beam search's answer, which is one message
-# By name: the annotations of `Sampling`'s fields.
+# The annotations of `Sampling`'s fields, by name.
 RANGES: dict[str, Range] = {
     name: range_
     for name, hint in get_type_hints(Sampling, include_extras=True).items()

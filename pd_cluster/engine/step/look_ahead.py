@@ -9,9 +9,9 @@ A step counts as computed (blocks full, prefix cached, window passed) when the n
 reads and overwrites blocks later in the device's order. A sequence that turns out to have ended, or is aborted, is
 computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
 
-Every step begins with `Begins`, whether the host planned it in time or ahead. A handover needs nothing more than in the
-host's steps: launches follow one another, so when a step begins, all layers of the previous one are launched, and a
-copy that is queued now waits for them on the device.
+Every step begins with `Begins`, whether the host planned it in time or ahead. A handover works in the same way in both
+cases: when a step begins, all layers of the previous step have been launched, so a copy that is queued then runs after
+these layers on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pd_cluster.types import Request, Status
 Begins = Callable[[StepPlan], OnLayer | None]
 """Called once for each step, before it is launched; may remove chunks from the plan.
 
-It returns a function that receives how many layers have their writes launched, or None if nobody needs it.
+It returns a function that receives the number of layers whose writes have been launched, or None if nobody needs it.
 """
 
 
@@ -46,10 +46,10 @@ class Launcher(Protocol):
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Launches a step; its tokens are those of the requests that catch up, in order.
+        """Launches a step. It returns one new token for each request whose last token the step computes, in order.
 
-        `after` has the tokens that chunks compute beyond those that the host knows. `on_layer` receives how many layers
-        of the chunks' keys and values have their writes launched.
+        `after` has the input tokens that only the device knows. `on_layer` receives the number of layers whose writes
+        of keys and values have been launched.
         """
 
 
@@ -61,19 +61,19 @@ class LookAhead:
         wants_host: Callable[[Sequence[Request]], bool] = lambda requests: False,
         is_processed: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`wants_host` returns whether the host should plan the step after one of these requests.
+        """`wants_host` returns whether the host should plan the next step, given the requests that chose a token.
 
         `is_processed` returns whether the host changes a request's logits; None: it never does.
         """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._is_processed = is_processed
-        self._plan: StepPlan | None = None  # of the step under way
-        self._rows: Mapping[Request, int] = {}  # row of its tokens by request
+        self._plan: StepPlan | None = None  # the step under way
+        self._rows: Mapping[Request, int] = {}  # request -> its row among the tokens of the step under way
         self._tokens: Tokens | None = None
         self.num_ahead = 0  # steps that were launched ahead
 
     def plan(self) -> StepPlan | None:
-        """Returns the step under way, with its sequences that still run; None if there is none to wait for."""
+        """Returns the step under way, with the sequences that still run; None if no step is under way."""
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
@@ -91,8 +91,9 @@ class LookAhead:
     def sample(
         self, plan: StepPlan, on_layer: OnLayer | None, begins: Begins
     ) -> tuple[list[Request], list[Sampled]] | None:
-        """Returns the requests that caught up, and a token of each; if possible, launches the next step before it
-        waits.
+        """Returns the requests whose last token is computed, and the next token of each.
+
+        If possible, it launches the next step before it waits for these tokens.
 
         The step is then recorded as computed. Returns None, without any effect, for a step that does not qualify.
         `on_layer` is for a step that is not under way yet, `begins` for the next one.
@@ -136,6 +137,6 @@ class LookAhead:
 
 
 def _rows_of(plan: StepPlan) -> dict[Request, int]:
-    """Returns the row of each request that catches up with this step."""
+    """Returns the row of each request whose last token this step computes."""
     ready = [request for request, num_tokens in plan.chunks if num_tokens >= request.num_behind]
     return {request: row for row, request in enumerate(ready)}

@@ -36,7 +36,7 @@ class UnitPost(Protocol):
 class _Mate:
     conn: str
     info: wire.PeerInfo
-    is_equal: bool = False  # its `UnitTerms` have arrived
+    is_equal: bool = False  # the mate's `UnitTerms` have arrived, and are equal
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class MemberConnections:
     def _read_terms(self, conn: str, peer: str, body: wire.UnitTerms) -> None:
         info, rank, mate = self._named.get(peer), body.rank, self._mates.get(body.rank)
         if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
-            mate = self._mates[rank] = _Mate(conn, info)  # it has a lower rank, and has connected
+            mate = self._mates[rank] = _Mate(conn, info)  # the mate has a lower rank, so it has opened the connection
             self.post.send(conn, self._own_terms())
         if mate is None or mate.conn != conn:  # a scheduler that has just started may announce it later, and it retries
             log.warning("%s claims to be rank %d of this unit, but was not announced: ignored", peer, rank)

@@ -1,4 +1,4 @@
-"""Keeps the members of a unit in step: the round of each, when all fall asleep, and when one may end.
+"""Keeps the members of a unit in step: the round of each member, when all fall asleep, and when a member may end.
 
 docs/protocol/membership.md, "Units", has the table. Knows nothing of requests, of experts, or of how counts are
 exchanged. It needs no clock: a message that never comes means a lost sender, which the caller detects.
@@ -28,18 +28,21 @@ class RoundSync:
     """
 
     def __init__(self, rank: int, size: int, send: Callable[[wire.Body], None]) -> None:
-        """`send`: to all mates; two messages to a mate arrive in order, and none after its connection is lost."""
+        """`send`: sends a message to all mates.
+
+        Messages to a mate arrive in order, and no message arrives after its connection is lost.
+        """
         self._rank, self._size, self._send = rank, size, send
-        self._done: set[int] = set()  # members that have sent it, including this one
+        self._done: set[int] = set()  # members that have sent `UnitDone`, including this one
         self._woken = -1  # the latest round that a member has woken the others for, or that followed a round with rows
         self.round = 0  # the round that it is in, or enters next
-        self.is_draining = False  # here or at a mate, because the whole unit drains
+        self.is_draining = False  # this member or a mate drains, and so the whole unit does
         self.num_rounds = 0
         self.num_idle_rounds = 0  # rounds in which this member had no rows
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it is in no round, and no mate waits for it in the next."""
+        """Whether this member is in no round, and no mate waits for it in the next round."""
         return self._woken < self.round
 
     @property
@@ -59,7 +62,7 @@ class RoundSync:
         """Ends the exchange; returns whether the round is computed. The member is then in the next round, or asleep
         before it.
 
-        `rows`: of each member's step, by rank; equal for all members.
+        `rows`: the rows of each member's step, by rank; all members pass the same list.
         """
         assert not self.is_asleep, "a sleeping member takes no part in an exchange"
         assert len(rows) == self._size, f"{len(rows)} counts of {self._size} members"
@@ -81,7 +84,7 @@ class RoundSync:
                         f"member {rank} of this unit wakes the others for round {number}, but member {self._rank} is "
                         f"{state} round {self.round}: they are out of step"
                     )
-                self._woken = max(self._woken, number)  # an earlier one than `round` changes nothing
+                self._woken = max(self._woken, number)  # a number below `round` changes nothing
             case wire.UnitDrain():
                 self.is_draining = True
             case wire.UnitDone():

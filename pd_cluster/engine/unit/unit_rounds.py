@@ -46,12 +46,12 @@ class UnitRounds(Stage):
         self.round_sync = RoundSync(group.rank, group.size, mates.send)
         self._mates, self._group, self._runner, self._legs = mates, group, runner, legs
         self._drain, self._report = drain, report
-        self._is_owed = False  # it must take part in the experts' exchange without rows
+        self._is_owed = False  # this instance must take part in the experts' exchange, without rows
 
     # ---- steps
 
     def begin(self, plan: StepPlan) -> None:
-        """Agrees with the mates on a round, if there is one; `plan` is final."""
+        """Agrees with the mates on a round, if there is a round; `plan` is final."""
         rows = sum(num_tokens + len(plan.drafts.get(request, ())) for request, num_tokens in plan.chunks)
         self._is_owed = False
         if not self.round_sync.enters(rows > 0):

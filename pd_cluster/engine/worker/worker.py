@@ -60,10 +60,10 @@ class Worker:
         self._output_batcher, self._notes = legs.output_batcher, legs.notes
         self._next_tick_s = 0.0
         self._is_busy = False
-        self._step_waits_s = 0.0  # the longest time that the next step waits for a landing
+        self._step_waits_s = 0.0  # how long the next step may wait for a landing
         self._step_delay = StepDelay(core.scheduler, self.handover.imports, self._clock)
         self._landing_wait = LandingWait(self.handover.imports, self._clock)
-        self._rounds = next((stage for stage in stages if isinstance(stage, UnitRounds)), None)  # None: in no unit
+        self._rounds = next((stage for stage in stages if isinstance(stage, UnitRounds)), None)  # None: no unit
         core.after_moves += [stage.moved for stage in stages]
 
     @property
@@ -252,7 +252,7 @@ class Worker:
             case wire.Abort():
                 self._chain.abort(conn, body)
             case wire.ResetCache(is_external):
-                for stage in self._stages:  # first: contents that a tier keeps are reported again
+                for stage in self._stages:  # before `forget`: contents that a tier keeps are reported again
                     stage.cache_reset(is_external)
                 self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():
@@ -282,7 +282,7 @@ class Worker:
     def _scheduler_opened(self, conn: str, peer: str) -> None:
         name = peer.partition("@")[0]
         for other, other_peer in list(self.state.schedulers.items()):
-            if other_peer.partition("@")[0] == name:  # its predecessor, or an earlier connection of the same process
+            if other_peer.partition("@")[0] == name:  # an earlier process, or an earlier connection of this one
                 self._closed(other, f"{peer} replaced it")
         self.state.schedulers[conn] = peer
         self._output_batcher.opened(conn)

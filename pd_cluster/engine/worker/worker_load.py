@@ -23,7 +23,7 @@ LOAD_S = 0.02  # the maximum age of the reported load, in addition to a step's d
 
 
 class LoadReport:
-    """The load that heartbeats read, refreshed no more often than they need."""
+    """The load that heartbeats read. It is refreshed only as often as they need it."""
 
     def __init__(
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
@@ -43,7 +43,7 @@ class LoadReport:
     def publish(self, at_once: bool = False) -> None:
         """Refreshes the load if it is due.
 
-        Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
+        Changes of links are sent at once, and other changes within LOAD_S: the next heartbeat would be too late.
         """
         links, state = dict(self._legs.handover.out_links.states()), self._state
         for stage in self._stages:

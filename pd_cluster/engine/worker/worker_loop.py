@@ -30,11 +30,11 @@ class Job(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in use that sleep would remove."""
+        """Whether no memory that a sleep would free is in use."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for anything from here."""
+        """Whether nobody waits for anything from this worker."""
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
         """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
@@ -51,7 +51,7 @@ class Job(Protocol):
         """Refreshes the load now."""
 
     def release_all(self) -> None:
-        """Begins held legs, because nothing more will come."""
+        """Begins held legs, because no further mail will come."""
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ class Loop:
         if is_closed := job.state.is_closed:
             job.release_all()
         job.flush()
-        return not (is_closed and job.is_over and self.inbox.empty())  # otherwise the rest is refused first
+        return not (is_closed and job.is_over and self.inbox.empty())  # the remaining mail is refused first
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, StartDrain):

@@ -20,7 +20,7 @@ from pd_cluster.settings.lora_settings import MOST_RANK, AdapterSettings, lora_m
 
 log = logging.getLogger(__name__)
 
-DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
+DEFAULT_SHARE = 0.5  # the share of the device's memory for the KV cache
 GIB = 1 << 30
 USE_LOGN = "use_logn_attn"  # also a field of config.json; see model/layers/rope/rope_scaling.py
 FLOAT32 = ("float32", "float")
@@ -238,7 +238,7 @@ def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns overrides of config.json: dynamic NTK beyond the model's own positions, and log-n attention there.
 
-    Both have no effect up to `max_position_embeddings`; with NTK, `session_len` may exceed it. Without a factor, the
+    Neither has an effect up to `max_position_embeddings`; with NTK, `session_len` may exceed it. Without a factor, the
     base depends only on the length.
     """
     factor = given.get("rope_scaling_factor", 0.0)

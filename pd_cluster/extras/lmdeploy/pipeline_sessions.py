@@ -13,7 +13,7 @@ from itertools import count
 from pd_cluster.errors import RequestError
 from pd_cluster.extras.lmdeploy.pipeline_prompts import Message, Prompt
 
-FIRST_OWN_ID = 1 << 32  # for sessions without a caller's id
+FIRST_OWN_ID = 1 << 32  # the first id of sessions without a caller's id
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ LEAST_BUCKET = 512
 BUCKET_FACTOR = 4
 SIZE_STEP = 8  # the distance between sizes; smaller sizes are powers of two
 MAX_START_S = 5.0  # no further graph is captured at the start after this time
-MAX_ONLY_START_S = 120.0  # the same if none is captured later
+MAX_ONLY_START_S = 120.0  # the limit instead of MAX_START_S if none can be captured later
 NUM_STAGES = 2  # host buffers: one is filled while the device reads the other
 
 Run = Callable[[], torch.Tensor]

@@ -81,9 +81,8 @@ class AuxiliaryStates:
 
 @dataclass(slots=True)
 class PairRows:
-    """The states of the pairs in a draft head's batch; the batch's tokens are the other half: see draft_head.py.
-
-    The model fills in `embeddings`, those of the tokens.
+    """The states of the pairs in a draft head's batch; the batch's tokens are the other half of each pair: see
+    draft_head.py. The model fills in the tokens' `embeddings`.
     """
 
     states: torch.Tensor  # [num_tokens, hidden_size]
@@ -137,7 +136,7 @@ class ForwardBatch:
     reads: Mapping[int, int] = field(default_factory=dict)
     # [num_tokens, most] int32, see layers/attention/sparse_selection.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
-    further: tuple[GroupSlotMapping, ...] = ()  # of the other groups that keep tokens, from group 1 on
+    further: tuple[GroupSlotMapping, ...] = ()  # those of the other groups that keep tokens, from group 1 on
     # This batch for each of these groups, after a layer has requested it.
     views: list[ForwardBatch] = field(default_factory=list)
     states: StateRows | None = None  # None: no layer keeps a state
@@ -267,7 +266,7 @@ def _states(step: StepInput, pool: KVPool, tables: GroupTables) -> StateRows:
 
 def _positions(lens: Ints, starts: Ints, query_starts: Ints) -> Ints:
     """Returns the index of each of the step's tokens in its sequence, [num_tokens]."""
-    if len(lens) == query_starts[-1]:  # one token each
+    if len(lens) == query_starts[-1]:  # each sequence has one token
         return starts
     return np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
 
@@ -297,7 +296,7 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
     places = _places(pool, GroupTables(nums_blocks, step.blocks), positions, lens)
-    if step.num_again:  # into the block that receives the writes of padding
+    if step.num_again:  # their writes go into the block that receives the writes of padding
         places["slot_mapping"][-step.num_again :] = pool.num_blocks * pool.layout.block_size
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
     return {

@@ -62,7 +62,7 @@ class StepInput:
     # [num_seqs]: sequences with the same leader share a block table; None: no sequences share one.
     leaders: Ints | None = None
     num_again: int = 0  # the last sequences are tokens computed before; their keys and values are discarded
-    further: tuple[GroupTables, ...] = ()  # of groups 1 and up; `rows` and `blocks` have those of group 0
+    further: tuple[GroupTables, ...] = ()  # the tables of groups 1 and up; `rows` and `blocks` have those of group 0
     # [n, KEEP_COLUMNS], sorted: a sequence, its tokens before the copy of its state, the copy's block.
     keeps: Ints | None = None
 

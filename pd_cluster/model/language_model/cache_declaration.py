@@ -83,7 +83,7 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), _recording(model, seen):
         output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **_mask(model, token_ids))
-    cache = output.get("cache", output.get("past_key_values"))  # 5.24 has renamed it
+    cache = output.get("cache", output.get("past_key_values"))  # transformers 5.24 has renamed this output
     modules = state_modules(model)
     found = tuple(_cache_of(model, index, layer, seen, modules) for index, layer in enumerate(cache.layers))
     _check_alike(model.config.model_type, found)
@@ -139,7 +139,7 @@ def layouts_of(
     draft_head: str = "",
     split_windows: bool = False,
 ) -> tuple[KVLayout, ...]:
-    """Returns the layouts of a model's groups of layers: those with all tokens, with a window, and with states.
+    """Returns the layouts of a model's groups of layers: the group of all tokens, of windows, and of states.
 
     `dtype`: for pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
     writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window get

@@ -152,7 +152,7 @@ class PlainCausalLM:
 
     @cached_property
     def _experts(self) -> list[ParallelExperts]:
-        """Returns the blocks of experts; only if this model serves, because a fused model takes their weights away."""
+        """Returns the blocks of experts. It may be read only if this model is not fused: fusing takes their weights."""
         return [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
 
     def _set_batch(self, batch: ForwardBatch | None) -> None:

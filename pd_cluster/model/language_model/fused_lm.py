@@ -51,7 +51,7 @@ class ModelEnds:
     vocab_size: int  # the whole model's
     embedding_factor: float = 1.0  # already applied by `embed`
     bf16_way: str = ""  # see CausalLM
-    # In a draft head: joins the embedding to x.
+    # Only in a draft head: joins the embedding to x.
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
@@ -134,7 +134,7 @@ class FusedCausalLM:
         """Computes the second half of the last layer for the rows that are read; returns logits."""
         hidden, last = batch.hidden, self.layers[-1]
         rows = batch.sample_rows if hidden is None else hidden.kept
-        if self._experts is not None and self._experts.are_exchanged:  # in each layer, all rows of a step
+        if self._experts is not None and self._experts.are_exchanged:  # every layer exchanges all rows of a step
             delta = self._after_attention(last, x, attended)
             x, delta = x[rows], delta[rows]
         else:

@@ -15,7 +15,7 @@ from pd_cluster.native.packed_products import bf16_way
 
 
 def is_narrow(model: torch.nn.Module) -> bool:
-    """Whether this is a bfloat16 model on a CPU that has the kernels for it."""
+    """Whether this is a bfloat16 model on a CPU with kernels for bfloat16."""
     parameters = list(model.parameters())
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     has_any = ("cpu", torch.bfloat16) in kinds

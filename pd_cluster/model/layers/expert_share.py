@@ -45,7 +45,7 @@ class ExpertExchange(Protocol):
 class ExpertUnit(ExpertExchange, Protocol):
     """An exchange whose ends must connect first.
 
-    `rows`: the rows of each member in the next step; None: every member has as many as this one, as in the proof at
+    `rows`: the rows of each member in the next step; None: every member has the same number of rows, as in the proof at
     load.
     """
 

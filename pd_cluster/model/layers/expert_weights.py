@@ -19,7 +19,7 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # values between the two products of experts that may be kept before the ranks join them
+MOST_WAITING = 1 << 20  # the most values between the two products of experts that wait until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ExpertLayers:
     """The two products of every expert in a block.
 
     `shape`: hidden_size, and the number of features between the products. `order`: the output order of the first
-    product, see ExpertStack. `rows`: the second product takes whole rows, see ExpertWeights.
+    product, see ExpertStack. `rows`: the second product takes whole rows; see ExpertWeights.
     """
 
     def __init__(self, weights: ExpertWeights, activation: int | None = None) -> None:

@@ -17,7 +17,7 @@ from pd_cluster.model.layers.packed_modules import rows_apart
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
 SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # from gpt-oss; constants in the kernels
 MLP_NBYTES_AT_ONCE = 8 << 20  # the most bytes of gate and up together
-MLP_LEAST_ROWS = 256  # with fewer rows, repeated reads of the weights would cost more than this saves
+MLP_LEAST_ROWS = 256  # with fewer rows, repeated reads of the weights would cost more than small temporaries save
 
 
 class Gates(Protocol):
@@ -50,8 +50,8 @@ class GatesFewRows(Protocol):
 class GatedMLP:
     """Computes down(activation(gate(x)) * up(x)) for a limited number of rows at a time.
 
-    The intermediate result is a large temporary; from 32 MiB on, glibc maps each one anew, which takes longer than the
-    computation.
+    The intermediate result is a large temporary; glibc maps each temporary of 32 MiB or more anew, which takes longer
+    than the computation.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GatedMLP:
         return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Still below the limit, and faster in one piece.
+        # The result is still below the limit, and one piece is faster.
         if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)
@@ -125,7 +125,7 @@ class Routing:
 
         `dtype`: the rows'; None: the logits'.
         """
-        numbers = logits.float()  # in 16 bits experts would tie
+        numbers = logits.float()  # in 16 bits, experts would have equal scores
         scores = sigmoid(numbers) if self.sigmoid else numbers.softmax(-1)
         if self.is_plain:
             weights, chosen = scores.topk(self.top_k, dim=-1)

@@ -1,4 +1,4 @@
-"""The weight of a linear layer as a value that is read in some form, sliced for a rank, joined and computed with.
+"""The weight of a linear layer: a value that is read in some form, sliced for a rank, joined, and used in products.
 
 A form is a set of named tensors. The parallel plan slices the features of a layer; a form maps these features to
 dimensions of its tensors. So a new form (packed words, scales, zeros) is an entry of the table of forms and a class
@@ -24,8 +24,8 @@ class WeightPart:
     """One tensor of a linear layer, with its dimensions of output and input features; None: it has no such dimension.
 
     A dimension may hold fewer elements than there are features: words, or groups that share a scale. It is sliced
-    between elements only. `is_added`: the part is added once to the product, so only one of the ranks that sum their
-    products has it.
+    between elements only. `is_added`: the part is added to the product once, so of the ranks that sum their products
+    only one has it.
     """
 
     outputs: int | None
@@ -113,7 +113,7 @@ class WeightForm:
     """`parts`: the tensors of a layer in safetensors files, by the last component of their names.
 
     A layer has all parts except perhaps those that are added. `rounds_activations`: activations are rounded to codes,
-    and some change with the last bits of earlier results.
+    some of which change with the last bits of earlier results.
     """
 
     parts: Mapping[str, WeightPart]

@@ -111,8 +111,8 @@ class PackedModule(torch.nn.Module):
 def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Makes a packed linear of few outputs, whose rows start at multiples of APART values.
 
-    torch's functions compute adjacent values several at a time, and the last few in another way with other bits: the
-    way a value is computed must not depend on the rows before it.
+    torch's functions compute adjacent values several at a time, and the last few differently, with other bits. With
+    these distances, a value's bits do not depend on the rows before it.
     """
     num_outputs = weight.shape[0]
     padding = -num_outputs % APART
@@ -136,7 +136,7 @@ class PackedRouter(torch.nn.Module):
 
 
 class _Product(TorchFunctionMode):
-    """Replaces `linear(x, weight, bias)` of one weight by `packed`, and sigmoids by ones that are the same in
+    """Replaces `linear(x, weight, bias)` of one weight by `packed`, and sigmoids by sigmoids with the same bits in
     every row.
     """
 

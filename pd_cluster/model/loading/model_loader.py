@@ -82,8 +82,8 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-# The most by which fusing may change logits, as a share of the largest. It changes float32 by about 1e-6, and some of
-# the codes to which activations are rounded.
+# The most by which fusing may change logits, as a share of the largest logit. Fusing changes float32 by about 1e-6.
+# Where activations are rounded to codes, this difference may change a code.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 # Names in the files of any architecture.
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")

@@ -33,13 +33,13 @@ class StepRows:
     """Maps the current step's rows to adapter slots; all layers of a model share one instance."""
 
     def __init__(self) -> None:
-        self.are_adapted = False  # at least one row has an adapter
+        self.are_adapted = False  # whether any row has an adapter
         self.place: ActivationDevice | None = None  # the layers' device; None: host memory
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
         self.device: Device = CPU
-        self.has_tables = False  # for device kernels
+        self.has_tables = False  # whether device kernels have tables
         self.places: dict[int, int] = {}  # slot -> index in the device's tables
         self._on_device: AdaptedBlocks | None = None
 
@@ -72,7 +72,7 @@ class StepRows:
         return self._on_device
 
     def take(self, step: StepRows, rows: torch.Tensor) -> None:
-        """Selects these rows of `step` [num_taken] int64, for layers that see only them."""
+        """Selects these rows of `step` [num_taken] int64, for layers that see only these rows."""
         self._set(None if step._slots is None else step._slots[rows.numpy()])
 
     @property
@@ -259,7 +259,7 @@ class AdaptedModule(torch.nn.Module):
         self._base = base
         self._site = site
         self.out_features, self.in_features = out_features, in_features
-        self.weight = base.weight  # for code that reads the weight's dtype
+        self.weight = base.weight  # other code reads the weight's dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._site.add(x, self._base(x))

@@ -51,8 +51,8 @@ class SlotTable(Generic[F]):
                 return known
             slot = self.next_slot() if slot is None else slot
             self.put(slot, folder)
-            self.slots[folder.digest] = slot  # last, because from here on requests may use it
-            if known is not None:  # left by a load that rank 0 has abandoned
+            self.slots[folder.digest] = slot  # stored last, because from here on requests may use the adapter
+            if known is not None:  # an earlier load, which rank 0 has abandoned, has left it
                 self.clear_slot(known)
             return slot
 

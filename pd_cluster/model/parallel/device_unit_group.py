@@ -38,7 +38,7 @@ class DeviceUnitGroup:
         step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: as many as here
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: all have the same
         self._host = UnitGroup(rank, size, self._joined, timeout_s)
         self._meet, self._timeout = meet, timedelta(seconds=timeout_s)
         self._group: Any = None
@@ -137,5 +137,7 @@ def device_end(store: Store, rank: int, size: int, device: Device) -> Any:
 def _all_to_all(
     group: Any, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
 ) -> Any:
-    """Begins an exchange of one-dimensional tensors: for these torch counts rows and torch-npu counts elements."""
+    """Begins an exchange of one-dimensional tensors: with more dimensions, torch would count rows and torch-npu
+    elements.
+    """
     return group.alltoall_base(received, sent, received_sizes, sent_sizes, AllToAllOptions())

@@ -108,7 +108,7 @@ class RankShare:
                     self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
 
     def remove(self, model: Any) -> None:
-        """Restores the model for a caller that takes it apart and sums by itself. Norms that span heads stay."""
+        """Restores the model for a caller that takes its modules and adds up by itself. Norms that span heads stay."""
         model.set_input_embeddings(model.get_input_embeddings().inner)
         for hook in self._hooks:
             hook.remove()

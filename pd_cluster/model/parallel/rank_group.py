@@ -88,7 +88,7 @@ class Rendezvous:
     rank: int
     size: int
     timeout_s: float  # how long a rank waits for the others in a step
-    load_timeout_s: float = 600.0  # until all have loaded their weights
+    load_timeout_s: float = 600.0  # the time until all ranks have loaded their weights
 
 
 class GlooGroup:
@@ -121,8 +121,8 @@ class GlooGroup:
         return x
 
     def _double(self, x: torch.Tensor) -> None:
-        """Sums by recursive doubling: pairs, then pairs of pairs. For a step's sums this is several times as fast as
-        gloo's.
+        """Sums by recursive doubling: pairs, then pairs of pairs. For a step's sums this takes a fraction of the time
+        of gloo's own sum.
 
         Addition is commutative, and all ranks add the same pairs, so they get the same bits.
         """
@@ -210,7 +210,7 @@ class DeviceGroup:
     gloo.
 
     NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum in rank
-    order, rounded once; for that each rank receives the values of all others. `is_symmetric`: symmetric_sums.py
+    order, rounded once. To compute it, each rank receives the values of all others. `is_symmetric`: symmetric_sums.py
     computes small sums.
     """
 

@@ -31,7 +31,7 @@ class UnitGroup:
         step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: as many as here
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: all have the same
         self.exchange_s = 0.0
         self._meet = meet
         self._group: Any = None

@@ -91,7 +91,7 @@ def _taken(stored: Any, name: str, part: RankTensors, expert_width: int) -> torc
 def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
     """Whether stacked experts, with `width` outer features, are stored transposed: inputs before outputs.
 
-    If both dimensions are equal, this is undecidable; then they are read unchanged, as transformers does.
+    If both dimensions are equal, this cannot be decided; then experts are read unchanged, as in transformers.
     """
     found = FUSED_EXPERTS.search(name)
     if found is None or len(shape) != 3:

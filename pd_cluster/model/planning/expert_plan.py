@@ -1,4 +1,6 @@
-"""Plans, before any weight is read, which experts a rank has; refuses settings that do not combine with that."""
+"""Plans, before any weight is read, which experts a rank has; refuses settings that do not combine with expert
+parallelism.
+"""
 
 from __future__ import annotations
 

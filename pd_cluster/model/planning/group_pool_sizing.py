@@ -155,8 +155,8 @@ def group_sizes(needs: GroupNeeds, free: host.HostMemory | None = None) -> Group
 
     `free`: the host's memory once the weights are loaded; None: they are.
 
-    If max_num_seqs is the default and memory cannot hold as many states, fewer sequences are served; a configured
-    number must fit.
+    If max_num_seqs is the default and memory cannot hold that number of states, fewer sequences are served; a
+    configured number must fit.
     """
     config, free = needs.config, free or host.memory()
     nbytes, flag = _budget(needs, free)

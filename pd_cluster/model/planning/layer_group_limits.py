@@ -32,7 +32,7 @@ def check_states(plan: LoadPlan, is_fused: bool) -> None:
 
 
 def may_fuse(plan: LoadPlan) -> bool:
-    """Whether kernels for states are possible on this device; some reasons against them are in the weights only."""
+    """Whether kernels for states are possible on this device; some reasons against them show only in the weights."""
     if plan.device.is_accelerator and (not plan.device.traits.runs_triton or plan.config.attention_backend == "sdpa"):
         return False
     return has_fused_layers(plan.checkpoint)

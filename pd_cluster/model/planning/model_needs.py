@@ -35,9 +35,9 @@ class ModelNeeds:
     name: str
     dtype: str
     weights_nbytes: int  # in memory
-    read_nbytes: int  # read by a step of many sequences: all experts, but no embedding table
-    num_active_weights: int  # multiplied for each token: only its own experts
-    pair_flops: int  # for one token attending to another, in all layers
+    read_nbytes: int  # bytes that a step of many sequences reads: all experts, but no embedding table
+    num_active_weights: int  # weights that multiply each token: of the experts, only its own
+    pair_flops: int  # operations of one token that attends to another, in all layers
     num_layers: int
     num_heads: int
     hidden_size: int

@@ -127,7 +127,9 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
 
 
 def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int, str]:
-    """Returns this process's share of an accelerator less its other needs, limited to free memory; and its setting."""
+    """Returns this process's share of an accelerator's memory without its other needs, at most the free memory, and the
+    setting of the share.
+    """
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)

@@ -32,7 +32,7 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 
 
 def check_before_loading(plan: LoadPlan) -> None:
-    """Raises ConfigError for settings that a model with states refuses, as far as they are known without weights.
+    """Raises ConfigError for settings that a model with states refuses, if this is known without weights.
 
     Of several ranks, none builds the modules, because transformers changes torch's default dtype meanwhile, and ranks
     may be threads.
@@ -57,8 +57,9 @@ def _needs(plan: LoadPlan, layouts: Sequence[KVLayout]) -> GroupNeeds:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPools:
-    """The pools of one rank of a model that is not loaded. `sizes` None: they depend on what weights leave of a
-    device.
+    """The pools of one rank of a model that is not loaded.
+
+    `sizes` None: they depend on the memory that weights leave on a device.
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Decides, from measured step times, whether a step of few tokens uses lent cores. The caller passes the time.
 
 Such a step is bound by memory bandwidth, which a few cores nearly saturate, and each of its parts waits for all
-threads. So if other programs, or the sending of the generated tokens, use the lent cores now and then, the step takes
-longer with them than without.
+threads. So the step takes longer with lent cores than without them if other programs, or the sending of tokens, use
+these cores now and then.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MOST_TOKENS = 64  # larger steps are bound by arithmetic and always borrow
-GAIN = 0.9  # a step with lent cores must take at most this part of the time without
+GAIN = 0.9  # a step with lent cores must take at most this share of a step's time without them
 NUM_TRIED = 4  # successive steps, with and without lent cores
 TRIED_AGAIN_S = 20.0
-MOST_TRYING_S = 5.0  # the longest trial, even if no step was offered cores from its start to its end
+MOST_TRYING_S = 5.0  # a trial ends after this time, even if no step was offered cores from its start to its end
 WEIGHT = 0.3  # the weight of the newest step in the moving average
 
 

@@ -130,7 +130,9 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout]
 def _allocate(
     plan: LoadPlan, layouts: Sequence[KVLayout], twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
-    """Allocates as many blocks as the rank with the least memory can hold, and their twins; `undo` closes the pools."""
+    """Allocates on each rank the blocks that the rank with the least memory can hold, and their twins; `undo` closes
+    the pools.
+    """
     config, least = plan.config, plan.group.least
     if len(layouts) > 1:
         return _allocate_groups(plan, layouts, peak_nbytes, undo)

@@ -113,7 +113,7 @@ def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> in
     """Returns the bytes of the LoRA adapters that may be loaded at once, each with the largest rank, on all linear
     layers.
 
-    A rank that has a share of the model keeps less.
+    A rank with a share of the model keeps only a part of them.
     """
     if not adapters.enable_lora:
         return 0
@@ -143,7 +143,7 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
 def largest_step(
     num_tokens: int, num_seqs: int, max_model_len: int, layouts: Sequence[KVLayout]
 ) -> list[tuple[Request, int]]:
-    """Returns prompts that fill a step: as many as may run, all of them sampled.
+    """Returns prompts that fill a step: the most sequences that may run, each of them sampled.
 
     They share one state: the pool may not hold one for each, and separate states would add no work.
     """

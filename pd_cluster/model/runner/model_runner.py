@@ -57,8 +57,8 @@ CLOSE_S = 2.0
 class KVMemory(NamedTuple):
     """The pool and the swap space of each group of layers.
 
-    `max_num_seqs`: how many sequences' states fit at once. `twin`: the pool of the draft model, with as many
-    blocks as the main pool; see kv/twin_blocks.py.
+    `max_num_seqs`: how many sequences' states fit at once. `twin`: the pool of the draft model, with the main pool's
+    number of blocks; see kv/twin_blocks.py.
     """
 
     pools: tuple[KVPool, ...]
@@ -99,7 +99,7 @@ class ModelRunner:
         self.group, self.device = plan.group, plan.device
         self._unit = None if plan.experts is None else plan.experts.exchange
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
-        self.model_folder = plan.checkpoint.path  # with the weights of the start
+        self.model_folder = plan.checkpoint.path  # the folder with the weights of the start
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
         self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host decides which states are kept

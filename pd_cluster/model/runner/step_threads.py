@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class StepThreads:
-    """Without a ledger, every step uses the threads that the process started with; without an affinity, any core."""
+    """Without a ledger, every step uses the threads that the process started with.
+
+    Without an affinity, it runs on any core.
+    """
 
     def __init__(self) -> None:
         self._ledger: CoreLedger | None = None
@@ -37,7 +40,7 @@ class StepThreads:
     def share(self, ledger: CoreLedger, judges: bool = True) -> None:
         """Makes later steps use the cores that the open `ledger` assigns; other work keeps the rank's own share.
 
-        `judges`: steps of few tokens decline lent cores that have not made them faster.
+        `judges`: steps of few tokens decline lent cores if these have not made them faster.
         """
         self._ledger = ledger
         self._core_lending = CoreLending() if judges else None

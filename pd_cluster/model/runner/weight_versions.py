@@ -29,7 +29,7 @@ def check_stamp(path: str, stamp: Stamp) -> None:
 
 
 class VersionFiles:
-    """Checks versions against the folder `base`. `refusal`: why this engine takes none; "" if it does."""
+    """Checks versions against the folder `base`. `refusal`: why this engine takes no other weights; "" if it does."""
 
     def __init__(self, base: Path, refusal: str = "") -> None:
         self._base, self._refusal = base, refusal

@@ -22,8 +22,8 @@ def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Se
     """Returns the candidates that a search of each width may need, per row of logits [num_rows, vocab_size] with maxima
     `best`.
 
-    These are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis: likeliest first, and
-    among equals the lowest id first. There are fewer if masks leave fewer. Overwrites the logits.
+    These are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis. The likeliest come
+    first, and among equals the lowest id. If masks leave fewer tokens, there are fewer. Overwrites the logits.
     """
     totals = log_totals(logits, best)  # [num_rows]
     ending = [logits[row, ids].cpu().numpy() for row, ids in enumerate(ends)]

@@ -1,8 +1,8 @@
 """Chooses the next tokens, greedy or drawn, and their logprobs on the logits' device, without the host.
 
 The arithmetic equals that of logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
-tokens on device and host. A Triton kernel finds the tokens that a row keeps, or sorting where there is no Triton;
-neither needs the host. Knows nothing of steps.
+tokens on device and host. A Triton kernel finds the tokens that a row keeps; without Triton, sorting does. Neither
+needs the host. Knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_FOR_KERNEL = 5 * MAX_AT_ONCE  # the kernel of triton_draw takes eight
 
 
 def can_choose(requests: Sequence[Request], device: Device) -> bool:
-    """Whether the host is not needed. Draws need doubles, which NPUs compute slowly if at all."""
+    """Whether the device can choose without the host. Draws need doubles, which NPUs compute slowly or not at all."""
     return device.traits.has_doubles or all(request.sampling.greedy for request in requests)
 
 

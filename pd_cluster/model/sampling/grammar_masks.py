@@ -1,8 +1,8 @@
 """Masks of the tokens that guided outputs allow next, computed for a step's rows while the model runs.
 
-Guides compile on their own thread while their requests wait; masks are computed on another while the model runs. An
-output's progress follows from its token ids alone: cached progress can be dropped at any time. Knows nothing of how a
-token is then chosen, and imports no torch.
+Guides compile on their own thread while their requests wait; masks are computed on another thread while the model runs.
+An output's progress follows from its token ids alone: cached progress can be dropped at any time. Knows nothing of how
+a token is then chosen, and imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pd_cluster.types import Guide, Request
 MAX_GUIDES = 64  # compiled guides that are kept, in addition to those in use
 MAX_NUM_CHARS = 2 << 20  # characters of all guides; a large guide takes some hundred times its size when compiled
 STACK_NBYTES = 16 << 20  # a larger stack than in the process that checked the guide
-UNREADY_WAIT_S = 0.05  # the wait for guides when there is nothing else to compute
+UNREADY_WAIT_S = 0.05  # how long a step waits for guides if there is nothing else to compute
 
 
 class TokenMask(NamedTuple):

@@ -32,7 +32,10 @@ class ProcessorError(Exception):
 
 
 class SequenceProcessors:
-    """The processors of one sequence. `steps` has one for each that concerns it; a step of one that failed raises."""
+    """The processors of one sequence.
+
+    `steps` has a step for each processor that concerns the sequence; the step of a failed processor raises.
+    """
 
     def __init__(self, loaded: Sequence[LoadedProcessor], request: Request, params: ProcessorParams) -> None:
         self._output = request.output_token_ids
@@ -44,7 +47,7 @@ class SequenceProcessors:
         self.steps = [(each, step) for each, step in begun if step is not None]
 
     def _begun(self, loaded: LoadedProcessor, params: ProcessorParams, prompt: list[int]) -> Step | None:
-        """Returns what processes the sequence's rows; None: nothing does."""
+        """Returns the steps for the sequence's rows; None: no processor concerns it."""
         output = self._output
         try:
             if loaded.adapter is not None:
@@ -58,7 +61,7 @@ class SequenceProcessors:
         return lambda row: _checked(loaded, instance.apply(row[None]), row[None])[0]
 
     def follow(self, request: Request) -> bool:
-        """Tells the processors of a new token; False: they must be made again."""
+        """Passes a new token to the processors; False: they must be made again."""
         output, known = request.output_token_ids, self._num_known
         num_new = len(output) - known
         if output is not self._output or not 0 <= num_new <= 1 or (known and output[known - 1] != self._last):
@@ -104,14 +107,14 @@ class RequestProcessors:
         return bool(self._loaded) and bool(self._of(request, request.index).steps)
 
     def shape_draws(self, request: Request) -> bool:
-        """Whether one of those that leave the most likely token as it is concerns the request."""
+        """Whether a processor that keeps the most likely token concerns the request."""
         return any(each.is_argmax_invariant for each, _ in self._of(request, request.index).steps)
 
     def apply(self, row: Tensor, request: Request, index: int, is_draw: bool) -> str:
         """Changes a row of logits [vocab_size] in place; returns why that failed, or "".
 
-        `index`: the sequence's, which may not have been forked from its request yet. `is_draw`: apply only those that
-        leave the most likely token as it is; otherwise only the others.
+        `index`: the index of the sequence, which may not have been forked from its request yet. `is_draw`: apply only
+        processors that keep the most likely token; otherwise apply only the other processors.
         """
         try:
             for each, step in self._of(request, index).steps:

@@ -1,8 +1,8 @@
 """Passes over whole rows of logits: the best token, the k best, the total mass, the number of better tokens.
 
 Only this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU it uses numpy,
-whose vectorised partition and argmax are several times as fast as torch's, and torch elsewhere. No row's result depends
-on other rows. Knows nothing of requests or of sampling parameters.
+whose vectorised partition and argmax are much faster than those of torch. On other devices it uses torch. No row's
+result depends on other rows. Knows nothing of requests or of sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-BLOCK_SIZE = 128  # tokens summed before sums are double; the draw searches one such block
+BLOCK_SIZE = 128  # tokens whose masses are added in float32; the draw searches one such block
 LARGEST = torch.finfo(torch.float32).max
-LEADING_BLOCK_SIZE = 32  # tokens of which only the best is examined first
+LEADING_BLOCK_SIZE = 32  # tokens of which at first only the best is examined
 
 
 def on_host(logits: Tensor) -> bool:

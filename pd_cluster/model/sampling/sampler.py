@@ -32,7 +32,7 @@ from pd_cluster.types import Candidate, Logprobs, Request, Sampling
 
 MASK = (1 << 64) - 1
 NO_TOKEN = -1  # no token is allowed
-MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps each temporary of 32 MiB or more anew, slowly
+MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps each temporary of 32 MiB or more anew, which is slow
 
 
 def splitmix64(state: int) -> int:
@@ -91,7 +91,7 @@ class SamplingRow(NamedTuple):
 class Sampled(NamedTuple):
     token_id: int  # or NO_TOKEN
     logprobs: Logprobs | None
-    problem: str = ""  # of a processor that leaves no token
+    problem: str = ""  # the reason of a processor that leaves no token
 
 
 # Rows without a token -> why, if a processor has failed.

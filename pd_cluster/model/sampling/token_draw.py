@@ -20,8 +20,8 @@ from pd_cluster.model.kernels.fixed_point import MASS_BITS, fixed_masses, share_
 from pd_cluster.model.sampling.row_passes import Bools, Floats, Ints, leading, masses, rows_of
 from pd_cluster.types import Sampling
 
-FEW = 64  # all but a few rows keep at most this many tokens; such rows are processed together
-MARGIN = 16  # extra candidates, so that tokens equal to the last kept one are seldom cut off
+FEW = 64  # nearly all rows keep at most this many tokens; these rows are processed together
+MARGIN = 16  # extra candidates, so that tokens equal to the last kept token are seldom missing
 NUM_BINS = 4096  # bins for logits below the best one
 # Relative error of a sum of float32 masses: products of 44 octaves, sums in a block, the last bits.
 MASS_ERROR = 2.0**-16
@@ -157,7 +157,7 @@ def _draw_from_many(line: Floats, best: Floats, knobs: DrawParameters) -> int:
 class KeptTokens(NamedTuple):
     """The tokens that one row may keep, in vocabulary order."""
 
-    threshold: np.floating[Any]  # the worst logit that is kept
+    threshold: np.floating[Any]  # the smallest logit that is kept
     num_kept: int
     ids: Ints | None  # None: the whole vocabulary
     masses: Ints  # zero for tokens that are not kept

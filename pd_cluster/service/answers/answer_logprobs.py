@@ -55,7 +55,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Entries(NamedTuple):
-    """Logprobs of a text's tokens in the chat format, and the same without the tokens' bytes.
+    """Logprobs of a text's tokens in the chat format, with and without the tokens' bytes.
 
     Each entry is encoded once: it is a msgspec.Raw of its type.
     """
@@ -65,8 +65,9 @@ class Entries(NamedTuple):
 
 
 class LogprobsFormat:
-    """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text. `tells_chosen`: in a
-    chat, the chosen token is among the others, too.
+    """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text.
+
+    `tells_chosen`: in a chat, the chosen token is also among the most likely tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False, tells_chosen: bool = False) -> None:
@@ -160,5 +161,5 @@ def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:
 
 
 def finite(logprob: float) -> float:
-    """Returns at least LEAST_LOGPROB, also for NaN."""
+    """Returns the logprob, but at least LEAST_LOGPROB, which also replaces NaN."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

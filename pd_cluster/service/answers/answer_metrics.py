@@ -79,7 +79,7 @@ def drafts_of(steps: Sequence[tuple[int, int]], num_spec_tokens: int, is_detaile
 
 
 def timings_of(generations: Sequence[Generation], timelines: Timelines) -> AnswerMetrics | None:
-    """Returns times in milliseconds; None for more than one answer, whose tokens would be mixed.
+    """Returns times in milliseconds; None if there are several answers, whose times would be mixed.
 
     `tokens_per_second` is the rate after the first token. A time that was not measured is null.
     """

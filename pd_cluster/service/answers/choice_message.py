@@ -71,7 +71,7 @@ class ChoiceText:
         lists_tokens = generation.every_token or generation.sampling.logprobs is not None
         shows_stop_token = generation.sequences[0].shows_stop_token
         self._shares = None if self._shows_reasoning or not lists_tokens else TokenAlignment(shows_stop_token)
-        self.reasoning = ""  # so far, whether it is shown or not
+        self.reasoning = ""  # the reasoning so far, shown or hidden
 
     def finish_reason(self, piece: Piece) -> str | None:
         """Returns the finish reason of the last piece: calls, unless a stop of the request cut the last call."""

@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, request: GenerationRequest, forces_usage: bool = False, tells_metrics: bool = False) -> Wanted:
-        """`forces_usage` and `tells_metrics`: the server's own."""
+        """`forces_usage` and `tells_metrics`: settings of the server."""
         return cls(
             bool(request.stream),
             request.include_usage or forces_usage,
@@ -126,7 +126,7 @@ class Answer(ABC):
     # ---- the answer in chunks
 
     def events(self, piece: Piece) -> bytes:
-        """Returns a piece's events; b"" if none of it can be shown yet."""
+        """Returns a piece's events; b"" if nothing of the piece can be shown yet."""
         at = piece.index // self._num_choices
         if self._opened[at]:
             events = b""
@@ -208,9 +208,7 @@ class Answer(ABC):
         return event(chunk)
 
     def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any, Any]:
-        """Returns a choice's finish_reason, token_ids, stop_reason and weight_versions, as far as its piece has
-        them.
-        """
+        """Returns those of finish_reason, token_ids, stop_reason and weight_versions that a choice's piece has."""
         if piece is None:
             return None, None, UNSET, None
         reason = self._finish_reason(piece)

@@ -1,6 +1,6 @@
 """Splits a reply into blocks: reasoning, text and calls, in the order in which the model wrote them.
 
-/v1/messages and /v1/responses share this form, and name the blocks differently. Knows nothing of either.
+/v1/messages and /v1/responses share this form, and name the blocks differently. Knows nothing of these routes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class Block:
 
 
 class BlockChange(NamedTuple):
-    """One step of a reply. A block begins, grows by `text` any number of times, and ends before the next one begins."""
+    """One step of a reply.
+
+    A block begins, grows by `text` any number of times, and ends before the next block begins.
+    """
 
     what: Literal["begins", "grows", "ends"]
     block: Block
@@ -64,7 +67,7 @@ class BlockReader:
         self._num_reasoning_tokens = 0
         self._later: list[
             tuple[Part, Sequence[TokenLogprobs]]
-        ] = []  # content between arguments, which follows its call
+        ] = []  # content that the model wrote between arguments; it follows the call
         self.blocks: list[Block] = []
 
     @property

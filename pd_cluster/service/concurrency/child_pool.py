@@ -61,9 +61,11 @@ class ChildPool:
     """`name`: what the jobs check, for messages. `started` checks a new child's first line, and may raise.
 
     Most jobs are quick. A job that takes longer than QUICK_S gives up its place, so that quick jobs do not wait for it,
-    and continues in a place for `slow` jobs; clients take turns for these, too. If none is available for its client,
-    the job ends, waits for one, and restarts there; meanwhile its client rests for twice the lost time. A slow job ends
-    when its caller leaves. `num_killed` counts children that took too long, had no place to continue, or failed.
+    and continues in a place for `slow` jobs; clients take turns for both kinds of places. If its client can get no slow
+    place, the job stops, waits for one, and starts again there. For twice the time that was lost, its client may start
+    no other job. A slow job ends when its caller leaves.
+
+    `num_killed` counts children that took too long, had no place to continue, or failed.
     """
 
     def __init__(
@@ -221,7 +223,10 @@ class ChildPool:
             self._end_slow_turn(job.client, turn)
 
     async def _ask(self, child: JobChild, job: _Job) -> bytes:
-        """Runs a job; then the child is idle or dead. Raises EOFError or ConnectionError if the child failed."""
+        """Runs a job in the child, which is then idle or dead.
+
+        Raises EOFError or ConnectionError if the child failed.
+        """
         task = asyncio.ensure_future(child.exchange(job.line))
         async with self._kept_or_killed(child, task):
             done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self.timeout_s))
@@ -296,7 +301,7 @@ class ChildPool:
     async def _restock(self) -> None:
         """Starts a child for the next quick job in place of a child whose job is slow."""
         if not self.idle:
-            with contextlib.suppress(PdClusterError, OSError):  # the next job starts a child, and reports the error
+            with contextlib.suppress(PdClusterError, OSError):  # the next job tries again, and reports the error
                 await self._keep(await self._start())
 
     async def _keep(self, child: JobChild) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class FairByteBudget:
-    """A client may take at most as much as it leaves free, so that others always have memory for small pieces."""
+    """A client's share may grow up to the size of the free memory, so that memory for small pieces always remains."""
 
     def __init__(self, total_nbytes: int) -> None:
         self._total_nbytes = total_nbytes

@@ -1,7 +1,8 @@
 """Decides whose work is next if clients share a few places, such as threads or processes. No clock, loop or thread.
 
-A client holds at most half of the places, rounded up, so that others' work begins at once however much it sends. A free
-place goes to the client that holds the fewest, and among these to the client that has waited longest since its turn.
+A client holds at most half of the places, rounded up, so that work of other clients begins at once, however much work
+that client sends. A free place goes to the client that holds the fewest places; among equal clients, to the client
+whose last turn was longest ago.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FairSlots(Generic[T]):
 
         The caller must call `ended` later.
 
-        `may`: whether a client's pieces may begin, apart from the rule.
+        `may`: whether a client's pieces may begin; it applies in addition to the shares.
         """
         waiting = self._waiting if self._num_free else ()
         able = [client for client in waiting if self._held[client] < self._most_held and may(client)]

@@ -61,7 +61,7 @@ class FairThreadPool(ThreadPoolExecutor):
         return cast("Future[T]", self._join(current_client.get(), _Task(partial(fn, *args, **kwargs), 0)))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Shuts down as ThreadPoolExecutor does; work of a cancelled future never runs."""
+        """Shuts down like ThreadPoolExecutor; work of a cancelled future never runs."""
         if cancel_futures:
             with self._lock:
                 jobs = self._clients.clear()
@@ -81,7 +81,7 @@ class FairThreadPool(ThreadPoolExecutor):
         with self._lock:
             self._clients.join(client, job)
         try:
-            super().submit(self._work)  # one call per piece; the call runs whichever pieces are next
+            super().submit(self._work)  # one call per piece; a call runs the pieces whose turn it is
         except RuntimeError:  # the pool was shut down
             with self._lock:
                 self._clients.leave(client, job)
@@ -95,7 +95,7 @@ class FairThreadPool(ThreadPoolExecutor):
             if job.result.set_running_or_notify_cancel():
                 try:
                     result = job.work()
-                except BaseException as error:  # it belongs to the caller
+                except BaseException as error:  # the caller gets the error
                     job.result.set_exception(error)
                 else:
                     job.result.set_result(result)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 # waits cost more thread switches than they gain.
 SWITCH_INTERVAL_S = 0.0005
 # With Python's default thresholds, garbage collection takes a sixth of the process's time. An ended request leaves no
-# cycles, so full collections can be rare; each pauses the process, for longer the more streams are open.
+# cycles, so full collections can be rare; each pauses the process for a time that grows with the number of open
+# streams.
 GC_THRESHOLDS = (2_000, 1_000, 10)
 
 

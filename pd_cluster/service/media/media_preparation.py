@@ -28,7 +28,7 @@ from pd_cluster.service.media.pixel_budget import PixelBudget, PixelHold
 from pd_cluster.settings.media_settings import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.text.control_tokens import PromptText
 
-MAX_NBYTES = 56 << 20  # the bytes of a prompt's images, as their model reads them; they are sent in one message
+MAX_NBYTES = 56 << 20  # the most bytes of a prompt's images in their model's form, which one message has
 NUMBERS_NBYTES = 20  # the bytes of a token's id and its three positions in the same message
 MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30

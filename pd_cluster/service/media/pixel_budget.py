@@ -21,7 +21,7 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 from pd_cluster.types import Image
 
-MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer's end, in case an instance is lost
+MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer's end, because a lost instance needs a retry with them
 
 
 class PixelBudget:
@@ -38,7 +38,10 @@ class PixelBudget:
                 raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
 
     def take(self, nbytes: int) -> PixelHold:
-        """Takes memory. Raises NoCapacity if the current client's share is used up, RequestError if it is too small."""
+        """Takes memory.
+
+        Raises NoCapacity if the current client's share is used up, RequestError if even all memory is too small.
+        """
         client, memory = current_client.get(), self.in_memory
         if not memory.has_capacity(client, nbytes):
             if not memory.taken_nbytes:

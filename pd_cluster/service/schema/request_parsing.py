@@ -36,7 +36,7 @@ _NEUTRAL = {  # the values that beam search, which does not sample, accepts for 
 }
 _logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
-OFFSETS = "return_token_offsets"  # the same
+OFFSETS = "return_token_offsets"  # refused by routes that do not honour it
 
 CHECKED = frozenset(
     {*NOT_YET, *ELSEWHERE, *SGLANGS, *CHAT_ONLY, *HARMLESS}

@@ -33,7 +33,7 @@ class InLanes:
         self.link_ids: dict[str, str] = {}  # by connection
         self.peers: dict[str, str] = {}  # by connection: the name@epoch of the other end
         self._layouts = context.endpoint.layouts
-        self._closed_nbytes = self._closed_dropped = 0  # received over closed links
+        self._closed_nbytes = self._closed_dropped = 0  # totals of closed links
 
     def counts(self) -> tuple[int, int]:
         """Returns the bytes received so far, and the number of KV frames that did not belong to their link."""
@@ -63,13 +63,16 @@ class InLanes:
         self.progress.forget(conn)
 
     def precision(self, conn: str) -> str:
-        """Returns the precision of a link. All lanes of a group have the same, and one of them ends in this process."""
+        """Returns the precision of a link.
+
+        All lanes of a group have the same precision, and one of them ends in this process.
+        """
         return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
 
     def begin(
         self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
     ) -> None:
-        """Passes the same blocks of a group to every rank."""
+        """Begins a landing: passes the same blocks of a group to every rank."""
         self.limit.use(conn)
         for group, end in self.lanes.get(conn, []):
             layout = self._layouts[group]

@@ -28,7 +28,7 @@ class InLinkUsers(Protocol):
     """The transfers that links carry: Imports."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Called while the link's threads still acknowledge that they write no more."""
+        """Ends the landings of a link that went down, while its threads still acknowledge that they write no more."""
 
 
 class InLinks:
@@ -76,7 +76,7 @@ class InLinks:
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             for each in lanes:
-                each.end.start()  # so that it ends
+                each.end.start()  # a thread ends only after its start
                 each.end.close()
             return
         if needs_place:
@@ -107,13 +107,13 @@ class InLinks:
             self._post.send(conn, rest)
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
-        """Called on the mailbox's thread."""
+        """Passes a frame to its lane, on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= frame.lane < len(lanes):
             lanes[frame.lane].end.put(frame)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+        """Passes P's value to its lane, on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= value.lane < len(lanes):
             lanes[value.lane].end.meet(value)

@@ -9,8 +9,8 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
 
 
 class LaneBarrier:
-    """A transfer has arrived, landed or drained when it has in every lane; a fault in one lane is a fault of the
-    transfer.
+    """A transfer has arrived, landed or drained when it has done so in every lane. A fault in one lane is a fault of
+    the transfer.
 
     Each lane reports `Arrived`, if at all, then `Landed` or `LandFault`, then `Drained`, and nothing of the transfer
     afterwards.

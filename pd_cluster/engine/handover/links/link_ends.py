@@ -28,8 +28,8 @@ class Post(Protocol):
     def beat_soon(self) -> None: ...
 
 
-AfterSteps = Annotated[None, "after steps"]  # on another rank, once it has reached the caller's progress
-AtOnce = Annotated[None, "at once"]  # on another rank, before earlier calls: one of them may wait for it
+AfterSteps = Annotated[None, "after steps"]  # another rank runs the call once it has made the caller's progress
+AtOnce = Annotated[None, "at once"]  # another rank runs the call before earlier calls, one of which may wait for it
 
 
 class SendEnd(Protocol):
@@ -85,7 +85,7 @@ class LaneEnds(Protocol):
         """Raises LinkError."""
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Whether the first transport that D would try is a pair."""
+        """Whether the first transport that D would try needs a process group of two ranks."""
 
 
 class LinkThreads(Protocol):
@@ -131,7 +131,7 @@ class LocalLanes:
         return self._threads.receive_thread(conn, opened, key, partial(self._send, conn), report, note)
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Decides by the first lane, which ends at this process; a link's other lanes are equal."""
+        """Decides by the first lane, which ends in this process; the link's other lanes are like it."""
         return self._threads.needs_pair(opened)
 
 
@@ -153,7 +153,7 @@ class LocalEndpoint:
 
 
 def joined_precision(precisions: Iterable[str]) -> str:
-    """Joins the losses of several lanes, each once; "" if no lane loses precision."""
+    """Joins the losses of precision of several lanes, each loss once; "" if there is none."""
     return ", ".join(dict.fromkeys(each for each in precisions if each))
 
 

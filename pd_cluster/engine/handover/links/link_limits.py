@@ -28,7 +28,8 @@ class OutLinkLimit:
         return "now" if has_capacity else None
 
     def choose(self, links: Iterable[OutLink], now_s: float, uses: Callable[[str], bool]) -> None:
-        """Marks links that must rest for links that wait for capacity: idle ones first, the least recently used first.
+        """Marks links that must rest so that waiting links get capacity: idle links first, the least recently used
+        first.
 
         A link in use takes no more transfers, and rests when its own have ended. `uses(conn)`: whether a transfer is
         under way over it.
@@ -75,13 +76,13 @@ class InLinkLimit:
             self._used[conn] = next(self._clock)
 
     def leave(self, conn: str) -> None:
-        """Ends the connection's capacity, or its wait for capacity."""
+        """Gives the connection's capacity back, or ends its wait for capacity."""
         self._used.pop(conn, None)
         self._asked.discard(conn)
         self.queue[:] = [each for each in self.queue if each.conn != conn]
 
     def to_ask(self) -> list[str]:
-        """Returns the links that must be asked to rest, as many as wait. Each link is returned once."""
+        """Returns one link to ask to rest for each link that waits. Each link is returned only once."""
         able = sorted(self._used.keys() - self._asked, key=self._used.__getitem__)
         chosen = able[: max(0, len(self.queue) - len(self._asked))]
         self._asked.update(chosen)

@@ -41,11 +41,11 @@ class OutLink:
     backoff_s: float = FIRST_BACKOFF_S
     used_s: float = 0.0  # when data was last sent over it
     probed_s: float = 0.0
-    timeout_s: float = 0.0  # opening: the time that ends at `due_s`
+    timeout_s: float = 0.0  # opening: how long it may take until `due_s`
     pair: wire.PairWish = "free"
     has_pair: bool = False  # it has an open communicator, which counts toward the limit
     must_rest: bool = False  # it will rest once no transfer is under way
-    is_unproven: bool = False  # its communicator has failed: requests are routed to it once one is up again
+    is_unproven: bool = False  # its communicator has failed: requests are routed to it once a new one works
     is_rested: bool = False  # it rests, and opens again only for a transfer
     over: tuple[str, ...] = ()  # its latest transports
     awaited_s: float | None = None  # since when a transfer waits for it
@@ -61,7 +61,7 @@ class OutLink:
 
     @property
     def is_closing(self) -> bool:
-        """Whether it rests here, but the other end has not confirmed that."""
+        """Whether this end rests, but the other end has not confirmed that."""
         return self.state.phase == "resting" and bool(self.conn)
 
     def to_open(self, endpoint: LocalEndpoint) -> wire.LinkOpen:
@@ -92,7 +92,7 @@ class OutLink:
 
     @property
     def precision(self) -> str:
-        """Returns the losses of all groups of layers, "" for none, once all lanes are ready.
+        """Returns the losses of precision of all groups of layers, "" for none, once all lanes are ready.
 
         Raises LinkError if lanes of a group differ, because D would not know the precision of its blocks.
         """

@@ -34,13 +34,13 @@ class OutLinkUsers(Protocol):
         """Whether a transfer is under way over this connection."""
 
     def link_up(self, peer: str, conn: str) -> None:
-        """Handles that a link is up for which transfers wait."""
+        """Handles that a link is up, for which transfers wait."""
 
     def link_lost(self, peer: str, reason: str) -> None:
         """Handles that a link for which transfers wait will not open."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Called before the link's state is lost."""
+        """Ends the transfers of a link that went down, while the link's state still exists."""
 
 
 class OutLinks:
@@ -126,11 +126,11 @@ class OutLinks:
             return
         lane.peer = peer
         link.has_pair = link.has_pair or are_pairs([answer.transport])
-        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
+        self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # to open, and for the probe to arrive
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+        """Passes D's value to its lane, on the mailbox's thread."""
         lane = lane_of(self._by_conn.get(conn), value.lane)
         if lane is not None:
             lane.end.meet(value)
@@ -158,7 +158,7 @@ class OutLinks:
     def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
         """Handles that D needs this link's capacity for another link."""
         link = self._find(conn, wish.link_id)
-        if link is not None and link.has_pair:  # it may still be opening here: its waiting transfers are sent first
+        if link is not None and link.has_pair:  # the link may still be opening: its waiting transfers are sent first
             link.must_rest = True
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
@@ -252,7 +252,7 @@ class OutLinks:
         link.timeout_s, link.due_s = seconds, self._clock() + seconds
 
     def _rest(self, link: OutLink) -> None:
-        """Closes this end, and asks D to close its own; the connection stays open until D has."""
+        """Closes this end, and asks D to close its end. The connection stays open until D has done so."""
         self._set_at_rest(link)
         link.due_s = self._clock() + self._timeouts.connect_timeout_s
         self._post.send(link.conn, wire.LinkRest(link.link_id))

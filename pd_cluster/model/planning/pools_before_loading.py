@@ -34,7 +34,7 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 def check_before_loading(plan: LoadPlan) -> None:
     """Raises ConfigError for settings that a model with states refuses, if this is known without weights.
 
-    Of several ranks, none builds the modules, because transformers changes torch's default dtype meanwhile, and ranks
+    Modules are built for a single rank only: transformers changes torch's default dtype meanwhile, and several ranks
     may be threads.
     """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:

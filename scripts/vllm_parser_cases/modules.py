@@ -1,0 +1,304 @@
+"""Stand-ins for the modules that vLLM's tests import: its names, with this project's parsers behind them.
+
+A name that is in no table is an `Internal`, which collects but fails every test that uses it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import char_tokenizer
+import messages
+import pytest
+from reply_parser import ReplyParser, arguments_of, parser_class
+
+STAND_INS = ("vllm", "mistral_common", "openai_harmony", "partial_json_parser", "pytest_asyncio", "xgrammar")
+
+# vLLM's class: our call format and our reasoning format
+CLASSES = {
+    "ApertusToolParser": ("apertus", ""),
+    "CohereCommand3ReasoningParser": ("", "cohere_command3"),
+    "CohereCommand4ReasoningParser": ("", "cohere_command4"),
+    "DeepSeekR1ReasoningParser": ("", "deepseek_r1"),
+    "DeepSeekV31ToolParser": ("deepseek_v31", ""),
+    "DeepSeekV32EngineToolParser": ("deepseek_v32", ""),
+    "DeepSeekV3ReasoningParser": ("", "deepseek_v3"),
+    "DeepSeekV3ReasoningWithThinkingParser": ("", "holo2"),
+    "DeepSeekV3ToolParser": ("deepseek_v3", ""),
+    "DeepSeekV41EngineToolParser": ("deepseek_v41", ""),
+    "DeepSeekV4EngineToolParser": ("deepseek_v4", ""),
+    "DotsToolParser": ("dots", ""),
+    "Ernie45ToolParser": ("ernie45", ""),
+    "FunctionGemmaToolParser": ("functiongemma", ""),
+    "Gemma4EngineToolParser": ("gemma4", ""),
+    "Glm47MoeModelToolParser": ("glm47", ""),
+    "Granite4ToolParser": ("granite4", ""),
+    "GraniteEngineToolParser": ("granite", ""),
+    "HYV3ReasoningParser": ("", "hy_v3"),
+    "HYV3ToolParser": ("hy_v3", ""),
+    "HarmonyParser": ("openai", "openai_gptoss"),
+    "Hermes2ProToolParser": ("hermes", ""),
+    "Internlm2ToolParser": ("internlm", ""),
+    "JambaToolParser": ("jamba", ""),
+    "KimiK2ReasoningParser": ("", "kimi_k2"),
+    "KimiK2ToolParser": ("kimi_k2", ""),
+    "KimiK3Parser": ("kimi_k3", "kimi_k3"),
+    "KimiK3ReasoningParser": ("", "kimi_k3"),
+    "KimiK3ToolParser": ("kimi_k3", ""),
+    "Llama3JsonToolParser": ("llama3_json", ""),
+    "LongcatFlashToolParser": ("longcat", ""),
+    "MiMoToolParser": ("mimo", ""),
+    "MiniCPM5XMLToolParser": ("minicpm5", ""),
+    "MiniMaxM3ReasoningParser": ("", "minimax_m3"),
+    "MinimaxM2ToolParser": ("minimax_m2", ""),
+    "MinimaxM3ToolParser": ("minimax_m3", ""),
+    "MistralParser": ("mistral", "mistral"),
+    "MistralToolParser": ("mistral", ""),
+    "Plamo3EngineToolParser": ("plamo3", ""),
+    "PoolsideV1ToolParser": ("poolside_v1", ""),
+    "Qwen3EngineToolParser": ("qwen3_coder", ""),
+    "Step3p5ToolParser": ("step3p5", ""),
+    "xLAMToolParser": ("xlam", ""),
+}
+# vLLM's class of a format's calls and reasoning, which has an adapter for each: its name in vLLM, our formats
+ENGINES = {
+    "DeepSeekV32Parser": ("deepseek_v32", "deepseek_v32", "deepseek_v3"),
+    "DeepSeekV4Parser": ("deepseek_v4", "deepseek_v4", "deepseek_v4"),
+    "DeepSeekV41Parser": ("deepseek_v41", "deepseek_v41", "deepseek_v41"),
+    "Gemma4Parser": ("gemma4", "gemma4", "gemma4"),
+    "Glm47MoeParser": ("glm47_moe", "glm47", "glm47"),
+    "GraniteParser": ("granite", "granite", ""),
+    "GraniteThinkingParser": ("granite_thinking_parser", "qwen3_coder", "granite_thinking_parser"),
+    "KimiK2Parser": ("kimi_k2", "kimi_k2", "kimi_k2"),
+    "MiMoParser": ("mimo", "mimo", "mimo"),
+    "MinimaxM2Parser": ("minimax_m2", "minimax_m2", "minimax_m2"),
+    "MinimaxM3Parser": ("minimax_m3", "minimax_m3", "minimax_m3"),
+    "NemotronV3Parser": ("nemotron_v3", "qwen3_coder", "nemotron_v3"),
+    "Plamo3Parser": ("plamo3", "plamo3", "plamo3"),
+    "Qwen3Parser": ("qwen3", "qwen3_coder", "qwen3"),
+    "SeedOssParser": ("seed_oss", "seed_oss", "seed_oss"),
+    "Step3p5Parser": ("step3p5", "step3p5", "step3p5"),
+}
+PLAMO, DSML, TOOL_CALL, THINK = "plamo", "｜DSML｜", ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
+# module: the texts of its constants
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "vllm.parser.deepseek_v32": {
+        "DSML_FUNC_START": f"<{DSML}function_calls>",
+        "DSML_FUNC_END": f"</{DSML}function_calls>",
+    },
+    "vllm.parser.deepseek_v4": {
+        "DSML_INVOKE_PREFIX": f'<{DSML}invoke name="',
+        "DSML_INVOKE_NAME_END": '">',
+        "DSML_INVOKE_END": f"</{DSML}invoke>",
+        "DSML_THINK_START": THINK[0],
+        "DSML_THINK_END": THINK[1],
+        "DSML_TOOL_START": f"<{DSML}tool_calls>",
+        "DSML_TOOL_END": f"</{DSML}tool_calls>",
+        "DSML_TOOL_START_VARIANTS": (f"<{DSML}tool_calls>", f"<{DSML}toolcalls>"),
+    },
+    "vllm.parser.gemma4": {
+        "TOOL_CALL_START": "<|tool_call>",
+        "TOOL_CALL_END": "<tool_call|>",
+        "STRING_DELIM": '<|"|>',
+    },
+    "vllm.parser.glm47_moe": {
+        "THINK_START": THINK[0],
+        "THINK_END": THINK[1],
+        "TOOL_CALL_START": TOOL_CALL[0],
+        "TOOL_CALL_END": TOOL_CALL[1],
+    },
+    "vllm.parser.qwen3": {"TOOL_CALL_START": TOOL_CALL[0], "TOOL_CALL_END": TOOL_CALL[1]},
+    "vllm.parser.plamo3": {
+        **{
+            f"{'BEGIN' if side == 'begin' else 'END'}_{part.upper()}": f"<|{PLAMO}:{side}_{part}:{PLAMO}|>"
+            for side in ("begin", "end")
+            for part in ("think", "tool_requests", "tool_request", "tool_name", "tool_arguments")
+        },
+        "BEGIN_TOOL_ARGUMENTS": "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+        "EOT": "<|plamo:tag|>",
+        "PLAMO_MARKER_TOKENS": {"<|plamo:begin_", "<|plamo:end_", ":plamo|>"},
+    },
+    "vllm.tool_parsers.apertus_tool_parser": {
+        "TOOL_CALLS_PREFIX": "<|tools_prefix|>",
+        "TOOL_CALLS_SUFFIX": "<|tools_suffix|>",
+    },
+}
+
+
+class InternalUsed(Exception):
+    """A test used a name of vLLM's that stands for no behaviour."""
+
+
+class _InternalType(type):
+    is_collecting = True
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") or not _InternalType.is_collecting:
+            raise AttributeError(f"{cls.__name__}.{name}")
+        return internal(f"{cls.__name__}.{name}")
+
+    def __call__(cls, *given: Any, **settings: Any) -> Any:
+        if not _InternalType.is_collecting:
+            raise InternalUsed(cls.__name__)
+        return super().__call__()
+
+
+class Internal(metaclass=_InternalType):
+    """A name of vLLM's own. Its instances, made while tests are collected, have any attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not _InternalType.is_collecting:
+            raise AttributeError(name)
+        return internal(name)
+
+
+def internal(name: str) -> Any:
+    return _InternalType(name, (Internal,), {})
+
+
+def tests_begin() -> None:
+    """From now on, using an `Internal` is an error."""
+    _InternalType.is_collecting = False
+
+
+class EngineConfig:
+    """The markers of an engine's format, for the tests that replay tokens."""
+
+    def __init__(self, name: str, marks: Sequence[str], end: str) -> None:
+        self.name = name
+        self.terminal_literals = set(marks)
+        self.token_id_terminals = {"TOOL_END": end}
+        self.transitions: Mapping[Any, Any] = {}
+
+    def terminal_literal(self, name: str) -> str:
+        return ""
+
+
+class ParserEngine(ReplyParser):
+    pass
+
+
+class ToolAdapter(ReplyParser):
+    pass
+
+
+class ReasoningAdapter(ReplyParser):
+    pass
+
+
+def _engines() -> dict[str, Any]:
+    """Returns each engine's class and the classes of its two adapters."""
+    made: dict[str, Any] = {}
+    for name, (vllm_name, calls, thinking) in ENGINES.items():
+        kind = parser_class(calls, thinking)
+        marks = [mark for mark in kind("")._format.markers if len(mark) > 1]
+        end = next((mark for mark in sorted(marks) if "tool" in mark and ("end" in mark or "/" in mark)), marks[0])
+        config = EngineConfig(vllm_name, marks, end)
+        own = {"calls": calls, "thinking": thinking, "parser_engine_config": config}
+        made[name] = type(name, (ParserEngine,), own)
+        made[f"{name}ToolAdapter"] = type(
+            f"{name}ToolAdapter", (ToolAdapter,), {"calls": calls, "_parser_engine_cls": made[name]}
+        )
+        made[f"{name}ReasoningAdapter"] = type(
+            f"{name}ReasoningAdapter", (ReasoningAdapter,), {"thinking": thinking, "_parser_engine_cls": made[name]}
+        )
+    return made
+
+
+def _gemma_arguments(text: str, partial: bool = False) -> Any:
+    return arguments_of("gemma4", "<|tool_call>call:f{", text, "}<tool_call|>")
+
+
+def _gemma_array(text: str, partial: bool = False) -> Any:
+    return _gemma_arguments(f"a:[{text}]")["a"]
+
+
+def _dsml_arguments(text: str, partial: bool = False) -> str:
+    begin, end = f'<{DSML}tool_calls><{DSML}invoke name="f">', f"</{DSML}invoke></{DSML}tool_calls>"
+    return json.dumps(arguments_of("deepseek_v4", begin, text, end))
+
+
+def _qwen_arguments(text: str, partial: bool = False) -> str:
+    return json.dumps(arguments_of("qwen3_coder", "<tool_call><function=f>", text, "</function></tool_call>"))
+
+
+def _get_parser(
+    tool_parser_name: str | None = None, reasoning_parser_name: str | None = None, *others: Any, **more: Any
+) -> type[ReplyParser]:
+    return parser_class(tool_parser_name, reasoning_parser_name)
+
+
+class ParserManager:
+    get_parser = staticmethod(_get_parser)
+    get_tool_parser = staticmethod(lambda name, *others: parser_class(name))
+    get_reasoning_parser = staticmethod(lambda name, *others: parser_class("", name))
+
+
+ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they come from
+    **{name: getattr(messages, name) for name in dir(messages) if isinstance(getattr(messages, name), type)},
+    **{name: parser_class(*formats) for name, formats in CLASSES.items()},
+    **_engines(),
+    "ParserEngine": ParserEngine,
+    "ParserEngineToolAdapter": ToolAdapter,
+    "ParserEngineReasoningAdapter": ReasoningAdapter,
+    "ParserManager": ParserManager,
+    "ToolParserManager": ParserManager,
+    "ReasoningParserManager": ParserManager,
+    "ToolParser": ReplyParser,
+    "ReasoningParser": ReplyParser,
+    "TokenizerLike": object,
+    "VLLMValidationError": ValueError,
+    "get_tokenizer": char_tokenizer.from_pretrained,
+    "detokenize_incrementally": char_tokenizer.detokenize_incrementally,
+    "is_mistral_tokenizer": lambda tokenizer: False,
+    "_parse_gemma4_args": _gemma_arguments,
+    "_parse_gemma4_array": _gemma_array,
+    "_dsml_arg_converter": _dsml_arguments,
+    "_qwen3_arg_converter": _qwen_arguments,
+    "VLLM_PATH": Path(),
+    "fixture": pytest.fixture,
+}
+
+
+class Module(types.ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        own = CONSTANTS.get(self.__name__, {})
+        if name in own:
+            return own[name]
+        return ANYWHERE[name] if name in ANYWHERE else internal(f"{self.__name__}.{name}")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module under the names of STAND_INS, unless it is installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        is_ours = name.split(".")[0] in STAND_INS or name == "tests.utils"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_ours else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        made = Module(spec.name)
+        if spec.name == "vllm.parser.engine.registered_adapters":
+            made.__dict__.update(_engines())
+        return made
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def install() -> None:
+    """Puts the stand-ins before anything installed."""
+    import transformers
+
+    sys.meta_path.insert(0, Finder())
+    transformers.AutoTokenizer.from_pretrained = char_tokenizer.from_pretrained  # type: ignore[method-assign]

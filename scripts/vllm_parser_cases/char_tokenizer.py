@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import string
+import types
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     made.clean_up_tokenization_spaces = False
     made.add_tokens(markers())
     return made
+
+
+class MistralTokenizer:
+    """The same tokenizer with the methods of Mistral's."""
+
+    def __init__(self) -> None:
+        self._inner = char_tokenizer()
+        ids = self._inner.convert_tokens_to_ids(["[THINK]", "[/THINK]"])
+        self.instruct = types.SimpleNamespace(BEGIN_THINK=ids[0], END_THINK=ids[1])
+        self.tokenizer = types.SimpleNamespace(encode=lambda text, bos, eos: self._inner.encode(text))
+
+    @staticmethod
+    def from_pretrained(*names: Any, **settings: Any) -> MistralTokenizer:
+        return MistralTokenizer()
+
+    def convert_ids_to_tokens(self, ids: list[int], **settings: Any) -> list[str]:
+        return [self._inner.decode([number]) for number in ids]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def from_pretrained(*names: Any, **settings: Any) -> PreTrainedTokenizerFast:

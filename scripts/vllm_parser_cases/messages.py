@@ -144,6 +144,7 @@ class ChatCompletionRequest(Model):
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: Any = None
     response_format: Any = None
+    spaces_between_special_tokens: bool = True
 
     def model_post_init(self, context: Any) -> None:
         choice = self.tool_choice or ("auto" if self.tools else "none")
@@ -151,8 +152,18 @@ class ChatCompletionRequest(Model):
         self.tool_choice = ChatCompletionNamedToolChoiceParam(**choice) if is_named else choice
 
 
+    def to_sampling_params(self, *others: Any, **more: Any) -> ChatCompletionRequest:
+        return self
+
+
+class StructuredOutputsParams(Model):
+    pass
+
+
 class ResponsesRequest(Model):
     input: Any = None
+    text: Any = None
+    structured_outputs: Any = None
     model: str | None = None
     tools: list[Any] = []
     tool_choice: Any = "auto"

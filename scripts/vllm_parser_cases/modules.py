@@ -5,6 +5,8 @@ A name that is in no table is an `Internal`, which collects but fails every test
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.abc
 import importlib.machinery
 import json
@@ -168,21 +170,39 @@ def tests_begin() -> None:
     _InternalType.is_collecting = False
 
 
+@dataclasses.dataclass
 class EngineConfig:
-    """The markers of an engine's format, for the tests that replay tokens."""
+    """A format's names and markers, in place of the tables of vLLM's engine."""
 
-    def __init__(self, name: str, marks: Sequence[str], end: str) -> None:
-        self.name = name
-        self.terminal_literals = set(marks)
-        self.token_id_terminals = {"TOOL_END": end}
-        self.transitions: Mapping[Any, Any] = {}
+    name: str
+    calls: str
+    thinking: str
+    arg_converter: Any = None
+    arg_value_extender: Any = None
+    transitions: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def terminal_literals(self) -> set[str]:
+        return {mark for mark in parser_class(self.calls, self.thinking)("").markers if len(mark) > 1}
+
+    @property
+    def token_id_terminals(self) -> dict[str, str]:
+        marks = sorted(self.terminal_literals)
+        return {"TOOL_END": next((mark for mark in marks if "tool" in mark and ("end" in mark or "/" in mark)), marks[0])}
 
     def terminal_literal(self, name: str) -> str:
         return ""
 
 
 class ParserEngine(ReplyParser):
-    pass
+    """A parser whose formats are in its configuration."""
+
+    def __init__(self, tokenizer: Any, tools: Any = None, *others: Any, **settings: Any) -> None:
+        config = settings.get("parser_engine_config", self.parser_engine_config)
+        self.calls, self.thinking = config.calls, config.thinking
+        super().__init__(tokenizer, tools, *others, **settings)
+
+    parser_engine_config: Any = None
 
 
 class ToolAdapter(ReplyParser):
@@ -193,23 +213,35 @@ class ReasoningAdapter(ReplyParser):
     pass
 
 
+class DelegatingParser(ReplyParser):
+    """A parser of the formats of two classes, of which either may be missing."""
+
+    tool_parser_cls: Any = None
+    reasoning_parser_cls: Any = None
+
+    def __init__(self, tokenizer: Any, tools: Any = None, *others: Any, **settings: Any) -> None:
+        self.calls = getattr(self.tool_parser_cls, "calls", "")
+        self.thinking = getattr(self.reasoning_parser_cls, "thinking", "")
+        super().__init__(tokenizer, tools, *others, **settings)
+
+
 def _engines() -> dict[str, Any]:
-    """Returns each engine's class and the classes of its two adapters."""
+    """Returns each engine's class, the classes of its two adapters, and its function of configurations."""
     made: dict[str, Any] = {}
     for name, (vllm_name, calls, thinking) in ENGINES.items():
-        kind = parser_class(calls, thinking)
-        marks = [mark for mark in kind("")._format.markers if len(mark) > 1]
-        end = next((mark for mark in sorted(marks) if "tool" in mark and ("end" in mark or "/" in mark)), marks[0])
-        config = EngineConfig(vllm_name, marks, end)
-        own = {"calls": calls, "thinking": thinking, "parser_engine_config": config}
-        made[name] = type(name, (ParserEngine,), own)
-        made[f"{name}ToolAdapter"] = type(
-            f"{name}ToolAdapter", (ToolAdapter,), {"calls": calls, "_parser_engine_cls": made[name]}
-        )
-        made[f"{name}ReasoningAdapter"] = type(
-            f"{name}ReasoningAdapter", (ReasoningAdapter,), {"thinking": thinking, "_parser_engine_cls": made[name]}
-        )
+        config = EngineConfig(vllm_name, calls, thinking)
+        engine = type(name, (ParserEngine,), {"calls": calls, "thinking": thinking, "parser_engine_config": config})
+        own = {"_parser_engine_cls": engine}
+        adapters = {
+            f"{name}ToolAdapter": parser_class(calls, "", ToolAdapter, own),
+            f"{name}ReasoningAdapter": parser_class("", thinking, ReasoningAdapter, own),
+        }
+        made |= {name: engine, **adapters, f"{vllm_name}_config": functools.partial(_configured, config)}
     return made
+
+
+def _configured(config: EngineConfig, thinking: bool = True, **more: Any) -> EngineConfig:
+    return config if thinking else dataclasses.replace(config, thinking="")
 
 
 def _gemma_arguments(text: str, partial: bool = False) -> Any:
@@ -229,6 +261,17 @@ def _qwen_arguments(text: str, partial: bool = False) -> str:
     return json.dumps(arguments_of("qwen3_coder", "<tool_call><function=f>", text, "</function></tool_call>"))
 
 
+_required_stream: list[Any] = []
+
+
+def _required(previous_text: str, current_text: str, *others: Any, **more: Any) -> tuple[Any, bool]:
+    """Reads the next text of a reply that must be a JSON array of calls."""
+    if not previous_text:
+        _required_stream[:] = [ReplyParser(None)]
+    request = messages.ChatCompletionRequest(tool_choice="required")
+    return _required_stream[0].parse_delta(current_text[len(previous_text) :], (), request), False
+
+
 def _get_parser(
     tool_parser_name: str | None = None, reasoning_parser_name: str | None = None, *others: Any, **more: Any
 ) -> type[ReplyParser]:
@@ -241,13 +284,20 @@ class ParserManager:
     get_reasoning_parser = staticmethod(lambda name, *others: parser_class("", name))
 
 
+def _function_gemma_arguments(parser: Any, text: str) -> Any:
+    return arguments_of("functiongemma", "<start_function_call>call:f{", text, "}<end_function_call>")
+
+
+_ENGINES_MADE = _engines()
+parser_class("functiongemma", "", ReplyParser, {"_parse_arguments": _function_gemma_arguments})
 ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they come from
     **{name: getattr(messages, name) for name in dir(messages) if isinstance(getattr(messages, name), type)},
     **{name: parser_class(*formats) for name, formats in CLASSES.items()},
-    **_engines(),
+    **_ENGINES_MADE,
     "ParserEngine": ParserEngine,
     "ParserEngineToolAdapter": ToolAdapter,
     "ParserEngineReasoningAdapter": ReasoningAdapter,
+    "DelegatingParser": DelegatingParser,
     "ParserManager": ParserManager,
     "ToolParserManager": ParserManager,
     "ReasoningParserManager": ParserManager,
@@ -257,13 +307,17 @@ ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they 
     "VLLMValidationError": ValueError,
     "get_tokenizer": char_tokenizer.from_pretrained,
     "detokenize_incrementally": char_tokenizer.detokenize_incrementally,
-    "is_mistral_tokenizer": lambda tokenizer: False,
+    "is_mistral_tokenizer": lambda tokenizer: isinstance(tokenizer, char_tokenizer.MistralTokenizer),
+    "MistralTokenizer": char_tokenizer.MistralTokenizer,
+    "extract_required_tool_call_streaming": _required,
     "_parse_gemma4_args": _gemma_arguments,
     "_parse_gemma4_array": _gemma_array,
     "_dsml_arg_converter": _dsml_arguments,
     "_qwen3_arg_converter": _qwen_arguments,
     "VLLM_PATH": Path(),
     "fixture": pytest.fixture,
+    "ensure_json": lambda text, *others: text,
+    "Allow": types.SimpleNamespace(OBJ=1, STR=2),
 }
 
 
@@ -289,7 +343,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         made = Module(spec.name)
         if spec.name == "vllm.parser.engine.registered_adapters":
-            made.__dict__.update(_engines())
+            made.__dict__.update(_ENGINES_MADE)
         return made
 
     def exec_module(self, module: types.ModuleType) -> None:

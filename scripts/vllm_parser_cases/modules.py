@@ -89,6 +89,7 @@ ENGINES = {
     "Step3p5Parser": ("step3p5", "step3p5", "step3p5"),
 }
 PLAMO, DSML, TOOL_CALL, THINK = "plamo", "｜DSML｜", ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
+MINIMAX = "]<]minimax[>["
 # module: the texts of its constants
 CONSTANTS: dict[str, dict[str, Any]] = {
     "vllm.parser.deepseek_v32": {
@@ -115,6 +116,17 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "THINK_END": THINK[1],
         "TOOL_CALL_START": TOOL_CALL[0],
         "TOOL_CALL_END": TOOL_CALL[1],
+    },
+    "vllm.parser.minimax_m2": {
+        "THINK_END": THINK[1],
+        "TOOL_CALL_START": "<minimax:tool_call>",
+        "TOOL_CALL_END": "</minimax:tool_call>",
+    },
+    "vllm.parser.minimax_m3": {
+        "NAMESPACE": MINIMAX,
+        "INVOKE_END": f"{MINIMAX}</invoke>",
+        "TOOL_CALL_START": f"{MINIMAX}<tool_call>",
+        "TOOL_CALL_END": f"{MINIMAX}</tool_call>",
     },
     "vllm.parser.qwen3": {"TOOL_CALL_START": TOOL_CALL[0], "TOOL_CALL_END": TOOL_CALL[1]},
     "vllm.parser.plamo3": {
@@ -301,6 +313,7 @@ ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they 
     "ParserManager": ParserManager,
     "ToolParserManager": ParserManager,
     "ReasoningParserManager": ParserManager,
+    "BaseThinkingReasoningParser": parser_class("", "deepseek_r1"),
     "ToolParser": ReplyParser,
     "ReasoningParser": ReplyParser,
     "TokenizerLike": object,

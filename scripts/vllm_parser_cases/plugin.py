@@ -71,9 +71,12 @@ class Counting:
             self.outcomes[case] = "failed" if self.outcomes.get(case) == "failed" else outcome
 
     def pytest_collectreport(self, report: Any) -> None:
+        """Counts a file that can't be imported as one case."""
         if report.failed:
-            self.errors[report.nodeid.removeprefix("tests/")] = _error_of(report)
-            self.outcomes[report.nodeid.removeprefix("tests/")] = "failed"
+            case = report.nodeid.removeprefix("tests/")
+            self.outcomes[case], self.errors[case] = "failed", _error_of(report)
+            if reason := self._reason(case):
+                self.reasons[case] = reason
 
     def pytest_sessionfinish(self) -> None:
         found = {

@@ -16,7 +16,7 @@ from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 THINK_SETTINGS = ("enable_thinking", "thinking")
-OPENED = ("glm45", "glm47", "kimi_k2", "qwen3", "seed_oss")  # formats whose tests' prompts end with an opening mark
+OPENED = ("glm45", "glm47", "kimi_k2", "mimo", "qwen3", "seed_oss")  # formats whose tests' prompts end with an opening mark
 END_TOKENS = re.compile(r"(?:<\|plamo:tag\|>|</s>|<｜end▁of▁sentence｜>|<\|im_end\|>)\Z")  # the engine drops them
 
 
@@ -32,6 +32,7 @@ class ReplyParser:
         self._format = ReplyFormat(self.calls, self.thinking)
         self._settings = settings.get("chat_template_kwargs") or {}
         self._prompt = ""
+        self._begins_content = False  # vLLM's functions of calls take a reply without its reasoning
         self._stream: Any = None
         self._num_calls = 0
 
@@ -55,6 +56,7 @@ class ReplyParser:
         return reasoning, content, calls or None
 
     def extract_tool_calls(self, model_output: str, request: Any = None) -> messages.ExtractedToolCallInformation:
+        self._begins_content = True
         _, content, calls = self.parse(model_output, request)
         return messages.ExtractedToolCallInformation(
             tools_called=bool(calls), tool_calls=calls or [], content=content
@@ -75,12 +77,15 @@ class ReplyParser:
     ) -> messages.DeltaMessage | None:
         if not previous_text and current_text == delta_text:
             self._stream = None
+            self._begins_content = True
         return self._fed(delta_text, request or (ids[3] if len(ids) > 3 else None), False)
 
     def extract_reasoning_streaming(
         self, previous_text: str, current_text: str, delta_text: str, *ids: Any, **more: Any
     ) -> messages.DeltaMessage | None:
-        return self.extract_tool_calls_streaming(previous_text, current_text, delta_text)
+        if not previous_text and current_text == delta_text:
+            self._stream = None
+        return self._fed(delta_text, None, False)
 
     def parse_delta(
         self,
@@ -135,6 +140,8 @@ class ReplyParser:
         if self._prompt or not self.thinking:
             return self._prompt
         marks = THINKING[self.thinking]
+        if self._begins_content:
+            return marks.opens[0] + marks.closes[0]
         if switch is None:
             return marks.opens[0] if self.thinking in OPENED else ""
         return marks.opens[0] if switch else marks.opens[0] + marks.closes[0]

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from plugin import TABLE, read_table
 
@@ -53,21 +54,38 @@ def main() -> int:
 
 def _run(tests: Path, report: Path, asked: argparse.Namespace) -> None:
     """Runs pytest in a process of its own, without the settings of either project."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "--durations=15", "-p", "plugin", "-p", "no:cacheprovider"]
-    command += ["--continue-on-collection-errors", "-c", os.devnull, f"--rootdir={tests.parent}", *(["-k", asked.k] if asked.k else []), str(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "plugin", "-p", "no:cacheprovider"]
+    command += ["--continue-on-collection-errors", "-c", os.devnull, f"--rootdir={tests.parent}"]
+    command += [*(["-k", asked.k] if asked.k else []), str(tests)]
     paths = [str(HERE), str(HERE.parents[1]), str(tests.parent)]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_CASES_REPORT": str(report), "HF_HUB_OFFLINE": "1"}
     if asked.all:
         settings["VLLM_CASES_ALL"] = "1"
-    subprocess.run(command, cwd=tests.parent, env=os.environ | settings, timeout=MOST_S, check=False)
+    subprocess.run(
+        command, cwd=tests.parent, env=os.environ | settings, timeout=MOST_S, check=False, stdout=subprocess.DEVNULL
+    )
 
 
-def _told(found: dict, asked: argparse.Namespace) -> int:
+def _told(found: dict[str, Any], asked: argparse.Namespace) -> int:
+    """Prints the counts and what is wrong; returns the exit status."""
     outcomes, excluded = found["outcomes"], found["reasons"]
-    counts = Counter(outcome for case, outcome in outcomes.items() if case not in excluded)
-    if os.environ.get("KEEP"): Path(os.environ["KEEP"]).write_text(json.dumps(found))
-    print(dict(counts), len(excluded), found["loose"])
-    return 0
+    passed = Counter(outcome for case, outcome in outcomes.items() if case not in excluded)
+    failed = [case for case, outcome in outcomes.items() if outcome == "failed" and case not in excluded]
+    print(f"passed {passed['passed']}, failed {len(failed)}, excluded {len(excluded)}")
+    print(f"vLLM itself skips {passed['skipped']} and fails {passed['xfailed']} more")
+    for case in failed:
+        print(f"failed: {case}: {found['errors'].get(case, '')!r}")
+    reasons = read_table()[0]
+    for reason, times in Counter(excluded.values()).most_common():
+        print(f"{times:6}  {reason}: {reasons[reason]}")
+    print(f"compared without the blanks at their ends: {found['loose']['blanks']} texts")
+    unused = [] if asked.k else found["unused"]
+    for pattern in unused:
+        print(f"{TABLE.name}: no case is {pattern}")
+    if asked.all:
+        for case in (case for case in excluded if outcomes.get(case) == "passed"):
+            print(f"excluded, but passes: {case}")
+    return 1 if failed or unused else 0
 
 
 if __name__ == "__main__":

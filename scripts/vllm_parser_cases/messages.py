@@ -151,7 +151,6 @@ class ChatCompletionRequest(Model):
         is_named = isinstance(choice, dict) and "function" in choice
         self.tool_choice = ChatCompletionNamedToolChoiceParam(**choice) if is_named else choice
 
-
     def to_sampling_params(self, *others: Any, **more: Any) -> ChatCompletionRequest:
         return self
 

@@ -13,7 +13,6 @@ import json
 import sys
 import types
 from pathlib import Path
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import char_tokenizer
@@ -200,7 +199,9 @@ class EngineConfig:
     @property
     def token_id_terminals(self) -> dict[str, str]:
         marks = sorted(self.terminal_literals)
-        return {"TOOL_END": next((mark for mark in marks if "tool" in mark and ("end" in mark or "/" in mark)), marks[0])}
+        return {
+            "TOOL_END": next((mark for mark in marks if "tool" in mark and ("end" in mark or "/" in mark)), marks[0])
+        }
 
     def terminal_literal(self, name: str) -> str:
         return ""

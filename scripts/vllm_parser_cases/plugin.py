@@ -9,6 +9,7 @@ import signal
 import tomllib
 from collections import Counter
 from collections.abc import Generator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, str], dict[str, list[str]]
     reasons, cases = table["reasons"], table["cases"]
     if set(reasons) != set(cases):
         raise ValueError(f"{path.name}: reasons and cases differ: {sorted(set(reasons) ^ set(cases))}")
-    twice = [pattern for pattern, times in Counter(sum(cases.values(), [])).items() if times > 1]
+    twice = [pattern for pattern, times in Counter(chain(*cases.values())).items() if times > 1]
     if twice:
         raise ValueError(f"{path.name}: listed twice: {twice}")
     return reasons, cases

@@ -1,4 +1,4 @@
-"""This project's parsers behind the methods that vLLM's tests call: whole replies, streams of either kind, both in one."""
+"""This project's parsers behind the methods that vLLM's tests call, for whole replies and for streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 THINK_SETTINGS = ("enable_thinking", "thinking")
-OPENED = ("glm45", "glm47", "kimi_k2", "mimo", "qwen3", "seed_oss")  # formats whose tests' prompts end with an opening mark
+OPENED = (
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "mimo",
+    "qwen3",
+    "seed_oss",
+)  # formats whose tests' prompts end with an opening mark
 END_TOKENS = re.compile(r"(?:<\|plamo:tag\|>|</s>|<｜end▁of▁sentence｜>|<\|im_end\|>)\Z")  # the engine drops them
 
 
@@ -58,14 +65,13 @@ class ReplyParser:
     def extract_tool_calls(self, model_output: str, request: Any = None) -> messages.ExtractedToolCallInformation:
         self._begins_content = True
         _, content, calls = self.parse(model_output, request)
-        return messages.ExtractedToolCallInformation(
-            tools_called=bool(calls), tool_calls=calls or [], content=content
-        )
+        return messages.ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls or [], content=content)
 
     def extract_reasoning(self, model_output: str, request: Any = None) -> tuple[Any, Any]:
         return self.parse(model_output, request)[:2]
 
     extract_reasoning_content = extract_reasoning
+
     def extract_tool_calls_from_content(self, content: str, request: Any) -> messages.ExtractedToolCallInformation:
         return self.extract_tool_calls(content, request)
 

@@ -4,10 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.paths import ROOT
-
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_parser_cases" / "run.py"
-CASES = '''
+CASES = """
 import pytest
 from vllm.parser.some_engine import its_own_function
 from vllm.tokenizers import get_tokenizer
@@ -25,7 +24,7 @@ def test_call():
 
 def test_internal():
     its_own_function()
-'''
+"""
 
 
 def _run(source: Path, *more: str) -> subprocess.CompletedProcess[str]:

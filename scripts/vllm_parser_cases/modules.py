@@ -13,7 +13,7 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import char_tokenizer
 import messages
@@ -336,7 +336,7 @@ ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they 
 
 
 class Module(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -87,7 +87,16 @@ class GapCounts:
 
     def add(self, gap_s: float, num: int = 1) -> None:
         """Counts a time between two tokens `num` times, such as for each sequence of a step."""
-        self._counts[math.floor(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, GAP_BUCKET))] += num
+        self._counts[_bucket(gap_s)] += num
+
+    def add_line(self, first_s: float, growth_s: float, num_gaps: int, num: int = 1) -> None:
+        """Counts `num_gaps` times, `num` times each. Each is `growth_s` longer than the one before."""
+        while num_gaps:
+            bucket, num_alike = _bucket(first_s), num_gaps
+            while num_alike > 1 and _bucket(first_s + growth_s * (num_alike - 1)) != bucket:
+                num_alike //= 2
+            self._counts[bucket] += num_alike * num
+            first_s, num_gaps = first_s + growth_s * num_alike, num_gaps - num_alike
 
     def percentile(self, percent: float) -> float | None:
         """Returns seconds, within 0.5 %; None without gaps."""
@@ -97,6 +106,10 @@ class GapCounts:
             if remaining <= 0:
                 return float(LEAST_GAP_S * GAP_BUCKET ** (bucket + 0.5))
         return None
+
+
+def _bucket(gap_s: float) -> int:
+    return math.floor(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, GAP_BUCKET))
 
 
 def goodput_per_s(outcomes: list[Outcome], slo: Slo, duration_s: float) -> float:

@@ -38,6 +38,11 @@ from pd_cluster.settings.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 
+# Types whose layers keep states of sequences.
+HYBRID_MODEL_TYPES = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
+    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 # model_type -> its name in transformers; each is compared with generate() in tests/model
 SUPPORTED_MODEL_TYPES = (
     *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
@@ -50,8 +55,7 @@ SUPPORTED_MODEL_TYPES = (
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "longcat_flash", "minicpm3", "youtu"),
     *("deepseek_v32", "glm_moe_dsa"),
     *("gemma3n_text", "gemma4_text", "mimo_v2_flash"),
-    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *HYBRID_MODEL_TYPES,
     *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
 )
 # model_type -> number of positions if config.json gives none

@@ -67,7 +67,7 @@ def _check_config(base: Path, folder: Path) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise ModelError(
-                f"{folder / 'config.json'}: {name} is {theirs.get(name)!r}, and the served model has "
+                f"{folder / 'config.json'}: {name} is {theirs.get(name)!r}, but the served model has "
                 f"{ours.get(name)!r}; only weights can be replaced"
             )
 
@@ -87,7 +87,7 @@ def _check_tensors(
         if (dtype, shape) != ours[name]:
             wanted = ours[name]
             raise ModelError(
-                f"{folder}: {name} is {dtype} {list(shape)}, and the served model has {wanted[0]} {list(wanted[1])}"
+                f"{folder}: {name} is {dtype} {list(shape)}, but the served model has {wanted[0]} {list(wanted[1])}"
             )
 
 

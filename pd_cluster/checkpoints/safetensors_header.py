@@ -80,7 +80,7 @@ def _check_spans(file: Path, spans: list[tuple[int, int, str]], data_nbytes: int
         at = stop
     if at > data_nbytes:
         raise ModelError(
-            f"{file}: cut short: its header tells of {at} bytes of weights, and {data_nbytes} are there; {AGAIN}"
+            f"{file}: cut short: its header describes {at} bytes of weights, but it has {data_nbytes}; {AGAIN}"
         )
     if at < data_nbytes:
         raise ModelError(f"{file}: {data_nbytes - at} bytes follow its last tensor; {AGAIN}")

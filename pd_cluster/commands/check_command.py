@@ -1,7 +1,8 @@
 """`pd-cluster check`: shows how this process would use the given rank tables and variables, and every deadline.
 
-For a worker on NPUs, shows HCCL's variables, too, with the deadlines' defaults. On a machine with NPUs, also shows
-the versions of their software and its faults. Accesses devices and the network only with `--network`.
+Shows the KV pools of the model that the variables name. For a worker on NPUs, shows HCCL's variables, too, with the
+deadlines' defaults. On a machine with NPUs, also shows the versions of their software and its faults. Computes on
+devices and accesses the network only with `--network`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,12 +21,16 @@ from pd_cluster.cluster.members.rank_table_place import Place, find_place, node_
 from pd_cluster.devices import hccl_environment, npu_software
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_settings import KeyFiles, PortRange
-from pd_cluster.settings.serve_options import settings
+from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import declared, variable_of
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import permission_warnings
 from ranktable_tools.npu import HCCN_CONF
+
+if TYPE_CHECKING:
+    from pd_cluster.model.planning.pools_before_loading import ExpectedPools
 
 WARNING = "warning: "
 
@@ -48,10 +53,16 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if head := _head(env):
         console.print(head)
-    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+    if env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        _show_place(find_place(env), env, console)
+    else:
         console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
-        return True
-    place = find_place(env)
+    if (engine := _engine(env)) is not None:
+        console.print(str(_pools(engine)), markup=False, highlight=False, soft_wrap=True)
+    return True
+
+
+def _show_place(place: Place, env: Mapping[str, str], console: Console) -> None:
     for warning in permission_warnings([Path(place.table.file)]):
         console.print(f"warning: {warning}")
     console.print(_instances(place, env))
@@ -68,7 +79,6 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
             if not HCCN_CONF.exists():
                 console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
     console.print(_keys(place, env))
-    return True
 
 
 def check_report(env: Mapping[str, str]) -> dict[str, Any]:
@@ -76,6 +86,7 @@ def check_report(env: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "deadlines": {each.flag: each.default for each in declared(Timeouts)},
         "npu_software": _npu_software(env),
+        "pools": None if (engine := _engine(env)) is None else _pools(engine).to_json(),
         "process": None,
         "instances": [],
         "warnings": [],
@@ -109,6 +120,18 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
     except ConfigError as error:
         return f"{WARNING}{error}"
     return "the files of the cluster's secrets are there and readable" if not files.derives else "secrets: derived"
+
+
+def _engine(env: Mapping[str, str]) -> EngineConfig | None:
+    """Returns the settings of the engine that the variables give; None: they name no model. Raises ConfigError."""
+    given = {name: text for name in settings() if (text := _setting_of(env, name))}
+    return ServeOptions.written(given).engine() if "model" in given else None
+
+
+def _pools(engine: EngineConfig) -> ExpectedPools:
+    from pd_cluster.model.planning.pools_before_loading import expected_pools
+
+    return expected_pools(engine)
 
 
 def _head(env: Mapping[str, str]) -> str:

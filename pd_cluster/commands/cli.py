@@ -257,6 +257,7 @@ def check(
     Shows every deadline with its flag.
     With --network, checks the network before a start; exit code 1 if it has a fault.
     PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT give --device and --kv-transport.
+    With PD_CLUSTER_SERVE_MODEL, shows how many tokens, sequences and kept states fit.
     """
     from pd_cluster.commands.check_command import run
 

@@ -95,7 +95,7 @@ def hccl_config(buffer_mb: int, env: Mapping[str, str] = os.environ) -> dict[str
 
 
 def device_nbytes(num_pairs: int, has_ranks: bool, has_unit: bool, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the device memory of a rank's communicators: of KV pairs, its instance and its unit."""
+    """Returns the device memory of a rank's communicators: for links, its instance and its unit."""
     sizes_mb, given = (PAIR_BUFFER_MB, GROUP_BUFFER_MB, UNIT_BUFFER_MB), env.get(BUFFER, "")
     pair_mb, group_mb, unit_mb = (int(given),) * 3 if given.isdecimal() else sizes_mb
     return 2 * (num_pairs * pair_mb + has_ranks * group_mb + has_unit * unit_mb) << 20
@@ -122,7 +122,7 @@ def _family(given: _Given) -> tuple[str | None, str]:
     if num_ipv6 < len(addresses):
         return None, "device_ip of the rank table are of both families, and HCCL refuses such a group: correct them"
     if given.env.get(NIC):
-        return None, f"{NIC} is set by you, and this would choose among its addresses"
+        return None, f"{NIC} decides, which you have set; this variable would choose among its addresses"
     return "AF_INET6", "device_ip of the rank table are IPv6; HCCL looks for IPv4 first"
 
 
@@ -177,10 +177,10 @@ CHOICES: dict[str, Callable[[_Given], tuple[str | None, str]]] = {
     "HCCL_NPU_SOCKET_PORT_RANGE": _npu_ports,
     BUFFER: lambda _: (
         None,
-        f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {UNIT_BUFFER_MB} a unit, {PAIR_BUFFER_MB} a KV "
-        f"pair",
+        f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {UNIT_BUFFER_MB} a unit, {PAIR_BUFFER_MB} a "
+        f"link",
     ),
-    "P2P_HCCL_BUFFSIZE": lambda _: ("0", "a KV pair sends through its own communicator, not a second one"),
+    "P2P_HCCL_BUFFSIZE": lambda _: ("0", "a link sends through its own communicator, not a second one"),
     "HCCL_DETERMINISTIC": _deterministic,
 }
 """Name -> (value, why)."""

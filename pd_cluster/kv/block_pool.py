@@ -134,6 +134,11 @@ class BlockPool:
         self._index.log = log
         self.follow()  # for lower tiers
 
+    def start_log(self, block_size: int) -> KVEventLog:
+        """Starts to log contents, for blocks of so many tokens; `changes` must then go to the log's `moved`."""
+        self.log = log = KVEventLog(block_size)
+        return log
+
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the blocks of the longest prefix with known contents; call `share` before other blocks are taken."""
         return self._index.find(hashes)

@@ -7,7 +7,7 @@ Knows nothing of sockets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,6 +51,17 @@ class EventBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = 0
 
 
+class StoredContent(NamedTuple):
+    """A block's content and what its event says. `first`: the position of its first token in the prompt."""
+
+    content: bytes
+    parent: bytes | None
+    token_ids: Sequence[int]
+    first: int
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
 def number_of(content: bytes) -> int:
     """Returns the number that identifies a content in events."""
     return int.from_bytes(content[-8:], "big")
@@ -76,9 +87,13 @@ class KVEventLog:
         self, content: bytes, parent: bytes | None, token_ids: Sequence[int], order: RequestSpec, first: int
     ) -> None:
         """Adds a block; `first` is the position of its first token in the prompt, `parent` the content before it."""
-        number, before = number_of(content), None if parent is None else number_of(parent)
-        extra = _extra_keys(order, first, self._block_size)
-        name = order.variant or None
+        extra = self._extra_keys(order, first)
+        self._store(StoredContent(content, parent, token_ids, first, order.variant or None, extra))
+
+    def _store(self, stored: StoredContent) -> None:
+        """Adds a block to the last event if it continues that one's blocks."""
+        number, before = number_of(stored.content), None if stored.parent is None else number_of(stored.parent)
+        token_ids, name, extra = stored.token_ids, stored.lora_name, stored.extra_keys
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlockStored)
@@ -122,13 +137,12 @@ class KVEventLog:
         else:
             self._events.append(BlockRemoved([number_of(content)], medium))
 
-
-def _extra_keys(order: RequestSpec, first: int, block_size: int) -> tuple[Any, ...] | None:
-    """Returns what a block's hash covers besides tokens: adapter, images with their positions, salt."""
-    if not (order.variant or order.spans or order.cache_salt):
-        return None
-    here = [each for each in order.spans if each.start < first + block_size and each.stop > first]
-    pictures = ((span.digest.hex(), span.start - first) for span in here)
-    salt = (order.cache_salt,) if order.cache_salt and not first else ()
-    found = (*((order.variant,) if order.variant else ()), *pictures, *salt)
-    return found or None
+    def _extra_keys(self, order: RequestSpec, first: int) -> tuple[Any, ...] | None:
+        """Returns what a block's hash covers besides tokens: adapter, images with their positions, salt."""
+        if not (order.variant or order.spans or order.cache_salt):
+            return None
+        here = [each for each in order.spans if each.start < first + self._block_size and each.stop > first]
+        pictures = ((span.digest.hex(), span.start - first) for span in here)
+        salt = (order.cache_salt,) if order.cache_salt and not first else ()
+        found = (*((order.variant,) if order.variant else ()), *pictures, *salt)
+        return found or None

@@ -38,8 +38,11 @@ def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
     """Names the settings that merge windows into the group of all layers, if only one end has a group of them."""
     if all(rule in theirs and rule in ours for rule in (*theirs, *ours) if rule.window):
         return ""
-    adapters = called("enable_prompt_adapter")
-    return f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}"
+    adapters, merges = called("enable_prompt_adapter"), called("disable_hybrid_kv_cache_manager")
+    return (
+        f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}; {merges} stands "
+        f"for these"
+    )
 
 
 def _describe(rule: Rule) -> str:

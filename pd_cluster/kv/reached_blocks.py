@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.kv_event_log import KVEventLog
+from pd_cluster.kv.reached_event_log import ReachedEventLog
 from pd_cluster.types import Tier
 
 
@@ -69,6 +71,12 @@ class ReachedBlocks:
 
     def _is_reached(self, content: bytes) -> bool:
         return content in self._num_holders
+
+    def start_log(self, block_size: int) -> KVEventLog:
+        """Starts to log contents that are reached, see `BlockPool.start_log`."""
+        self._tokens.log = log = ReachedEventLog(block_size)
+        self.follow()
+        return log
 
     def follow(self) -> dict[bytes, Tier]:
         """Returns the known contents that are reached; from now on `changes` reports changes."""

@@ -15,7 +15,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class FolderFields:
-    """`file`: the preprocessor's. `token_id_of`: returns the id of a control token by its text, or None."""
+    """`file`: the preprocessor's file. `token_id_of`: returns the id of a control token by its text, or None."""
 
     folder: Path
     config: Mapping[str, Any]

@@ -81,7 +81,7 @@ def _pixels(picture: Pictures.Image, view: ImageView, resample: int) -> bytes:
 
 
 def digest_of(image: Image) -> bytes:
-    """Digests a picture's content; the model's identity covers how it is read."""
+    """Returns the digest of a picture's content; the settings for reading it are part of the model's identity."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
     kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
     return hashlib.sha256(kind + sides + image.pixels).digest()
@@ -138,7 +138,7 @@ def with_field_names() -> Iterator[None]:
     """Replaces a decoder's errors by RequestErrors without its messages."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # we set its limit of pixels
+            warnings.simplefilter("ignore")  # Pillow warns of large pictures; `check_size` refuses them
             yield
     except RequestError:
         raise

@@ -32,13 +32,13 @@ class ImageView(NamedTuple):
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture's size is that of its Image: rows and columns of patches or tiles, depending on the rules.
+    """A picture's size is its number of rows and columns, of patches or tiles.
 
     `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
-    the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
-    `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
+    the tokens `before` and `after`. In a prompt's text, the control token `text` stands for a picture; "": no text
+    does. Before the text is tokenized, `text_becomes` replaces it: plain texts and control tokens in turn. With
     `sees_whole`, each token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they
-    belong to the picture; then they are in its span.
+    belong to the picture and so to its span.
     """
 
     token_id: int = 0
@@ -50,7 +50,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
-    no_videos: str = ""  # the reason, if its folder is the cause
+    no_videos: str = ""  # the reason, if it lies in the model's folder
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         """Returns a picture's size for the model, without pixels, and its copies.
@@ -106,7 +106,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
             return f"{image.num_rows} x {image.num_columns}: {problem}"
         if len(image.pixels) not in (0, self.num_bytes(image)):
             grid = f"{image.num_rows} x {image.num_columns}"
-            return f"{grid}: {len(image.pixels)} bytes of pixels; they have {self.num_bytes(image)}"
+            return f"{grid}: {len(image.pixels)} bytes of pixels, but this size has {self.num_bytes(image)}"
         return ""
 
 
@@ -130,7 +130,7 @@ def _check_marks(token_ids: list[int], places: list[int], rules: ImageRules, par
         wanted = [at for place in own for at in (place - 1, place + 1)]
         if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in own):
             raise RequestError(
-                f"{param}: tokens {first} and {last} stand around the placeholder of {kind}, and nowhere else",
+                f"{param}: tokens {first} and {last} must enclose the placeholder of {kind}, and nothing else",
                 param=param,
             )
 
@@ -194,8 +194,8 @@ class _Laying:
     def video(self, video: Video, following: list[int]) -> int:
         """Adds a video; returns how many of the tokens after its placeholder it also replaces.
 
-        With stamps, each picture gets the tokens around the placeholder, and its time. Marks become part of the first
-        and the last picture.
+        With stamps, each picture of the video is between its own start and end token, next to its time. Marks around
+        the placeholder become part of the first and the last picture.
         """
         rules = self._rules.video
         assert rules is not None

@@ -122,7 +122,7 @@ def _address_of(target: MediaTarget, downloads: Downloads) -> str:
     entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in entries]
     if not addresses or not all(may_connect(address, downloads.refused, allowed) for address in addresses):
-        raise RequestError(f"{target.host}: its address is not a public one, and not itself in --allowed-media-domains")
+        raise RequestError(f"{target.host}: its address is not public, and not listed in --allowed-media-domains")
     return addresses[0]
 
 
@@ -154,7 +154,7 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
     try:
         connection.request("GET", target.path, headers={"Accept": f"{downloads.kind}/*", "User-Agent": "pd-cluster"})
         answer = connection.getresponse()
-        _left(until_s)  # this side may have caused the end of file
+        _left(until_s)  # `late` may have caused the end of file
         if answer.status in REDIRECTS and (location := answer.getheader("Location")):
             return b"", location
         if answer.status != 200:

@@ -63,7 +63,7 @@ def fetched(url: str, places: Places, refused: tuple[str, ...] = (), sort: Media
     ways_out = {"file": "--allowed-local-media-path", "http": "--allowed-media-domains"}
     hint = ways_out.get(scheme.removesuffix("s"))
     more = f"; the server's {hint} would allow it" if hint else ""
-    raise RequestError(f"{reprlib.repr(url[:60])}: {sort.kind}s come as {places.known}; send it so{more}")
+    raise RequestError(f"{reprlib.repr(url[:60])}: {sort.kind}s come as {places.known}; send one of these{more}")
 
 
 def listed_frames(url: str) -> list[bytes] | None:
@@ -77,7 +77,7 @@ def listed_frames(url: str) -> list[bytes] | None:
 def _head(url: str, sort: MediaKind) -> re.Match[str]:
     head = DATA.match(url[:200])
     if head is None or head["is_base64"] is None:
-        raise RequestError(f"a data: URL must be data:{sort.kind}/TYPE;base64,DATA; send it so")
+        raise RequestError(f"a data: URL must be data:{sort.kind}/TYPE;base64,DATA; send it in this form")
     if head["type"] is not None and not head["type"].startswith(f"{sort.kind}/"):
         article = "an" if sort.kind == "image" else "a"
         raise RequestError(f"a data: URL of {head['type']}: not a {sort.name}; send {article} {sort.kind}/… one")
@@ -123,5 +123,5 @@ def _read(url: str, root: str, sort: MediaKind) -> bytes:
 
 
 def _is_inside(path: str, folder: str) -> bool:
-    """Both are real paths."""
+    """Whether `path` is in `folder` or below it; both are real paths."""
     return os.path.commonpath([folder, path]) == folder

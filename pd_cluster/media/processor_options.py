@@ -59,7 +59,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
             _check(name, key, value)
             for field in KEYS[key]:
                 if fields.setdefault(field, value) != value:
-                    raise _wrong(name, f"{key} {value!r}: another name of it says {fields[field]!r}; give one of both")
+                    raise _wrong(name, f"{key} {value!r}: another name of it says {fields[field]!r}; give one of them")
         return cls(**fields)
 
     def over(self, others: ReadOptions) -> ReadOptions:
@@ -74,7 +74,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
             return rules
         if not isinstance(rules, GridRules):
             raise _wrong(
-                name, "min_pixels and max_pixels: this model's pictures have no bounds of area; leave them out"
+                name, "min_pixels and max_pixels: this model's pictures have no limits of area; leave the two out"
             )
         video = rules.video
         if video is not None:
@@ -101,7 +101,7 @@ def _without_size(given: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise _wrong(name, f"size {reprlib.repr(size)}: must be an object with {' and '.join(EDGES)}, areas in pixels")
     for edge, value in size.items():
         if found.setdefault(EDGES[edge], value) != value:
-            raise _wrong(name, f"size.{edge} {value!r}: {EDGES[edge]} says {found[EDGES[edge]]!r}; give one of both")
+            raise _wrong(name, f"size.{edge} {value!r}: {EDGES[edge]} says {found[EDGES[edge]]!r}; give one of them")
     return found
 
 

@@ -78,7 +78,7 @@ def _stream(opened: Any) -> Any:
         raise RequestError("the file has no video in it; send another one")
     stream = opened.streams.video[0]
     if stream.codec_context.codec.canonical_name not in CODECS:
-        raise RequestError(f"its codec is none of {', '.join(CODECS)}; convert it")
+        raise RequestError(f"its codec is not one of {', '.join(CODECS)}; convert it")
     _check_size(stream.codec_context.width, stream.codec_context.height)
     stream.codec_context.thread_count = 1
     return stream
@@ -104,7 +104,7 @@ def _measured(av: Any, data: bytes, container: str) -> tuple[int, float]:
             if found > MAX_FILE_FRAMES:
                 raise RequestError(f"more than {MAX_FILE_FRAMES} frames; send a shorter video")
     if not found or found < announced:
-        raise RequestError(f"{found} of {announced} frames are there: the file is cut short; send it anew")
+        raise RequestError(f"the file is cut short: it has {found} of {announced} frames; send it anew")
     fps = float(rate) if rate else DEFAULT_FPS
     if not 0 < fps <= MAX_FPS:
         raise RequestError(f"{fps:g} frames a second: a video has at most {MAX_FPS:g}; convert it")
@@ -195,4 +195,4 @@ def _font(file: str, size: int) -> ImageFont.FreeTypeFont:
     try:
         return ImageFont.truetype(file, size)
     except OSError:
-        raise RequestError(f"times cannot be drawn: {Path(file).name} of the model's folder is no font") from None
+        raise RequestError(f"times cannot be drawn: {Path(file).name} of the model's folder is not a font") from None

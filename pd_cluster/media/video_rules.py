@@ -18,8 +18,8 @@ MAX_PIXELS = 12 << 20  # the pixels of all resized frames of a video
 class Video(msgspec.Struct, frozen=True):
     """`images`: in order, each with the frames that the tower reads together, and its digest.
 
-    `times_s`: each one's time in the video, as the model's stamps count. `step_s`: the time between them, from the
-    sampling rate.
+    `times_s`: each picture's time in the video, as the model's stamps count. `step_s`: the time between two pictures,
+    from the sampling rate.
     """
 
     images: tuple[Image, ...]
@@ -99,11 +99,11 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_pixels, MAX_PIXELS // 2)
 
     def steps(self, video: Video) -> list[int]:
-        """Returns each picture's time, in positions from the first one."""
+        """Returns each picture's distance in time from the first one, in positions."""
         if self.has_stamps:
             return [0] * len(video.images)
         interval = _single(self.tokens_per_second * video.step_s) if self.tokens_per_second else 1.0
-        return [int(_single(at * interval)) for at in range(len(video.images))]  # as products of float32 round
+        return [int(_single(at * interval)) for at in range(len(video.images))]  # rounded like products of float32
 
     def stamp(self, time_s: float) -> str:
         return f"<{time_s:.1f} seconds>" if self.stamps is TimestampStyle.BEFORE else str(int(time_s))

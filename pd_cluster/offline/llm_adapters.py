@@ -77,7 +77,7 @@ class PromptAdapterRequest:
 
 def _check_number(place: str, number: object, param: str) -> None:
     if not isinstance(number, int) or number < 1:
-        raise RequestError(f"{place}: {number!r}; must be an integer from 1 up", param=param)
+        raise RequestError(f"{place}: {number!r}; must be an integer of at least 1", param=param)
 
 
 def _check_path(place: str, path: object, param: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads prompts, conversations and parameters in all accepted forms, as one list each. Ignores their meaning.
+"""Reads prompts, conversations and parameters in all accepted forms, each into one list. Ignores their meaning.
 
 Every refusal is a RequestError, before any work.
 """
@@ -175,7 +175,7 @@ def _pictures(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def named_pictures(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns the messages with images, which JSON cannot express, replaced by their number; and the images."""
+    """Returns the images, and the messages with a number in place of each image, because JSON cannot express images."""
     pictures: list[Any] = []
 
     def named(part: Any, place: str) -> Any:

@@ -59,7 +59,7 @@ class LocalEngine:
                 raise ConfigError(
                     f"{name} {size}: one process has one rank; give 1, or prefill and decode to have worker processes"
                 )
-        self.table = b""  # of ranks: there is none
+        self.table = b""  # there is no rank table
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -259,7 +259,7 @@ class _OneInstance(Roster):
         return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
 
     def set_back_lacking(self) -> None:
-        """Does nothing: the only instance takes no requests until it has loaded them."""
+        """Does nothing: the only instance takes no requests until it has loaded the new weights."""
 
     def arrive(self, info: InstanceInfo) -> None:
         (instance,) = self.instances

@@ -36,7 +36,7 @@ class Quality:
 
 
 def texts_of(file: Path, render: Any) -> list[str]:
-    """Reads a text file, or JSON lines of texts or conversations; `render` makes texts of those. Raises ConfigError."""
+    """Reads a text file, or JSON lines of texts or conversations, which `render` makes texts of. Raises ConfigError."""
     try:
         whole = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """Python calls between markers anywhere in a reply, as LFM2 and OLMo 3 write them.
 
-LFM2 writes a list, OLMo 3 one call a line. Values mix Python and JSON: models write `null` in a Python list, sets,
-numbers with leading zeros, and unescaped quotes or newlines in strings.
+LFM2 writes a list, OLMo 3 one call in each line. Values mix Python and JSON: models write `null` in a Python list,
+sets, numbers with leading zeros, and unescaped quotes or newlines in strings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNESCAPED = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\x00"})
 
 @dataclass(frozen=True)
 class PythonicSections:
-    """Calls between `begin` and `end`: a list in brackets or, with `lines`, one call a line."""
+    """Calls between `begin` and `end`: a list in brackets or, with `lines`, one call in each line."""
 
     begin: str
     end: str

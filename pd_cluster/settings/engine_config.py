@@ -311,6 +311,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=GIB,
         ),
     ] = 0.0
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        ENGINE(
+            "Keep layers with sliding windows in one pool with the others, as instances with --kv-host-cache do; for "
+            "pairs with such instances.",
+            has_off=True,
+        ),
+    ] = False
     state_cache_gib: Annotated[
         float | None,
         ENGINE(

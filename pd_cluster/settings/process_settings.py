@@ -310,8 +310,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_open_links: Annotated[
         int,
         KV(
-            "Maximum number of open links over pairs (NCCL, HCCL, gloo, curve); others open when a transfer needs "
-            "them. 0: no limit.",
+            "Maximum number of links with open communicators (NCCL, HCCL, gloo, curve); others open when a transfer "
+            "needs them. 0: no limit.",
             after="kv_port_range",
             checks=(at_least(0),),
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -110,6 +110,11 @@ class ServeOptions(Mapping[str, Any]):
     def typed(cls, given: Mapping[str, Any]) -> ServeOptions:
         """Reads values that were not parsed from a command line. Raises ConfigError for a value of the wrong type."""
         return cls(**{name: _typed(settings()[name], value) for name, value in given.items()})
+
+    @classmethod
+    def written(cls, given: Mapping[str, str]) -> ServeOptions:
+        """Reads values of environment variables, as typer does. Raises ConfigError for a value of the wrong type."""
+        return cls(**{name: _of_text(settings()[name], text) for name, text in given.items()})
 
     def __getitem__(self, name: str) -> Any:
         return self._given[name]
@@ -229,9 +234,15 @@ class ServeOptions(Mapping[str, Any]):
         return chat
 
 
-def _typed(each: DeclaredSetting, value: Any) -> Any:
+def _of_text(each: DeclaredSetting, text: str) -> Any:
+    """Returns a value from a variable's text, in which spaces separate several values."""
+    is_list = any(get_origin(kind) is list for kind in (each.kind, *get_args(each.kind)))
+    return _typed(each, text.split() if is_list else text, strict=False)
+
+
+def _typed(each: DeclaredSetting, value: Any, strict: bool = True) -> Any:
     try:
-        return msgspec.convert(value, each.kind)
+        return msgspec.convert(value, each.kind, strict=strict)
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at `$")[0]
         raise ConfigError(f"{called(each.name)} {reprlib.repr(value)}: {what[:1].lower()}{what[1:]}") from None

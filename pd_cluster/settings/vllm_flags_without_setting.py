@@ -125,7 +125,7 @@ FAMILIES = (
         refused="--offload-group-size=0 --offload-backend=auto",
     ),
     Family("weights always come from the model's folder", refused="--model-weights"),
-    Family("weights do not change while serving", refused="--weight-transfer-config"),
+    Family("the admin port replaces weights; see --weights-dir", refused="--weight-transfer-config"),
     Family("the model determines its sliding windows", accepted="--[no-]disable-sliding-window"),
     Family(
         "states are float32; the device determines the kernels",
@@ -201,7 +201,7 @@ FAMILIES = (
     Family("blocks are always identified by SHA-256", refused="--prefix-caching-hash-algo=sha256|sha256_cbor"),
     Family(
         "there is one block manager; cached blocks are kept until their memory is needed",
-        accepted="--[no-]use-v2-block-manager --[no-]disable-hybrid-kv-cache-manager --[no-]swa-bounded-replay "
+        accepted="--[no-]use-v2-block-manager --[no-]swa-bounded-replay "
         "--[no-]kv-sharing-fast-prefill --prefix-cache-retention-interval --prefix-match-unit",
     ),
     Family(

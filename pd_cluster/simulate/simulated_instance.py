@@ -248,13 +248,13 @@ class SimulatedInstance:
         """Records equal steps as computed. The worker's cost fit reads some of them."""
         worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
         work, timing = self._decode_work(), worker.timing
-        gaps_s = [(run.first_s + run.growth_s * at) * progress.factor for at in range(num_steps)]
+        took = StepRun(run.first_s * progress.factor, run.growth_s * progress.factor, num_steps)
         for at in range(0, num_steps, 1 + num_steps // NUM_TIMED):
-            timing.computed(_behind(work, at), gaps_s[at], work.num_rows)
+            timing.computed(_behind(work, at), took.first_s + took.growth_s * at, work.num_rows)
         names = [request.request_id for request in worker.core.scheduler.running]
         take_equal_steps(worker.core.scheduler, num_steps)
         worker.core.num_steps += num_steps
-        self.around.notes.sampled_often(self.name, names, now_s, gaps_s)
+        self.around.notes.sampled_often(self.name, names, now_s, took)
 
     def die(self) -> None:
         """Ends this life; the results of its completed steps were sent."""

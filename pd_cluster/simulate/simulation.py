@@ -63,9 +63,11 @@ def _rare_collections() -> Iterator[None]:
     """Collects garbage rarely, because a simulation's objects keep growing, and few are in cycles."""
     usual = gc.get_threshold()
     gc.set_threshold(*RARELY)
+    gc.freeze()  # modules outlive the simulation
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*usual)
 
 

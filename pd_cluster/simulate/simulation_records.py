@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pd_cluster.bench.outcomes import GapCounts
+from pd_cluster.simulate.step_progress import StepRun
 from pd_cluster.types import TokenOutput
 
 
@@ -64,11 +65,10 @@ class Notes:
             times.longest_s = max(times.longest_s, now_s - times.last_s)
             times.last_s = now_s
 
-    def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, gaps_s: Sequence[float]) -> None:
-        """Records one further token per gap for these sequences, at the same times."""
-        for gap_s in gaps_s:
-            self.gaps.add(gap_s, len(request_ids))
-        longest_s = max(gaps_s)
+    def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, steps: StepRun) -> None:
+        """Records one further token per step for these sequences, at the same times."""
+        self.gaps.add_line(steps.first_s, steps.growth_s, steps.num_steps, len(request_ids))
+        longest_s = steps.first_s + steps.growth_s * (steps.num_steps - 1)
         for request_id in request_ids:
             times = found.times.get(name) if (found := self._of.get(request_id)) is not None else None
             if times is not None:

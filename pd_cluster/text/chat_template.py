@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             parsed = environment.parse(source)
-            self.roles = named_roles(parsed).union(further_roles)  # first: the next call folds constants in place
+            self.roles = named_roles(parsed).union(further_roles)  # before the next call folds constants in place
             self.variables = frozenset(meta.find_undeclared_variables(parsed))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:MAX_ERROR_NUM_CHARS]

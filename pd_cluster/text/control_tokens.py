@@ -25,7 +25,7 @@ MAX_DRAWS = 16
 
 
 class PromptText(NamedTuple):
-    """A rendered prompt. `own`: the positions of its control tokens; None: wherever the text of one occurs."""
+    """A rendered prompt. `own`: the positions of its control tokens; None: all texts of control tokens are."""
 
     text: str
     own: tuple[tuple[int, int], ...] | None = None
@@ -44,10 +44,10 @@ class MarkedChars(NamedTuple):
 
 
 def control_texts(added: Iterable[tuple[str, bool]], known: Collection[str], template: str) -> frozenset[str]:
-    """Returns the texts of the `added` tokens, pairs (text, is special), that are control tokens.
+    """Returns the texts of control tokens among the `added` tokens, which are pairs (text, is special).
 
-    All special tokens are. Others are if they are in brackets, unlike runs of spaces or added words. HTML tags are text
-    unless they are `known` or the template's source contains them. Byte tokens are text.
+    All special tokens are. Other tokens are if they are in brackets; runs of spaces and added words are not. HTML tags
+    are text unless they are `known` or the template's source contains them. Byte tokens are text.
     """
     return frozenset(
         text

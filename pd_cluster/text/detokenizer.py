@@ -43,7 +43,7 @@ class Detokenizer:
         self._takes_many = context.is_additive and not dropped and not joined
         self._last_id = -1
         self._shown: list[int] = []  # the tokens of the text returned last
-        self._shown_text = ""  # their text alone
+        self._shown_text = ""  # the text of these tokens alone
         self._pending: list[int] = []
 
     def copy(self) -> Self:
@@ -52,7 +52,7 @@ class Detokenizer:
         return made
 
     def follow(self, prompt_token_ids: list[int]) -> None:
-        """Starts again, with the text after a prompt.
+        """Starts anew, with the output that follows a prompt.
 
         A character that the prompt's last token leaves incomplete is part of that text.
         """

@@ -27,7 +27,7 @@ ANYTHING = np.uint32(0xFFFFFFFF)
 Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 
 # The whitespace that formatters write between a JSON value's parts: none, a space, or a newline with its indentation.
-# If any whitespace could follow any other, a model could continue with it forever.
+# If any whitespace could follow any other, a model could write whitespace forever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
@@ -55,7 +55,7 @@ class Compiler:
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """`tokenizer_file`: a folder's tokenizer.json, or one made from another format. `vocab_size` is the model's; of
-        the ids that the tokenizer lacks, only end tokens may follow. Raises GuideError.
+        the ids that the tokenizer lacks, only end tokens may be output. Raises GuideError.
         """
         ends = sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         if not ends:
@@ -102,7 +102,7 @@ class Compiler:
         return Matcher(matcher, ends=self._ends)
 
     def _budgeted(self, guide: Guide) -> Matcher:
-        """Returns a matcher for a budget and, if there is one, the guide inside. Raises GuideError."""
+        """Returns a matcher for a budget and for the guide inside it, if there is one. Raises GuideError."""
         try:
             tree = msgspec.json.decode(guide.text, type=BudgetTree)
         except msgspec.DecodeError as error:
@@ -189,7 +189,7 @@ class Matcher:
             raise GuideError(self.problem)
 
     def limit(self, words: Words) -> None:
-        """Corrects end tokens and applies the budget in a mask that the library wrote; fills a mask that it did not."""
+        """Corrects end tokens and applies the budget in a mask of the library; fills a mask that it did not write."""
         if self._matcher is None:
             words[:] = ANYTHING
         elif self._ends is not None and self.accepts:
@@ -214,8 +214,8 @@ class Matcher:
 
 
 def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
-    """Returns the end tokens to name to the library, which treats them as an end even within text. So all of them must
-    be tokens that are not text.
+    """Returns the end tokens that the library may know. It takes each of them for the end, even within text, so they
+    must be tokens that are not text.
 
     If all end tokens of the model are text, or not in the tokenizer, returns another token that is not text.
     """
@@ -351,7 +351,7 @@ class _ReplySource:
         self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
         self._others: list[dict[str, Any]] = []
         self._depth = 0
-        self._named: dict[str, str] = {}  # of the tree's own rules, to those of the grammar
+        self._named: dict[str, str] = {}  # a rule of the tree -> the rule of the grammar
 
     def of(self, tree: list[Any]) -> str:
         self._rules.append(f"start: {self._expression(tree)}")
@@ -411,7 +411,7 @@ class _ReplySource:
         return made
 
     def _of_tokens(self, text: str) -> str:
-        """Returns the expression for a text that contains tokens that are not text; "" if it contains none."""
+        """Returns the expression for a text with tokens that the library does not treat as text; "" if it has none."""
         pieces = [piece for piece in self._tokens.split(text) if piece] if self._tokens is not None else []
         if not any(piece in self._special for piece in pieces):
             return ""

@@ -51,7 +51,7 @@ class RenamedTokens:
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Renames the control tokens in the model's own vocabulary; otherwise it would produce them from their text."""
+    """Renames the control tokens in the tokenizer's own vocabulary, which would otherwise make them from their text."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}

@@ -9,7 +9,7 @@ class StopStrings:
     """Cuts a stream of text before the first stop string, holding back text that may still become one.
 
     The first stop string is the one completed first; among several that end together, the longest. The result therefore
-    does not depend on how the text was split. Each character costs one step per stop string, whatever they are
+    does not depend on how the text was split. Each character costs one step per stop string, whatever the strings are
     (Knuth-Morris-Pratt search).
     """
 

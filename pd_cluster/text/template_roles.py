@@ -88,7 +88,7 @@ class _RoleReader:
         return False
 
     def _table(self, node: nodes.Node) -> nodes.Expr | None:
-        """Returns the object of which a role is the key, if the expression looks one up."""
+        """Returns the object in which the expression looks up a role; None for any other expression."""
         match node:
             case nodes.Getitem(node=table, arg=key) if self._is_role(key):
                 return table

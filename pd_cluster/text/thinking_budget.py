@@ -22,7 +22,7 @@ MOST_TAIL_NBYTES = 256  # the bytes of text that are kept to search for a mark
 
 
 class BudgetTree(msgspec.Struct, frozen=True):
-    """The text of a guide of kind "budget". `starts`: whether the first token is reasoning, or only after a mark.
+    """The text of a guide of kind "budget". `starts`: reasoning begins with the first token, not with a mark.
 
     `closes[0]` is written when the budget is used up. `inner`: the guide for the whole reply.
     """

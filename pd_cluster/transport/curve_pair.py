@@ -1,7 +1,7 @@
 """An encrypted, authenticated pair: net/payload_channel.py with the interface of a process group.
 
 The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol/pairs.md, "The encrypted
-pair".
+connection".
 """
 
 from __future__ import annotations

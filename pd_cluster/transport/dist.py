@@ -1,4 +1,4 @@
-"""Transports over pairs: a process group of two ranks per link; P (rank 0) sends, D (rank 1) receives (device_pair.py).
+"""Transports over process groups of two ranks, one per link: P (rank 0) sends, D (rank 1) receives (device_pair.py).
 
 The ends meet by keys that travel over the link's own connection (meeting.py), so nobody else can take part. Payloads
 land in staging buffers and are copied to their blocks from there. A timeout ends the link, so that late bytes never

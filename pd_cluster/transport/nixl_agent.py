@@ -153,7 +153,7 @@ class Agent:
     def attach(self, name: str, metadata: bytes) -> RemoteAgent:
         """Adds a lane from this agent. Raises LinkError."""
         if name.encode() not in metadata:
-            raise LinkError("the prefill instance's agent has another name than its metadata")
+            raise LinkError("the name of the prefill instance's agent is not the one in its metadata")
         with self._lock:
             peer = self._peers.get(name)
             if peer is None:
@@ -162,7 +162,7 @@ class Agent:
                 except Exception as error:
                     raise LinkError(f"the prefill instance's agent: {first_line(error)}", retry=True) from error
                 if loaded not in (name, name.encode()):
-                    raise LinkError("the prefill instance's agent has another name than its metadata")
+                    raise LinkError("the name of the prefill instance's agent is not the one in its metadata")
                 peer = self._peers[name] = RemoteAgent(name, metadata)
             if peer.has_failed:
                 raise LinkError("the connection to the prefill instance's agent is being closed", retry=True)

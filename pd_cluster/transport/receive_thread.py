@@ -287,7 +287,7 @@ class ReceiveThread:
             raise LinkError(problem, retry=True)
 
     def _land(self, sequence: int, header: wire.KVHeader) -> bool:
-        """Lands a frame. Returns False when the link is unusable; the thread then still acknowledges drains."""
+        """Lands a frame. Returns False when the link is unusable; the thread then still reports `Drained`."""
         assert self._receiver is not None
         assert self._lander is not None
         try:

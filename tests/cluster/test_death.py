@@ -150,7 +150,7 @@ def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) ->
 def goes_on_after_a_kill(cluster: LiveCluster, folder: Path, role: str, num_tokens: int) -> None:
     """Kills an instance of that role in mid-request: the stream ends as if nothing had happened, and all comes back."""
     sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    (expected,) = generate(make_core(folder, num_blocks=64), [PROMPT], sampling)
+    (expected,) = generate(make_core(folder, num_blocks=128), [PROMPT], sampling)
     stream, begun, victim = caught(cluster, num_tokens)
     victim = "prefill-0" if role == "prefill" else victim
     cluster.kill(victim)

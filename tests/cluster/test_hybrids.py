@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.cluster.test_death import goes_on_after_a_kill
 from tests.cluster.test_exact import complete_all, complete_once
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
-from tests.support.engines import assert_all_same, make_core, random_prompt
+from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.hybrids import HYBRIDS
 
+BY_MODULES = ("bailing_hybrid", "olmo_hybrid")  # run on one rank
 MAX_TOKENS = 16
 BLOCK_SIZE = 16
 LENGTHS = (1, 16, 17, 41, 70, 100)
@@ -71,7 +75,7 @@ def test_every_hybrid(tmp_path: Path, architecture: str, transport: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4)])
-@pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("architecture", [name for name in HYBRIDS if name not in BY_MODULES])
 def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[int, int]) -> None:
     """Heads of states, and channels of each part of a convolution, come from the ranks that have them."""
     rng = random.Random(5)
@@ -89,3 +93,43 @@ def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
     goes_on_after_a_kill(cluster, folder, role, 450)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in HYBRIDS if name != "qwen3_next"])
+def test_a_kill_of_each_role(tmp_path: Path, architecture: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    with LiveCluster(tmp_path, folder, num_decode=2, arguments=ARGUMENTS) as running:
+        for role in ("prefill", "decode"):
+            goes_on_after_a_kill(running, folder, role, 450)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_the_split_has_the_sequences_of_one_process(tmp_path: Path, architecture: str) -> None:
+    """Several sequences and beams of a prompt that is computed in chunks; guided tokens; 32 requests at once."""
+    rng, folder = random.Random(6), make_checkpoint(tmp_path / "model", architecture)
+    prompt, schema = random_prompt(rng, 70), {"type": "object", "properties": {"a": {"enum": ["forced"]}}}
+    cases: list[tuple[dict[str, Any], Sampling]] = [
+        (
+            {"n": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True},
+            Sampling(n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, ignore_eos=True),
+        ),
+        (
+            {"n": 2, "best_of": 3, "use_beam_search": True, "ignore_eos": True},
+            Sampling(n=2, beam_width=3, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+        ),
+        (
+            {"guided_json": schema},
+            Sampling(max_tokens=MAX_TOKENS, temperature=0.0, guide=Guide("json", json.dumps(schema))),
+        ),
+    ]
+    many = [random_prompt(rng, rng.randrange(1, 90)) for _ in range(32)]
+    core = make_core(folder, block_size=BLOCK_SIZE, num_blocks=256, max_num_batched_tokens=40)
+    with LiveCluster(tmp_path, folder, arguments=ARGUMENTS) as running:
+        for fields, sampling in cases:
+            alone = run(core, [Request("r", RequestSpec(prompt, sampling))])["r"]
+            expected = [[token.token_id for token in alone[index]] for index in sorted(alone)]
+            assert running.complete_choices(prompt, MAX_TOKENS, **fields) == expected, fields
+        assert_all_same(folder, many, running.complete_together(many, MAX_TOKENS), MAX_TOKENS)
+        running.assert_home()

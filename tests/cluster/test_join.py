@@ -165,7 +165,7 @@ def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path
     where = f"pd-cluster: --join 127.0.0.1:{cluster.join_port}: "
 
     same_key = cluster.worker("decode", "other-secret", another_secret(cluster, "other.secret", pinned))
-    assert cluster.refusal_of(same_key).startswith(f"{where}the scheduler there has another secret")
+    assert cluster.refusal_of(same_key).startswith(f"{where}the scheduler there has a secret that differs")
     stranger = cluster.worker("decode", "other-cluster", another_secret(cluster, "other-cluster.secret", (b"k" * 32,)))
     assert cluster.refusal_of(stranger).startswith(f"{where}the other end closed the connection during the handshake")
     other_model = cluster.worker("decode", "other-model", f"--model={checkpoint('qwen2')}")

@@ -232,8 +232,8 @@ BROKEN = {
     "a picture has at most 67108864 pixels": data_url(png_of_size(60_000, 60_000)),
     "the file is broken or cut short": data_url(png_of_size(4000, 4000)),
     "no picture in JPEG": data_url(b"hello"),
-    "'http://127.0.0.1:1/a.png': images come as data: URLs; send it so": "http://127.0.0.1:1/a.png",
-    "'file:///etc/passwd': images come as data: URLs; send it so": "file:///etc/passwd",
+    "'http://127.0.0.1:1/a.png': images come as data: URLs; send one of these": "http://127.0.0.1:1/a.png",
+    "'file:///etc/passwd': images come as data: URLs; send one of these": "file:///etc/passwd",
 }
 
 

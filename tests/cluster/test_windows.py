@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.kv.layer_groups import first_token_of
+from tests.cluster.test_death import goes_on_after_a_kill
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, make_core, random_prompt
 
@@ -42,4 +43,46 @@ def test_the_split_sends_what_is_seen(
             lambda: running.instance("decode-0")["kv_received_nbytes"] == expected,
         )
         assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        running.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 2)])
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text"])
+def test_windows_of_ranks_of_other_numbers(
+    checkpoint: Callable[[str], Path], tmp_path: Path, architecture: str, sizes: tuple[int, int]
+) -> None:
+    """Five turns of a conversation, too."""
+    rng, folder = random.Random(5), checkpoint(architecture)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    by_role = dict(zip(("prefill-0", "decode-0"), sizes, strict=True))
+    arguments = [*ARGUMENTS, "--kv-transport=dist"]
+    with LiveCluster(tmp_path, folder, arguments=arguments, tp_sizes=by_role) as running:
+        assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        turn = prompts[-2]
+        for _ in range(5):
+            answer = running.complete(turn, MAX_TOKENS)
+            assert_all_same(folder, [turn], [answer], MAX_TOKENS)
+            turn = [*turn, *answer, *random_prompt(rng, 9)]
+        running.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text", "mimo_v2_flash", "gemma4_text"])
+def test_a_kill_of_each_role(checkpoint: Callable[[str], Path], tmp_path: Path, architecture: str) -> None:
+    folder = checkpoint(architecture)
+    with LiveCluster(tmp_path, folder, num_decode=2, arguments=ARGUMENTS) as running:
+        for role in ("prefill", "decode"):
+            goes_on_after_a_kill(running, folder, role, 450)
+
+
+@pytest.mark.slow
+def test_an_instance_with_a_host_cache_and_one_without(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The one without merges its windows by the flag."""
+    rng, folder = random.Random(6), checkpoint("gpt_oss")
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    own = {"prefill-0": ["--kv-host-cache=0.01"], "decode-0": ["--disable-hybrid-kv-cache-manager"]}
+    with LiveCluster(tmp_path, folder, arguments=ARGUMENTS, member_arguments=own) as running:
+        for _ in range(2):
+            assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
         running.assert_home()

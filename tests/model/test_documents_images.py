@@ -191,7 +191,7 @@ def test_a_session_goes_on_about_its_image(pipe: AsyncEngine, lmdeploy_folder: P
 def test_what_is_wrong_is_said_before_any_work(pipe: AsyncEngine, tmp_path: Path) -> None:
     for given, said in (
         (("what?", "cat.png"), r"prompts\[1\]\[0\]: str; must be a PIL.Image.Image"),
-        (("what?",), "prompts: a tuple is a text and a picture, or a list of pictures"),
+        (("what?",), "prompts: a tuple must have a text, and a picture or a list of pictures"),
         (("<IMAGE_TOKEN><IMAGE_TOKEN>", picture(1)), "prompts: 2 times <IMAGE_TOKEN> for 1 pictures"),
     ):
         with pytest.raises(RequestError, match=said):
@@ -211,8 +211,8 @@ def test_load_image(tmp_path: Path) -> None:
         (str(tmp_path / "no.png"), "cannot be read: No such file"),
         (str(broken), "broken or cut short"),
         (data_url(b"hello"), "no picture in"),
-        ("http://127.0.0.1:1/a.png", "its address is not a public one"),
-        ("http://localhost/a.png", "its address is not a public one"),
+        ("http://127.0.0.1:1/a.png", "its address is not public"),
+        ("http://localhost/a.png", "its address is not public"),
         ("http:///a.png", "not a plain"),
     ):
         with pytest.raises(RequestError, match=said):

@@ -13,6 +13,8 @@ from msgspec import structs
 from tokenizers import Tokenizer
 
 from pd_cluster.engine.assembly.build_engine import keep_rule_of
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
@@ -36,7 +38,7 @@ ROOM: dict[str, Any] = {
     "state_cache_gib": 0.05,
     "mamba_block_size": 64,
 }
-KINDS = ("qwen3_next", "falcon_h1", "lfm2", "kimi_linear")  # each recurrence; a layer with both; latents
+BY_MODULES = ("bailing_hybrid", "olmo_hybrid")
 pytestmark = pytest.mark.usefixtures("one_thread")
 Checkpoints = Callable[..., Path]
 
@@ -78,21 +80,59 @@ def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> 
     assert states_of(core).num_held == 0
 
 
-@pytest.mark.parametrize("budget", [64, 65, *(pytest.param(each, marks=pytest.mark.slow) for each in (63, 37))])
-def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, budget: int) -> None:
+BUDGETS = ("1", "63", "64", "65", "random")
+CUTS = [f"{name} {budget}" for name in HYBRIDS for budget in BUDGETS]
+# Latents that C attends to: torch adds in an order that depends on the rows.
+IN_C: dict[str, Any] = {"kimi_linear": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}}
+CUTS_OF_FUSED = [case for case in CUTS if not case.startswith(BY_MODULES)]
+
+
+def cut_core(folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    """An engine whose steps have at most so many tokens, or a random number of them."""
+    if budget != "random":
+        return core_of(folder, max_num_batched_tokens=int(budget))
+    rng, plan = random.Random(budget), StepScheduler.plan
+
+    def of_random_size(scheduler: StepScheduler) -> StepPlan:
+        scheduler.max_num_batched_tokens = rng.randrange(1, 100)
+        return plan(scheduler)
+
+    monkeypatch.setattr(StepScheduler, "plan", of_random_size)
+    return core_of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUTS)
+def test_cuts_change_no_token(checkpoint: Checkpoints, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of prompts that begin with a kept state."""
+    architecture, budget = case.split()
+    folder, rng = checkpoint(architecture), random.Random(12)
+    prompts = [random_prompt(rng, n) for n in (130, 66, 17)]
+    core = cut_core(folder, budget, monkeypatch)
+    for _ in range(2):
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert core.scheduler.num_prefix_hit_tokens
+
+
+@pytest.mark.parametrize("case", slow_but(("qwen3_next 64", "qwen3_next 65"), CUTS_OF_FUSED))
+def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States by own kernels: the same log-probabilities whatever steps take, in company, and from a kept state."""
-    folder, rng = checkpoint("qwen3_next"), random.Random(2)
+    architecture, budget = case.split()
+    folder, rng = checkpoint(architecture, **IN_C.get(architecture, {})), random.Random(2)
     prompts = [random_prompt(rng, n) for n in (200, 70, 31)]
     whole = core_of(folder, max_num_batched_tokens=512)
     assert isinstance(whole.runner.model, FusedCausalLM)  # type: ignore[attr-defined]
     expected = [scored(whole, [prompt])[0] for prompt in prompts]
-    cut = core_of(folder, max_num_batched_tokens=budget)
+    cut = cut_core(folder, budget, monkeypatch)
     assert scored(cut, prompts) == expected
     assert scored(cut, prompts) == expected, "from what was kept"
 
 
-def test_a_swap_changes_no_bit(checkpoint: Checkpoints) -> None:
-    folder, rng = checkpoint("qwen3_next"), random.Random(11)
+@pytest.mark.parametrize(
+    "architecture", slow_but(("qwen3_next",), [each for each in HYBRIDS if each not in BY_MODULES])
+)
+def test_a_swap_changes_no_bit(checkpoint: Checkpoints, architecture: str) -> None:
+    folder, rng = checkpoint(architecture), random.Random(11)
     prompts = [random_prompt(rng, n) for n in (60, 50, 70, 44)]
     core = core_of(folder, num_blocks=15, preemption_mode="swap", swap_space_gib=0.1, max_model_len=200)
     long = structs.replace(SCORED, max_tokens=40)
@@ -111,7 +151,7 @@ def numbers(tokens: list[TokenOutput]) -> list[tuple[int, Any]]:
     return [(each.token_id, each.logprobs) for each in tokens]
 
 
-@pytest.mark.parametrize("architecture", slow_but(("falcon_h1",), KINDS))
+@pytest.mark.parametrize("architecture", slow_but(("falcon_h1",), HYBRIDS))
 def test_each_place_where_a_state_is_kept(checkpoint: Checkpoints, architecture: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(3)
     core = core_of(folder)
@@ -159,7 +199,7 @@ def test_least_recently_used_states_go(checkpoint: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), KINDS))
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
 def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, mode: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(6)
     core = core_of(folder, num_blocks=20, preemption_mode=mode, swap_space_gib=0.1, max_model_len=200)
@@ -170,7 +210,7 @@ def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, m
     assert_all_same(folder, prompts, found, 60)
 
 
-@pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), KINDS))
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
 def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, architecture: str) -> None:
     """Several sequences and beams are those of an engine that computes each by itself."""
     folder, rng = checkpoint(architecture), random.Random(7)
@@ -191,9 +231,10 @@ def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, a
         assert_all_same(folder, [whole], generate(core, [whole], again), 8)
 
 
-def test_guides_and_predictions(checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
+def test_guides_and_predictions(checkpoint: Checkpoints, architecture: str) -> None:
     """Tokens that a guide forces, or that a client predicts, are computed one after the other."""
-    folder, rng = checkpoint("qwen3_next"), random.Random(10)
+    folder, rng = checkpoint(architecture), random.Random(10)
     prompt, company = random_prompt(rng, 33), random_prompt(rng, 20)
     (free,) = generate(core_of(folder), [prompt], GREEDY)
     wrong = [*free[:3], 1, *free[4:]]
@@ -212,7 +253,7 @@ def ids_of(tokens: list[TokenOutput]) -> list[int]:
     return [each.token_id for each in tokens]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "nemotron_h"), HYBRIDS))
 def test_32_at_once(checkpoint: Checkpoints, architecture: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(8)
     core = core_of(folder, num_blocks=400, max_num_seqs=32)

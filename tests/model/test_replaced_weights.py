@@ -143,10 +143,10 @@ def _is_another_model(folder: Path) -> None:
     ("spoil", "why"),
     [
         (_lacks_tensor, r"layers\.1\.mlp\.up_proj\.weight: missing; an update has all tensors"),
-        (_has_another_shape, r"norm\.weight is F32 \[7\], and the served model has F32 \["),
+        (_has_another_shape, r"norm\.weight is F32 \[7\], but the served model has F32 \["),
         (_has_another_dtype, r"norm\.weight is F16"),
         (_has_more, "extra: not in the served model"),
-        (_is_another_model, "rms_norm_eps is 0.5, and the served model has"),
+        (_is_another_model, "rms_norm_eps is 0.5, but the served model has"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: missing; copy the model's own"),
         (lambda folder: shutil.rmtree(folder), "config.json: missing"),
     ],

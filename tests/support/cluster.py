@@ -267,6 +267,7 @@ class LiveCluster:
                 i["num_held_blocks"] == 0
                 and i["num_outstanding"] == 0
                 and i["num_running"] == i["num_waiting"] == i["num_landing"] == i["num_exporting"] == 0
+                and not any(group["num_held"] for group in i["groups"])
                 and i["num_blocks"] == i["num_free_blocks"] + i["num_cached_blocks"] + i["num_held_blocks"]
                 for i in self.instances()
                 if i["state"] == "ready"

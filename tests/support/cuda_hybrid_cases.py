@@ -31,7 +31,9 @@ from tests.support.state_world import StateWorld, load_fused, row_errors
 choose_device()
 
 SHALLOW = {**CONVOLUTIONS, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe")
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe"),
+)
 SHORT = ProofSchedule(((3, 1), (4, 6), (1, 1)), kept=4)  # the one of the proof takes minutes here
 GREEDY = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 

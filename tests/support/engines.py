@@ -52,8 +52,13 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> 
         core.step()
         core.scheduler.check()
     assert not core.scheduler.requests, "the engine did not finish"
-    assert core.scheduler.blocks.num_held == 0
+    assert_all_released(core)
     return [request.output_token_ids for request in requests]
+
+
+def assert_all_released(core: EngineCore) -> None:
+    """Asserts that no request holds a block of any group of layers, in memory or swapped."""
+    assert not any(each.blocks.num_held + each.swap.num_held for each in core.scheduler.groups)
 
 
 def together(core: EngineCore, orders: Iterable[RequestSpec]) -> list[list[int]]:
@@ -75,7 +80,7 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[T
             tokens[token.request_id].setdefault(token.index, []).append(token)
         core.scheduler.check()
     assert not core.scheduler.requests, "the engine did not finish"
-    assert core.scheduler.blocks.num_held == 0
+    assert_all_released(core)
     return tokens
 
 

@@ -374,7 +374,7 @@ def test_buffers_of_integers_are_none(folder: Path) -> None:
 def test_files_of_another_size_are_refused_before_they_are_read(folder: Path) -> None:
     write_weights(folder, {"model.norm.weight": ("F32", 4096)}, missing_nbytes=1)
     where = folder / "model.safetensors"
-    assert fault(folder).startswith(f"{where}: cut short: its header tells of 4096 bytes of weights, and 4095 are")
+    assert fault(folder).startswith(f"{where}: cut short: its header describes 4096 bytes of weights, but it has 4095")
     make_folder(folder)
     padded(where, 2 << 30)
     before = num_bytes_read()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
-from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipProgress, ShipSizes
 from pd_cluster.engine.handover.transfer_terms import TransferTerms
 from pd_cluster.engine.scheduling import group_holdings
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
@@ -95,6 +96,18 @@ def test_random_orders_of_events(
     seen = explore(range(num_seeds), world_of)
     for outcome in (*OF_BOTH, *outcomes):
         assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
+
+
+def test_a_state_that_leaves_before_the_last_chunk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = ShipProgress.computed
+
+    def early(self: ShipProgress, num_computed: int, *rest: Any) -> Iterator[wire.KVPiece]:
+        is_begun = self.group.holds.is_state and 0 < num_computed < self.num_tokens
+        return computed(self, self.num_tokens if is_begun else num_computed, *rest)
+
+    monkeypatch.setattr(ShipProgress, "computed", early)
+    with pytest.raises(AssertionError, match="is shipped too early"):
+        explore(range(40), GroupsWorld)
 
 
 @pytest.mark.slow

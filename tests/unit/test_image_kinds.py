@@ -154,9 +154,9 @@ def test_marks_belong_to_their_picture() -> None:
     )
     assert placed.rope_positions.delta == 0
     for wrong in ([1, 7, 9], [8, 7, 8], [9, 7, 8], [8, 7, 9, 8], [8, 8, 7, 9], [9, 8, 7, 9, 1]):
-        with pytest.raises(RequestError, match="tokens 8 and 9 stand around the placeholder of an image, and nowhere"):
+        with pytest.raises(RequestError, match="tokens 8 and 9 must enclose the placeholder of an image, and"):
             place(wrong, [image], rules, "prompt")
-    with pytest.raises(RequestError, match="nowhere else"):
+    with pytest.raises(RequestError, match="and nothing else"):
         place([1, 8, 2], [], rules, "prompt")
 
 

@@ -104,7 +104,7 @@ def test_a_problem_of_an_image() -> None:
     assert TINY.problem(Image(2, 4)) == TINY.problem(Image(2, 4, bytes(2 * 4 * 16 * 3))) == ""
     assert TINY.problem(Image(3, 4)) == "3 x 4: must be multiples of 2 patches"
     assert TINY.problem(Image(100, 100)) == "100 x 100: more than 1024 pixels"
-    assert TINY.problem(Image(2, 4, b"1")) == "2 x 4: 1 bytes of pixels; they have 384"
+    assert TINY.problem(Image(2, 4, b"1")) == "2 x 4: 1 bytes of pixels, but this size has 384"
 
 
 @pytest.mark.parametrize("rules", [QWEN2, QWEN3, TINY])
@@ -151,7 +151,7 @@ def test_a_folder_s_sizes_of_videos(tmp_path: Path) -> None:
     assert read() == (7000, 8000)
     (tmp_path / "processor_config.json").unlink()
     for odd, said in (
-        ({"image_mean": [0, 0, 0]}, "videos are read as images are"),
+        ({"image_mean": [0, 0, 0]}, "videos are read like images"),
         ({"min_pixels": "a"}, "min_pixels 'a'"),
     ):
         file.write_text(json.dumps(odd))

@@ -95,6 +95,17 @@ def test_gaps_are_counted_closely() -> None:
     assert GapCounts().percentile(50) is None
 
 
+@pytest.mark.parametrize(("first_s", "growth_s"), [(0.02, 0.0), (0.02, 1e-7), (0.001, 0.0007), (0.0, 1e-6)])
+def test_gaps_that_grow_evenly_count_as_one_by_one(first_s: float, growth_s: float) -> None:
+    together, single = GapCounts(), GapCounts()
+    together.add_line(first_s, growth_s, num_gaps=257, num=3)
+    for at in range(257):
+        single.add(first_s + growth_s * at, 3)
+    percents = range(1, 101)
+    assert len(together) == len(single) == 257 * 3
+    assert [together.percentile(each) for each in percents] == [single.percentile(each) for each in percents]
+
+
 def test_series_over_time_against_brute_force() -> None:
     """Each stage's mean number of requests is what looks at a thousand moments an interval count."""
     run = some_run()

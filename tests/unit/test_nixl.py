@@ -147,7 +147,7 @@ def test_an_error_that_is_no_disconnection_proves_nothing(monkeypatch: pytest.Mo
 
 def test_a_foreign_or_changed_metadata_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     agent, _ = make_agent(monkeypatch)
-    with pytest.raises(LinkError, match="another name"):
+    with pytest.raises(LinkError, match="not the one in its metadata"):
         agent.attach("b" * 32, NAME.encode())
     agent.attach(NAME, NAME.encode())
     with pytest.raises(LinkError, match="changed"):

@@ -177,7 +177,7 @@ def test_data_urls() -> None:
         ("data:image/png,AAAA", "must be data:image/TYPE;base64,DATA"),
         *((f"data:image/png;base64,{wrong}", "are not base64") for wrong in ("AA!A", "AAA", "\u00e4AAA")),
         ("data:image/png;base64," + "A" * (33 << 20), "at most 25165824 bytes"),
-        *((wrong, "images come as data: URLs; send it so") for wrong in ("ftp://host/a.png", "given:0", "")),
+        *((wrong, "images come as data: URLs; send one of these") for wrong in ("ftp://host/a.png", "given:0", "")),
     ):
         with pytest.raises(RequestError, match=said):
             fetched(url, Places())
@@ -230,7 +230,7 @@ async def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
     """Nor is any address inside of a network, also where every host is allowed."""
     async with intake_of(domains=(ANY_HOST,)) as intake:
         for address in ("8.8.4.4", "127.0.0.1", "169.254.169.254"):
-            with pytest.raises(RequestError, match=f"{address}: its address is not a public one"):
+            with pytest.raises(RequestError, match=f"{address}: its address is not public"):
                 await intake.place([7], sources(f"http://{address}/a.png"), "prompt")
 
 

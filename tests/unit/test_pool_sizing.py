@@ -268,6 +268,7 @@ def test_groups_take_what_an_accelerator_has_left() -> None:
         ({"mamba_block_size": 1022}, "--mamba-block-size 1022: .* a multiple of --block-size 4"),
         ({"adapters": AdapterSettings(enable_prompt_adapter=True)}, "--enable-prompt-adapter: kimi keeps states"),
         ({"adapters": AdapterSettings(enable_lora=True)}, "--enable-lora: kimi keeps states"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: kimi keeps states"),
         ({"speculation": Speculation(methods=("ngram",))}, "--speculative-config: ngram: kimi keeps states"),
     ],
 )
@@ -276,6 +277,7 @@ def test_settings_that_states_do_not_go_with(settings: dict[str, Any], error: st
     plan = LoadPlan(config(), checkpoint, SingleRank(), CPU, "float32", 4, (), LENGTH, STEP)
     check_states(plan, True)
     assert splits_windows(plan)
+    assert not splits_windows(replace(plan, config=config(disable_hybrid_kv_cache_manager=True)))
     with pytest.raises(ConfigError, match=f"^{error}"):
         check_states(replace(plan, config=config(**settings)), True)
     check_states(replace(plan, config=config(mamba_block_size=1022, enable_prefix_caching=False)), True)

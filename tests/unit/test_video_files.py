@@ -86,9 +86,9 @@ def test_a_turned_video_is_upright() -> None:
         (FILE[: len(FILE) // 2], "the file"),
         (picture_file(picture(1)), "no video in MP4"),
         (avi_of_frames(100_000), "100000 frames: a video has at most 20000; send a shorter one"),
-        (avi_of_frames(50), "12 of 50 frames are there: the file is cut short"),
+        (avi_of_frames(50), "the file is cut short: it has 12 of 50 frames"),
         (file_of(GRAY, "avi", "mjpeg")[:-400], "the file is broken or cut short"),
-        (file_of(GRAY, "matroska", "ffv1"), "its codec is none of h264, "),
+        (file_of(GRAY, "matroska", "ffv1"), "its codec is not one of h264, "),
     ],
 )
 def test_files_that_are_refused(data: bytes, said: str) -> None:

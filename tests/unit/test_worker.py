@@ -271,6 +271,14 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return"
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 1 << 32, 1 << 64, -(1 << 64)])
+def test_a_prompt_has_only_tokens_of_the_vocabulary(wrong: int) -> None:
+    limits = EngineLimits(VOCAB_SIZE, 100, RopeLimit())
+    told = f"prompt token ids must be in 0 to {VOCAB_SIZE - 1}"
+    assert limits.problem(Request("r", RequestSpec([0, VOCAB_SIZE - 1], sampling()))) is None
+    assert limits.problem(Request("r", RequestSpec([0, wrong, 1], sampling()))) == told
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_batcher, "MAX_UNSENT", 3)

@@ -121,7 +121,7 @@ def test_a_refusal_or_another_secret_ends_it(is_registered: bool) -> None:
     for reason in (NOT_ADMITTED, OTHER_SECRET):
         seeker = Seeker()
         with pytest.raises(
-            ConfigError, match=r"^--join h:1: the scheduler there has another secret than this worker's"
+            ConfigError, match=r"^--join h:1: the scheduler there has a secret that differs from this worker's"
         ):
             seeker.joining.on_closed(seeker.connect(), reason)
     seeker = Seeker()
@@ -199,7 +199,7 @@ async def test_a_worker_registers_and_leaves_over_loopback() -> None:
 @pytest.mark.parametrize(
     ("secret", "pinned", "told"),
     [
-        (b"x" * 32, SCHEDULER.public, "the scheduler there has another secret"),
+        (b"x" * 32, SCHEDULER.public, "the scheduler there has a secret that differs"),
         (b"s" * 32, KeyPair.of(b"p" * 32).public, "it has another key, or is another program"),
     ],
     ids=["another secret", "another scheduler"],

@@ -29,7 +29,7 @@ class LimitedConnection(Protocol):
         """Closes the connection at once; it has no request."""
 
     def expire(self) -> bool:
-        """Times out a slow client. Returns False if the client is not at fault and gets as much time again."""
+        """Times out a slow client. Returns False if the client is not at fault; it then gets as much time again."""
 
 
 class _Nobody:
@@ -121,7 +121,7 @@ class ConnectionLimiter:
         self.num_busy = 0
 
     def admit(self, connection: LimitedConnection, address: str, descriptor: int) -> AdmittedConnection | None:
-        """Admits a connection, and starts the timeout of its first headers; None if it cannot even replace an idle one.
+        """Admits a connection, and starts the timeout of its first headers; None if there is no idle one to replace.
 
         `address` is "" for connections without an address, such as those of a Unix socket.
         """
@@ -158,7 +158,7 @@ class ConnectionLimiter:
         return True
 
     def _breaks_up_a_crowd(self, admitted: AdmittedConnection) -> bool:
-        """Closes the connection that has been idle longest, if most are idle, because then they hold low descriptors.
+        """If most connections are idle, and so hold low descriptors, closes the one that has been idle longest.
 
         If most have requests, returns False: the few idle ones are new or are probes.
         """

@@ -27,7 +27,7 @@ MAX_FIELDS = 256
 MAX_TRAILERS_NBYTES = 16 << 10
 MAX_TRAILERS = 64
 MAX_FRAMING_NBYTES = 64 << 10  # around the chunks of a body, without a byte of the body itself
-LEAST_NBYTES = 1 << 20  # the bytes of an upload that must arrive in the time that other bodies have in all
+LEAST_NBYTES = 1 << 20  # an upload of so many bytes within BODY_TIMEOUT_S gets that time again
 PIECE_NBYTES = 16 << 10  # the bytes of a chunked body that are passed on at once
 MAX_IGNORED_NBYTES = 1 << 20  # the bytes that a client may still send after it was turned away
 END_OF_HEAD = b"\r\n\r\n"
@@ -36,12 +36,12 @@ PROBES = (b"/health", b"/ping", b"/live")
 
 
 def probes_under(root_path: str) -> frozenset[bytes]:
-    """Returns the paths of probes, which are answered whatever the number of connections, as clients write them."""
+    """Returns the paths of probes, as clients write them. Probes are answered whatever the number of connections."""
     return frozenset(root + path for path in PROBES for root in (b"", root_path.encode()))
 
 
 class RequestLimits(NamedTuple):
-    """`probes`: paths that are always answered. `uploads`: paths of bodies that may be larger than others, in bytes."""
+    """`probes`: paths that are always answered. `uploads`: path -> the most bytes of a body, if that may be larger."""
 
     probes: frozenset[bytes]
     most_fields: int = MAX_FIELDS

@@ -198,7 +198,7 @@ def raise_descriptor_limit(limits: ConnectionLimits) -> None:
     needed = limits.total + limits.spare + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
     if (allowed := host.raise_open_files(needed)) < needed:
         log.warning(
-            "--max-connections %d: this process may open only %d files, so it takes fewer; raise the hard limit "
+            "--max-connections %d: this process may open only %d files, so it admits fewer; raise the hard limit "
             "(ulimit -Hn %d)",
             limits.total,
             allowed,

@@ -139,8 +139,8 @@ class WorkerJoining:
             return
         if reason in REFUSALS:
             raise ConfigError(
-                f"{called('join')} {self.shown_address}: the scheduler there has another secret than this worker's "
-                f"{called('secret_file')}; copy its cluster.secret to this host"
+                f"{called('join')} {self.shown_address}: the scheduler there has a secret that differs from this "
+                f"worker's {called('secret_file')}; copy its cluster.secret to this host"
             )
         self.fail(reason)
 

@@ -45,7 +45,7 @@ def instances_of(place: Place) -> list[ListedInstance]:
 def check_pairs(
     place: Place, device: str, kv_transport: str, say: Say, meet: HostRendezvous | None = None
 ) -> list[Finding]:
-    """Sends KV blocks between all pairs with an end on this host; returns one finding a pair. Leaves no process
+    """Sends KV blocks between all pairs with an end on this host; returns one finding for each. Leaves no process
     running.
 
     `meet`: how to reach ends on other hosts that run this command; None: such pairs are not checked.

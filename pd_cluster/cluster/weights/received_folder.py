@@ -41,16 +41,16 @@ class ReceivedFolder:
         self.path.mkdir(mode=0o700)
 
     def next_file(self, tensors: Sequence[SentTensor]) -> Path:
-        """Returns the file for these tensors. Raises RequestError for one that the model lacks, or that was sent."""
+        """Returns the file for these tensors. Raises RequestError for a wrong or repeated tensor."""
         name = f"model-{len(set(self._files.values())) + 1:05d}.safetensors"
         for each in tensors:
             if each.name in self._files:
-                raise RequestError(f"names: {each.name[:256]!r} has been sent in this update", "update_info")
+                raise RequestError(f"names: {each.name[:256]!r} has already been sent in this update", "update_info")
             sent, wanted = (DTYPES.get(each.dtype, each.dtype), tuple(each.shape)), self._tensors.get(each.name)
             if sent != wanted:
                 own = "does not have it" if wanted is None else f"has {wanted[0]} {list(wanted[1])}"
                 shown = f"{each.name[:256]!r} is {sent[0][:32]} {list(sent[1])}"
-                raise RequestError(f"names: {shown}, and the served model {own}", "update_info")
+                raise RequestError(f"names: {shown}, but the served model {own}", "update_info")
         return self.path / name
 
     def add(self, tensors: Sequence[SentTensor], file: Path) -> None:

@@ -64,7 +64,7 @@ class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
     shapes: Shapes = []
 
     def tensors(self) -> list[SentTensor]:
-        """Returns [] with a folder. Raises RequestError."""
+        """Returns the tensors to receive; [] if a folder is given. Raises RequestError."""
         if self.folder and self.names:
             raise RequestError("update_info: give either a folder or names", "update_info")
         if self.folder:

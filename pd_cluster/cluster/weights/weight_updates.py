@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 CHECK_TIMEOUT_S = 600.0  # every byte is read
 CHANGE_TIMEOUT_S = 600.0
 UPDATE_TIMEOUT_S = 3600.0  # between two commands of one update
-DEFAULT_NAME = "default"  # of weights that nobody has named
+DEFAULT_NAME = "default"  # the name of weights without a name
 
 Phase = Literal["serving", "started", "checked", "changing"]
 
@@ -155,7 +155,7 @@ class WeightUpdates:
             try:
                 await self._receiver.receive(tensors, file)
             except BaseException:
-                await self._leave()  # its next tensors would be others
+                await self._leave()  # the trainer's next tensors would not be those that a later command expects
                 raise
             self._received.add(tensors, file)
 
@@ -280,7 +280,7 @@ class WeightUpdates:
             raise Refused("no instance is ready; GET /instances shows why")
 
     def _asked(self, conns: set[str]) -> list[Instance]:
-        """Returns the ready instances with these connections: one that is gone has nothing to say."""
+        """Returns the ready instances with these connections: an instance that is gone need not answer."""
         return [each for each in self._membership.instances if each.is_ready and each.conn in conns]
 
     async def _change(self, version: wire.WeightVersion) -> None:

@@ -46,7 +46,7 @@ def stages_of(
     yield CacheReports(context.post, core.scheduler.known)
     if (events := config.kv_events) is not None and events.is_on:
         publisher = EventPublisher(events, config.credentials)
-        yield KVEvents(core.scheduler.blocks, runner.pool.layout.block_size, publisher)
+        yield KVEvents(core.scheduler.known, runner.pool.layout.block_size, publisher)
 
 
 def adapters_of(

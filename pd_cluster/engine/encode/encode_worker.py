@@ -80,7 +80,7 @@ class EncodeWorker:
         self._num_kept_tokens = num_kept_tokens
         self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened a link, by connection
         self._pairs: dict[str, PairSender] = {}  # by connection; the mailbox's thread also reads it
-        self._paired_nbytes = 0  # sent over pairs that are now closed
+        self._paired_nbytes = 0  # sent over communicators that are now closed
         self._num_hits = self._num_encoded = self._num_resets = 0
         self._encode_s = self._next_tick_s = 0.0
         sleep = EngineSleep(self._go_to_level if source.again is not None else None, self._forget)

@@ -34,7 +34,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The mailbox's thread has confirmed to D that this transfer stands: it is D's now."""
+    """The mailbox's thread has confirmed to D that this transfer stands: D owns it now."""
 
     conn: str
     transfer_id: str

@@ -47,7 +47,7 @@ class ImportPorts(Protocol):
     def progress_s(self, conn: str) -> float: ...
 
     def left_s(self, transfer_id: str) -> float:
-        """Returns the expected time until a transfer ends whose KV cache has all arrived."""
+        """Returns the expected time until the end of a transfer whose whole KV cache has arrived."""
 
 
 class ImportState(enum.Enum):

@@ -247,6 +247,11 @@ class StepScheduler:
 
     # ---- steps
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits, so that a plan may have chunks."""
+        return bool(self.running or self.waiting)
+
     def plan(self) -> StepPlan:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
 

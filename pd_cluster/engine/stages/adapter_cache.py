@@ -32,7 +32,7 @@ class AdapterCache:
         self.closing.pop(digest, None)
 
     def has_one_free(self, present: Collection[str]) -> bool:
-        """`present`: adapters that are in memory or being loaded."""
+        """Whether memory has room for one more. `present`: adapters that are in memory or being loaded."""
         return len(set(present)) < self._most
 
     def next_out(self, present: Collection[str], used: Collection[str]) -> str | None:

@@ -35,7 +35,7 @@ class OwnerRotation:
         self._num_turns = 0
 
     def last(self, owners: Collection[bytes]) -> int:
-        """Returns the number of the owners' earliest last load; 0: one of them has had none."""
+        """Returns the turn of the owner that has waited longest since its last load; 0: one of them has had none."""
         return min(self._last.get(owner, 0) for owner in owners)
 
     def took(self, owners: Collection[bytes]) -> None:
@@ -149,7 +149,7 @@ class WorkerAdapters(Stage):
 
     @property
     def _in_memory(self) -> tuple[str, ...] | None:
-        """Short names of the LoRA adapters that are in memory; None: all existing ones."""
+        """Short names of the LoRA adapters that are in memory; None: all adapters are."""
         if self._keeper is None or self._cache is None:
             return None
         return tuple(

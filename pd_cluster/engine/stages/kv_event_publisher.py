@@ -10,7 +10,8 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.engine.stages.stage import Stage
 from pd_cluster.kv.block_pool import BlockPool
-from pd_cluster.kv.kv_event_log import EventBatch, KVEventLog
+from pd_cluster.kv.kv_event_log import EventBatch
+from pd_cluster.kv.reached_blocks import ReachedBlocks
 from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.types import Tier
 
@@ -18,8 +19,8 @@ from pd_cluster.types import Tier
 class KVEvents(Stage):
     """Follows the prefix cache."""
 
-    def __init__(self, blocks: BlockPool, block_size: int, publisher: EventPublisher) -> None:
-        self._log = blocks.log = KVEventLog(block_size)
+    def __init__(self, blocks: BlockPool | ReachedBlocks, block_size: int, publisher: EventPublisher) -> None:
+        self._log = blocks.start_log(block_size)
         self._publisher = publisher
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:

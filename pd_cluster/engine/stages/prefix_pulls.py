@@ -88,7 +88,7 @@ class PrefixPulls(Stage):
             self._give_up(held)
 
     def cache_reset(self, is_external: bool) -> None:
-        """Abandons pulls, since what they bring was computed before the reset."""
+        """Abandons pulls, because their KV cache was computed before the reset."""
         self.release_all()
 
     def tick(self) -> None:

@@ -79,7 +79,7 @@ class Stage:
         """Called several times a second."""
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Called several times a second with the new tiers of the prefix cache's contents; None: they are gone."""
+        """Called several times a second with the contents whose tier has changed; None: no tier has them any more."""
 
     def moved(self) -> None:
         """Called after every copy of blocks between device and host."""

@@ -175,7 +175,7 @@ class EngineTiers(Stage):
             at = report.kind, report.job
             waiting = [held for held in self._held if at in held.jobs]
             if found:
-                for held in waiting:  # their first blocks may have been evicted since the look
+                for held in waiting:  # their first blocks may have been evicted since the look-up
                     self._touch(held.hashes)
             more = {(report.kind, job) for job in lower.fetch(found)} if found else set()
             for held in waiting:

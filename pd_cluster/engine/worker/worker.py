@@ -117,6 +117,9 @@ class Worker:
     def _compute(self) -> bool:
         self.handover.imports.credit()
         self._step_waits_s = 0.0
+        if self._rounds is None and not self.core.scheduler.has_work:
+            self.legs.drop_unwanted()
+            return False
         if self._rounds is None and self._cores.are_shared and not self.state.drain.has_begun and self._waits():
             return False  # in a unit, mates would wait with it
         plan = self.core.plan()

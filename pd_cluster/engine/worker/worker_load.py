@@ -77,10 +77,11 @@ def load_of(
 ) -> wire.Load:
     scheduler, exports, imports, lanes = core.scheduler, handover.exports, handover.imports, handover.in_links.table
     blocks = scheduler.blocks
-    to_compute = [r.num_behind for r in scheduler.requests.values() if r.status in (Status.WAITING, Status.RUNNING)]
+    to_compute = [request.num_behind for request in (*scheduler.waiting, *scheduler.running)]
     statuses = [request.status for request in scheduler.requests.values()]
+    received_nbytes, num_dropped = lanes.counts()
     return wire.Load(
-        num_running=statuses.count(Status.RUNNING),
+        num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting) + imports.num_queued,
         num_expected=imports.num_expected,
         num_landing=statuses.count(Status.LANDING),
@@ -109,8 +110,8 @@ def load_of(
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
         kv_sent_nbytes=handover.out_links.table.sent_nbytes,
-        kv_received_nbytes=lanes.received_nbytes,
-        num_dropped_kv_frames=lanes.num_dropped,
+        kv_received_nbytes=received_nbytes,
+        num_dropped_kv_frames=num_dropped,
         num_handed_over=exports.num_handed_over,
         num_failed_handovers=exports.num_failed,
         num_expired_credits=exports.num_expired_credits,
@@ -138,7 +139,9 @@ def _group_load(group: GroupHoldings) -> wire.GroupLoad:
 
 def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
     """Returns the figures of the tiers below host memory, by their names in a load."""
-    lower = {} if scheduler.blocks.tier is None else {each.kind: each for each in scheduler.blocks.tier.lower}
+    if scheduler.blocks.tier is None:
+        return {}
+    lower = {each.kind: each for each in scheduler.blocks.tier.lower}
     fetched = {kind: each.counts.num_fetched * scheduler.block_size for kind, each in lower.items()}
     counts = [each.counts for each in lower.values()]
     return {

@@ -44,7 +44,7 @@ NOT_HERE = {
 @checks_names
 @dataclass
 class GenerationConfig:
-    """`top_k` 1 chooses the most likely token, 0 keeps all tokens; `do_sample` False chooses it for any `top_k`.
+    """`top_k` 1 chooses the most likely token, 0 keeps all tokens; so does `do_sample` False, for any `top_k`.
 
     `max_new_tokens` None: as many as fit the context. The `n` answers to each prompt are in `Response.choices`; greedy
     answers are equal.

@@ -111,7 +111,7 @@ def _illustrated(place: str, item: tuple[Any, ...], takes_images: bool) -> list[
     if not takes_images:
         raise _wrong(place, item)
     if len(item) != 2 or not isinstance(item[0], str):
-        raise RequestError(f"{place}: a tuple is a text and a picture, or a list of pictures", param="prompts")
+        raise RequestError(f"{place}: a tuple must have a text, and a picture or a list of pictures", param="prompts")
     text, given = item
     pictures = list(given) if isinstance(given, list | tuple) else [given]
     for at, picture in enumerate(pictures):

@@ -63,7 +63,7 @@ class _Recorder(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:
-            raise ModelError("this architecture calls its layers by position, which calibration does not support")
+            raise ModelError("this architecture passes arguments by position, which calibration does not support")
         self.called_with.append(kwargs)
         return hidden_states
 

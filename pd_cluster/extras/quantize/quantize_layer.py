@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 METHODS = ("rtn", "gptq", "smoothquant", "awq")
 STRENGTH = 0.5  # the exponent of SmoothQuant
 SAMPLED_ROWS = 512  # rows that AWQ compares
-UNCHANGED = 1e-3  # relative to the largest output: the most that moving scales may change
+UNCHANGED = 1e-3  # the greatest change of an output by moved scales, relative to the largest output
 # Scales move from the first module to the inputs of the others, which are computed from it feature by feature.
 NORMS = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

@@ -1,4 +1,4 @@
-"""Pictures of ERNIE 4.5 VL: like Qwen2-VL's with one frame per patch; separate experts compute them and their marks.
+"""Pictures of ERNIE 4.5 VL: like Qwen2-VL's with one frame per patch; separate experts compute pictures and marks.
 
 In a video, the tower joins pairs of frames, and times are drawn into the frames.
 """
@@ -25,7 +25,7 @@ FONT = "Roboto-Regular.ttf"
 
 
 def ernie(given: FolderFields) -> GridRules:
-    """Raises ModelError."""
+    """Returns the rules of a folder. Raises ModelError."""
     marks = (
         given.token_id("image_start_token_id", default=101304),
         given.token_id("image_end_token_id", default=101305),

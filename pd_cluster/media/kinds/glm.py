@@ -1,4 +1,4 @@
-"""Pictures of GLM-4.1V: like Qwen2-VL's, but the area counts a patch's two frames, and narrow pictures grow.
+"""Pictures of GLM-4.1V: like Qwen2-VL's, but limits of the area count both frames of a patch, and narrow ones grow.
 
 In a video, each pair of frames is a picture with a picture's tokens, followed by its time in whole seconds.
 """
@@ -50,7 +50,7 @@ VIDEO = VideoDefaults(
 
 
 def glm4v(given: FolderFields) -> GridRules:
-    """Raises ModelError."""
+    """Returns the rules of a folder. Raises ModelError."""
     rules = grid_rules(given, 14, 151343, SIZES, FrameRules)
     video = video_rules(given, VIDEO, stamps=TimestampStyle.BEHIND, shares_area=True, pad_id=rules.token_id)
     return structs.replace(rules, video=video)

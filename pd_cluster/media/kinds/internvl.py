@@ -1,4 +1,4 @@
-"""Pictures of InternVL: tiles of one size, in number to suit the picture's shape, and a small copy of the whole."""
+"""Pictures of InternVL: tiles of one size, whose number follows from the picture's shape, and a small copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TileRules(ImageRules, frozen=True):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the rows and columns with the shape nearest to the picture's.
 
-        Among equal shapes, takes a larger one if it has less than twice the picture's area.
+        If two grids have equally near shapes, takes the larger one if it has less than twice the picture's area.
         """
         best, least = (1, 1), float("inf")
         sides = range(1, self.most_tiles + 1)
@@ -60,7 +60,7 @@ class TileRules(ImageRules, frozen=True):
 
 
 def internvl(given: FolderFields) -> TileRules:
-    """Raises ModelError."""
+    """Returns the rules of a folder. Raises ModelError."""
     side = _side(given, "image_size", 448)
     if given.height_and_width("size", (384, 384)) != (side, side):
         raise ModelError(f"{given.file}: size {given.preprocessor.get('size')}: {CONFIG} has image_size {side}")

@@ -46,7 +46,7 @@ class SquareRules(ImageRules, frozen=True):
 
 
 def llava(given: FolderFields) -> ImageRules:
-    """Raises ModelError."""
+    """Returns the rules of a folder. Raises ModelError."""
     kind = given.tower.get("model_type", CLIP)
     if kind == "pixtral":
         return pixtral_rules(given, 1)

@@ -181,7 +181,7 @@ def grid_rules(
 
 
 def area(given: FolderFields, name: str, defaults: dict[str, int]) -> int:
-    """Returns a limit of a picture's area, also under its older name."""
+    """Returns a limit of a picture's area, from its present or its older name."""
     value = part(given.preprocessor, "size").get(name) or defaults[name]
     if given.preprocessor.get(OLD_SIZES[name]) is not None:
         value = given.preprocessor[OLD_SIZES[name]]

@@ -35,8 +35,8 @@ def video_rules(given: FolderFields, defaults: VideoDefaults, **more: Any) -> Vi
         own, of_pictures = found.get(name), given.preprocessor.get(name)
         if own is not None and of_pictures is not None and own != of_pictures:
             raise ModelError(
-                f"{file}: {name} {own}: {given.file.name} has {of_pictures}; videos are read as images are; give both "
-                f"files the same value"
+                f"{file}: {name} {own}: {given.file.name} has {of_pictures}; videos are read like images, so "
+                f"give both files the same value"
             )
     if found.get("cap_pixels_per_frame"):
         raise ModelError(f"{file}: cap_pixels_per_frame true: not supported; leave it out")

@@ -196,7 +196,8 @@ def _layout_of_keys(
             raise ModelError(
                 f"layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, but layer {layers[0]} "
                 f"keeps {own[0].num_heads} of {_widths(own[0].planes)}; one pool cannot hold both, and windows get a "
-                f"separate pool only on CPUs, without {called('kv_host_cache')}, prompt adapters and a draft model"
+                f"separate pool only on CPUs, without {called('kv_host_cache')}, prompt adapters, a draft model and "
+                f"{called('disable_hybrid_kv_cache_manager')}"
             )
     planes = _all_planes(own)
     with_plane = tuple(tuple(at for at, each in enumerate(own) if plane in each.planes) for plane in planes)

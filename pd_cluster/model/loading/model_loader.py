@@ -117,6 +117,11 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
         return False
     if checkpoint.vision is not None and checkpoint.part_of == vision_experts.WHOLE_TYPE:
         return False  # see can_fuse
+    return has_fused_layers(checkpoint)
+
+
+def has_fused_layers(checkpoint: Checkpoint) -> bool:
+    """Whether the layers of a model of this type and config can be fused."""
     config = transformers_modules.config_of(checkpoint)
     kind = type(config)
     return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)

@@ -7,7 +7,6 @@ gets the rest.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,8 +25,6 @@ from pd_cluster.model.planning.pool_sizing import (
 )
 from pd_cluster.settings.engine_config import DEFAULT_NUM_SEQS, EngineConfig
 
-log = logging.getLogger(__name__)
-
 STATES_SHARE = 4  # checkpoints get one part in 4
 WINDOWS_CACHED = 4  # one cached block per 4 blocks in use
 
@@ -42,6 +39,17 @@ class GroupSizes(NamedTuple):
     nums_swapped: tuple[int, ...]
     max_num_seqs: int
     num_checkpoints: int = 0
+
+    def describe(self, layouts: Sequence[KVLayout]) -> str:
+        """Says how many tokens, sequences and checkpoints there is room for, in groups with these layouts."""
+        said = f"{self.nums_blocks[0] * layouts[0].block_size} tokens"
+        for layout, count in zip(layouts[1:], self.nums_blocks[1:], strict=True):
+            if layout.window:
+                said += f", {count * layout.block_size} of them in layers with windows of {layout.window}"
+        said += f", {self.max_num_seqs} sequences at once"
+        if not layouts[-1].holds.is_state:
+            return said
+        return f"{said} and {self.num_checkpoints} checkpoints, with states of {_mib(layouts[-1])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +146,19 @@ class GroupNeeds:
         )
 
 
-def group_sizes(needs: GroupNeeds) -> GroupSizes:
+def _mib(layout: KVLayout) -> str:
+    return f"{layout.block_nbytes / 2**20:.2f} MiB"
+
+
+def group_sizes(needs: GroupNeeds, free: host.HostMemory | None = None) -> GroupSizes:
     """Returns the sizes of several groups. Raises ConfigError unless one request of max_model_len fits.
+
+    `free`: the host's memory once the weights are loaded; None: they are.
 
     If max_num_seqs is the default and memory cannot hold as many states, fewer sequences are served; a configured
     number must fit.
     """
-    config, free = needs.config, host.memory()
+    config, free = needs.config, free or host.memory()
     nbytes, flag = _budget(needs, free)
     num_checkpoints = needs.num_checkpoints(nbytes)
     of_checkpoints = num_checkpoints * needs.state_nbytes
@@ -182,7 +196,7 @@ def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
     if needs.is_default and room:
         return room
     raise ConfigError(
-        f"{called('max_num_seqs')} {wanted}: room for {room} states of {needs.state_nbytes / 2**20:.2f} MiB ({flag}) "
+        f"{called('max_num_seqs')} {wanted}: room for {room} states of {_mib(needs.layouts[-1])} ({flag}) "
         f"in addition to checkpoints and one request of {called('max_model_len')} {needs.max_model_len}; give more "
         f"memory, lower {called('max_num_seqs')} or {called('max_model_len')}, or less {called('state_cache')}"
     )
@@ -221,7 +235,7 @@ def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
 
 
 def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: int) -> GroupSizes:
-    """Returns the sizes of all groups, each with its part of the swap space, and logs them."""
+    """Returns the sizes of all groups, each with its part of the swap space."""
     found, held = [num_blocks], [num_blocks]
     if needs.window is not None:
         found.append(min(num_blocks, needs.num_window_blocks(num_seqs)))
@@ -232,14 +246,4 @@ def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: i
     sizes = [layout.block_nbytes * count for layout, count in zip(needs.layouts, held, strict=True)]
     parts = [size / sum(sizes) for size in sizes]
     swapped = [num_swap_blocks(needs.config, *each) for each in zip(needs.layouts, parts, strict=True)]
-    size = needs.layouts[0].block_size
-    log.info(
-        "KV pools: %d tokens%s%s",
-        num_blocks * size,
-        "" if needs.window is None else f", {found[1] * size} of them in layers with windows of {needs.window.window}",
-        ""
-        if needs.state is None
-        else f", {num_seqs} sequences at once and {num_checkpoints} checkpoints, with states of "
-        f"{needs.state_nbytes / 2**20:.2f} MiB",
-    )
     return GroupSizes(tuple(found), tuple(swapped), num_seqs, num_checkpoints)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.model.loading.model_loader import has_fused_layers
 from pd_cluster.model.planning.load_plan import LoadPlan
 
 
@@ -17,6 +18,7 @@ def splits_windows(plan: LoadPlan) -> bool:
     """
     config = plan.config
     is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
+    is_plain = is_plain and not config.disable_hybrid_kv_cache_manager
     return is_plain and plan.draft is None and not plan.device.is_accelerator
 
 
@@ -27,6 +29,13 @@ def check_states(plan: LoadPlan, is_fused: bool) -> None:
     """
     for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
+
+
+def may_fuse(plan: LoadPlan) -> bool:
+    """Whether kernels for states are possible on this device; some reasons against them are in the weights only."""
+    if plan.device.is_accelerator and (not plan.device.traits.runs_triton or plan.config.attention_backend == "sdpa"):
+        return False
+    return has_fused_layers(plan.checkpoint)
 
 
 def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
@@ -43,6 +52,8 @@ def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
             f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}",
             "which lower tiers cannot hold; remove the setting",
         )
+    if config.disable_hybrid_kv_cache_manager:
+        yield called("disable_hybrid_kv_cache_manager"), "which need a pool of their own; remove the setting"
     if config.speculation.methods:
         methods = ", ".join(config.speculation.methods)
         yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; remove the setting"

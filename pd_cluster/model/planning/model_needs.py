@@ -21,6 +21,8 @@ from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
 if TYPE_CHECKING:
     import torch
 
+    from pd_cluster.model.language_model.cache_declaration import LayerCache
+
 FLOPS_PER_WEIGHT = 2  # per token: one multiplication and one addition
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -60,24 +62,12 @@ class ModelNeeds:
 
 def model_needs(model: str) -> ModelNeeds:
     """Counts the needs of a model in a folder or on the hub, without fetching its weights. Raises ModelError."""
-    import torch
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from pd_cluster.model.language_model.cache_declaration import least_layouts
 
-    from pd_cluster.kv.pool_memory import TORCH_DTYPES
-    from pd_cluster.model.language_model.cache_declaration import caches_of, least_layouts
-    from pd_cluster.model.loading.transformers_modules import config_of
-
-    transformers_logging.set_verbosity_error()
     checkpoint = _checkpoint(resolve_model(model, needs_weights=False))
-    config, dtype = config_of(checkpoint), _dtype(checkpoint)
-    try:
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype]).eval()
-        layouts = least_layouts(caches_of(built), 1, dtype)
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
-        place = checkpoint.path / "config.json"
-        raise ModelError(f"{place}: cannot be built without weights: {' '.join(str(error).split())}") from error
+    dtype = _dtype(checkpoint)
+    built, caches = model_without_values(checkpoint)
+    config, layouts = built.config, least_layouts(caches, 1, dtype)
     num_weights, num_looked_up, num_idle = _counts(built, config)
     per_weight = _weight_nbytes(checkpoint, num_weights, dtype)
     shapes = [each.shape for each in built.parameters() if each.dim() == 2 and config.vocab_size not in each.shape]
@@ -96,6 +86,37 @@ def model_needs(model: str) -> ModelNeeds:
         max_model_len=checkpoint.max_position_embeddings,
         layouts=layouts,
     )
+
+
+def model_without_values(checkpoint: Checkpoint) -> tuple[Any, tuple[LayerCache, ...]]:
+    """Returns transformers' modules of a model on torch's meta device, and the caches that they declare.
+
+    Their dtype is bfloat16, since kernels of experts accept no other on that device. Raises ModelError.
+    """
+    import torch
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from pd_cluster.model.language_model.cache_declaration import caches_of
+    from pd_cluster.model.loading.transformers_modules import config_of
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config_of(checkpoint), dtype=torch.bfloat16).eval()
+        return built, caches_of(built)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
+        place = checkpoint.path / "config.json"
+        raise ModelError(f"{place}: cannot be built without weights: {' '.join(str(error).split())}") from error
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def resident_nbytes(checkpoint: Checkpoint, built: torch.nn.Module, dtype: str) -> int:
+    """Returns the bytes of all weights in memory. `built`: from `model_without_values`. Raises ModelError."""
+    num_weights = sum(each.numel() for each in built.parameters())
+    return round(num_weights * _weight_nbytes(checkpoint, num_weights, dtype))
 
 
 def _checkpoint(path: Path) -> Checkpoint:

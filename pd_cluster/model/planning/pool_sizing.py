@@ -46,16 +46,18 @@ def num_pool_blocks(
     device: Device,
     peak_nbytes: int = 0,
     twin_nbytes: int = 0,
+    free: host.HostMemory | None = None,
 ) -> int:
     """Returns the number of blocks in the pool, after the weights are loaded. Raises ConfigError if max_model_len does
     not fit.
 
     `peak_nbytes`: the memory that weights and the largest step take on an accelerator. `twin_nbytes`: the size of a
-    block's twin for the draft model, in the same memory.
+    block's twin for the draft model, in the same memory. `free`: the host's memory once the weights are loaded; None:
+    they are.
     """
     block_nbytes = layout.block_nbytes + twin_nbytes
     per_request = layout.num_blocks_for(max_model_len)
-    free = None if device.is_accelerator else host.memory()
+    free = None if device.is_accelerator else free or host.memory()
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, f"{called('num_blocks')} {config.num_blocks}"
     elif config.kv_cache_memory_gib is not None:

@@ -27,14 +27,14 @@ from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.loading.load_proof import prove
-from pd_cluster.model.loading.model_loader import plan_of
 from pd_cluster.model.loading.unlisted_model_check import prove_lengths, trial
 from pd_cluster.model.loading.weight_sanity import warn_of_chance
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
-from pd_cluster.model.planning.group_pool_sizing import GroupNeeds, group_sizes
+from pd_cluster.model.planning.group_pool_sizing import GroupNeeds, GroupSizes, group_sizes
 from pd_cluster.model.planning.layer_group_limits import check_states, splits_windows
 from pd_cluster.model.planning.load_plan import LoadPlan
 from pd_cluster.model.planning.pool_sizing import left_on, num_host_cache_blocks, num_pool_blocks, num_swap_blocks
+from pd_cluster.model.planning.pools_before_loading import check_before_loading, pool_layouts
 from pd_cluster.model.runner.loaded_parts import LoadedParts, load_parts
 from pd_cluster.model.runner.memory_profile import (
     check_pictures_fit,
@@ -69,6 +69,7 @@ def load_runner(
         keep_what_is_freed()
     plan = with_draft(LoadPlan.of(config, group or SingleRank(), device, unit))
     check_head(plan)
+    check_before_loading(plan)
     with contextlib.ExitStack() as undo:
         with trial(plan.checkpoint):
             parts = load_parts(plan)
@@ -93,16 +94,11 @@ def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
     if has_states(parts.caches):
         check_states(plan, isinstance(model, FusedCausalLM))
     identity = "" if parts.head is None else parts.head.identity
-    splits = splits_windows(plan)
-    own = layouts_of(parts.caches, plan.block_size, plan.dtype, identity, splits)
+    own = layouts_of(parts.caches, plan.block_size, plan.dtype, identity, splits_windows(plan))
     warn_of_chance(model, plan.checkpoint, own, plan.device, group)
     if parts.tower is not None:
         check_pictures_fit(parts.tower.rules, plan.max_num_batched_tokens, plan.config.max_num_seqs)
-    layouts = layouts_of(parts.caches, plan.block_size, plan.kv_dtype, identity, splits)
-    if plan.is_alone:
-        return layouts
-    cut = plan_of(plan.checkpoint, group.size, plan.experts is not None)
-    return tuple(cut.layout_of_rank(layout, group.rank) for layout in layouts)
+    return pool_layouts(plan, parts.caches, identity)
 
 
 def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | None:
@@ -141,6 +137,7 @@ def _allocate(
     (layout,) = layouts
     twin_nbytes = 0 if twin is None else twin.block_nbytes
     num_blocks = least(num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes, twin_nbytes))
+    log.info("KV pool: %s", GroupSizes((num_blocks,), (), config.max_num_seqs).describe(layouts))
     pool = undo.enter_context(KVPool(layout, num_blocks, plan.device))
     num_kept = least(num_host_cache_blocks(config, layout))
     swap = SwapSpace(pool, least(num_swap_blocks(config, layout)), num_kept)
@@ -155,6 +152,7 @@ def _allocate_groups(
     least, device = plan.group.least, plan.device
     left = left_on(device, plan.config, peak_nbytes) if device.is_accelerator else None
     sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens, left))
+    log.info("KV pools: %s", sizes.describe(layouts))
     pools = [
         undo.enter_context(KVPool(layout, least(num_blocks), plan.device))
         for layout, num_blocks in zip(layouts, sizes.nums_blocks, strict=True)

@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import secrets
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pd_cluster.errors import RequestError
+from pd_cluster.kv.prefix_index import token_bytes
 from pd_cluster.types import RequestSpec
 
 FIELD = "kv_transfer_params"
@@ -88,7 +88,7 @@ class KVHandles:
 
     def _mac(self, head: bytes, owner: str, order: RequestSpec) -> bytes:
         whose = msgspec.json.encode([owner, self._model, order.variant, order.cache_salt, len(order.images)])
-        tokens = hashlib.sha256(array("q", order.prompt_token_ids).tobytes()).digest()
+        tokens = hashlib.sha256(token_bytes(order.prompt_token_ids)).digest()
         return hmac.digest(self._secret, head + hashlib.sha256(whose).digest() + tokens, "sha256")
 
     def _session(self, nonce: bytes) -> str:

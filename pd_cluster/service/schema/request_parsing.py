@@ -196,7 +196,7 @@ def _check_named_logprobs(request: GenerationRequest) -> None:
     if request.beam_width:
         raise RequestError(f"{name}: not for a beam search; leave out one of the two", param=name)
     if request.max_tokens == 0:
-        raise RequestError(f"{name}: max_tokens 0 leaves no output token to tell them of; give prompt_logprobs", name)
+        raise RequestError(f"{name}: with max_tokens 0 no output token has logprobs; give prompt_logprobs", name)
 
 
 def _kin(value: Any) -> tuple[type, ...]:

@@ -35,14 +35,14 @@ class InLanes:
         self._layouts = context.endpoint.layouts
         self._closed_nbytes = self._closed_dropped = 0  # received over closed links
 
-    @property
-    def received_nbytes(self) -> int:
-        return self._closed_nbytes + sum(end.received_nbytes for lanes in list(self.lanes.values()) for _, end in lanes)
-
-    @property
-    def num_dropped(self) -> int:
-        """Counts KV frames that did not belong to their link."""
-        return self._closed_dropped + sum(end.num_dropped for lanes in list(self.lanes.values()) for _, end in lanes)
+    def counts(self) -> tuple[int, int]:
+        """Returns the bytes received so far, and the number of KV frames that did not belong to their link."""
+        received_nbytes, num_dropped = self._closed_nbytes, self._closed_dropped
+        for lanes in list(self.lanes.values()):
+            for _, end in lanes:
+                received_nbytes += end.received_nbytes
+                num_dropped += end.num_dropped
+        return received_nbytes, num_dropped
 
     def is_open(self, conn: str) -> bool:
         return conn in self.lanes

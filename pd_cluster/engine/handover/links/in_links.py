@@ -28,7 +28,7 @@ class InLinkUsers(Protocol):
     """The transfers that links carry: Imports."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Called while the link's threads still acknowledge drains."""
+        """Called while the link's threads still acknowledge that they write no more."""
 
 
 class InLinks:

@@ -1,4 +1,4 @@
-"""Chooses which links over pairs may be open, at both ends. Tables in docs/protocol/pairs.md, "Links at rest".
+"""Chooses which links with communicators may be open, at both ends. Tables in docs/protocol/pairs.md, "Links at rest".
 
 out_links.py and in_links.py open, rest and close the links.
 """
@@ -16,7 +16,7 @@ from pd_cluster.engine.handover.links.out_link import OutLink
 
 @dataclass(frozen=True, slots=True)
 class OutLinkLimit:
-    """Decides when P's links rest. At most `most` links over pairs are open at a time; 0: any number."""
+    """Decides when P's links rest. At most `most` links have open communicators; 0: any number."""
 
     most: int = 0
 
@@ -52,7 +52,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class InLinkLimit:
-    """D's links over pairs: those that have capacity, and those that wait for it in the order of their LinkOpen."""
+    """D's links with communicators: those that may open them, and those that wait, in the order of their LinkOpen."""
 
     most: int = 0
     queue: list[Queued] = field(default_factory=list)

@@ -43,9 +43,9 @@ class OutLink:
     probed_s: float = 0.0
     timeout_s: float = 0.0  # opening: the time that ends at `due_s`
     pair: wire.PairWish = "free"
-    has_pair: bool = False  # it is one of the links over pairs that may be open
+    has_pair: bool = False  # it has an open communicator, which counts toward the limit
     must_rest: bool = False  # it will rest once no transfer is under way
-    is_unproven: bool = False  # its pair has failed: requests are routed to it once a pair is up again
+    is_unproven: bool = False  # its communicator has failed: requests are routed to it once one is up again
     is_rested: bool = False  # it rests, and opens again only for a transfer
     over: tuple[str, ...] = ()  # its latest transports
     awaited_s: float | None = None  # since when a transfer waits for it

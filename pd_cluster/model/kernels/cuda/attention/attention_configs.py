@@ -47,8 +47,8 @@ class AttentionConfigs:
 
 
 # (padded head_dim, bits of an element, arch) -> rows, keys, warps, stages of prefill; keys, warps, stages of decode
-# Chosen from ptxas output, not from measurements yet: no spills, at least eight decode warps per multiprocessor. With
-# two stages no load overlaps the computation of a tile, so they are used only where more do not fit.
+# Chosen from ptxas output, not from measurements yet: no spills, at least eight decode warps per multiprocessor. Two
+# stages are used only where more do not fit, because no load then overlaps the computation of a tile.
 _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (64, 16, 90): ((128, 64, 8, 3), (64, 4, 4)),
     (128, 16, 90): ((128, 128, 8, 3), (64, 4, 3)),
@@ -94,8 +94,8 @@ def configs_for(
     return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), decode)
 
 
-# As above, by (bits of an element, arch), for latents. Sums of 16 heads times 512 numbers fill
-# the registers of eight warps to a quarter, and those of 64 rows fill them.
+# The same for latents, by (bits of an element, arch). The sums of 16 heads times 512 numbers take a quarter of
+# the registers of eight warps; the sums of 64 rows take all of them.
 MAX_LATENT, MAX_LATENT_ROPE, MAX_LATENT_GROUP = 512, 128, 16
 _LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (16, 90): ((64, 32, 8, 2), (32, 8, 2)),

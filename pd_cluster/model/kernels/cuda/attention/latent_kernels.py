@@ -63,9 +63,10 @@ def prepare_latents(
     CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
     PDL: tl.constexpr,
 ):
-    """Each program takes one token. The first norms its latent, rotates the rest, and writes both to the pool.
+    """Grid: (num_tokens, 1 + tiles of HEADS heads). A token's first program norms its latent, rotates the rest of its
+    row, and writes both to the pool.
 
-    The others rotate the ends of HEADS queries and write them behind the absorbed queries' first WIDTH numbers.
+    Each other program rotates the ends of HEADS queries, and writes them behind the first WIDTH numbers of `absorbed`.
     """
     begin(PDL)
     rope_half: tl.constexpr = ROPE_WIDTH // 2
@@ -127,7 +128,7 @@ def heads_product(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (row tiles, column tiles, heads). The inner elements of a sum are added in one order, by one program."""
+    """Grid: (row tiles, column tiles, heads). One program adds all elements of a sum, always in the same order."""
     begin(PDL)
     head = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

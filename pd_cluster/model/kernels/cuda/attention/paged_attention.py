@@ -50,7 +50,10 @@ class BatchMetadata:
 
 
 class _ValueHeads(NamedTuple):
-    """For the kernels, heads that share latents are those of a KV head, and each KV head is at the same place."""
+    """The heads that the kernels see.
+
+    Query heads that read the same latents count as those of one KV head; all such KV heads have the same address.
+    """
 
     num_kv_heads: int
     head_dim: int  # of the values
@@ -79,8 +82,8 @@ def attend(
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must already be in the pool.
 
-    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, queries are of its two widths, one
-    after the other, the pools hold latents and rotated parts, and the result has the width of a latent.
+    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, a query has two parts, whose
+    widths are those of a latent and its rotated part; the pools hold these two, and the result has a latent's width.
     """
     shape = _ValueHeads.of(query, key_pool, plan.configs)
     if out is None:

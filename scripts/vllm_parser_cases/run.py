@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs vLLM's own parser tests against this project's parsers, and counts them.
 
-    pip download --no-deps --no-binary :all: vllm==0.33.0 && tar xf vllm-0.33.0.tar.gz
+    tar xf vllm-0.33.0.tar.gz    # the source distribution, from PyPI's list of files; pip would build it
     python scripts/vllm_parser_cases/run.py vllm-0.33.0
 
 excluded.toml lists the cases that are not counted, each with its reason. Any other case that does not pass fails the

@@ -43,6 +43,14 @@ BY_NAME = {
     "zamba2": "shares one attention between layers, in a cache of its own; take granitemoehybrid or nemotron_h",
     "deepseek_v4": "keeps windows of compressed tokens, in caches of its own; take deepseek_v32",
     **dict.fromkeys(
+        ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
+        "chooses blocks of keys for each group of heads; take minimax_m2",
+    ),
+    **dict.fromkeys(
+        ("mistral4", "mistral_large4", "mistral_large4_text"),
+        "scales the queries of latent attention by their positions; take deepseek_v3",
+    ),
+    **dict.fromkeys(
         ("glm5_next", "glm5_next_text"),
         "has states, and chooses keys by pooled keys, in caches of its own; take glm_moe_dsa or kimi_linear",
     ),

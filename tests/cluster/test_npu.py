@@ -53,6 +53,29 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_latents_go_from_an_npu_to_another_and_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their planes lie apart on NPUs, and together on the CPU, whose blocks have another size."""
+    for name, value in npu_wheel.environment().items():
+        monkeypatch.setenv(name, value)
+    model = make_checkpoint(tmp_path / "model", "youtu", kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64)
+    members = {
+        "prefill-0": [*ON_NPU, "--enforce-eager"],
+        "decode-0": ON_NPU,
+        "decode-1": ["--device=cpu", "--block-size=16", "--num-blocks=128"],
+    }
+    with LiveCluster(tmp_path, model, num_decode=2, arguments=ARGUMENTS, member_arguments=members) as cluster:
+        cluster.client.timeout = httpx.Timeout(ANSWER_S)
+        prompts = [random_prompt(random.Random(6), length) for length in (3, 140, 129, 20)]
+        assert_all_same(model, prompts, cluster.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        cluster.await_received("decode-0", "decode-1")
+        cluster.assert_home()
+        logs = {name: cluster.log_file(name).read_text() for name in members}
+        on_npus = "NPU kernels, attention by torch-npu (latents)"
+        assert [name for name in logs if on_npus in logs[name]] == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_units_exchange_rows_between_npus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prefill instances of a card each, and two decode instances of two: one unit of each role."""
     for name, value in npu_wheel.environment().items():

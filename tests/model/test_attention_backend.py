@@ -16,11 +16,11 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, latents
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.model.graphs import step_graphs
 from pd_cluster.model.kernels import attention_backend as choice
-from pd_cluster.model.kernels.attention_backend import check_backend, choose_attention
+from pd_cluster.model.kernels.attention_backend import check_backend, choose_attention, latents_by_modules
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.loading import model_loader
 from pd_cluster.model.parallel.rank_group import SingleRank
@@ -86,6 +86,34 @@ def test_auto_is_triton_and_flashinfer_serves_when_it_is_asked_for(flashinfer: o
     assert attention.name == "FlashInfer 0.6.18 (sm_90)"
     assert attention.attend_batch is not None
     assert [choose_attention(each, CONFIG, LAYOUT, CUDA).name for each in ("auto", "triton")] == ["Triton"] * 2
+
+
+@pytest.mark.parametrize("wanted", ["auto", "triton"])
+def test_latents_have_kernels_on_cuda(wanted: str, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    layout = KVLayout(2, 1, latents(512, 64), 16, "bfloat16")
+    attention = choose_attention(wanted, CONFIG, layout, CUDA)
+    assert (attention.name, caplog.text) == ("Triton", "")
+    assert attention.make_ops is not None
+    deterministic = choose_attention(wanted, CONFIG, layout, CUDA, is_deterministic=True)
+    assert deterministic.name == "deterministic Triton"
+    too_wide = replace(layout, planes=latents(1024, 64))
+    if wanted == "auto":
+        assert choose_attention(wanted, CONFIG, too_wide, CUDA) == choice.SDPA
+        assert "attention runs on SDPA, sequence by sequence, which is slow: latents of 1024" in caplog.text
+    else:
+        with pytest.raises(ConfigError, match="--attention-backend triton: latents of 1024"):
+            choose_attention(wanted, CONFIG, too_wide, CUDA)
+
+
+@pytest.mark.parametrize("device", [CUDA, Device("npu")])
+def test_latents_whose_layers_are_not_fused_run_as_modules(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of longcat_flash: no kernel is said to be in use."""
+    assert latents_by_modules("auto", False, device) == choice.SDPA
+    assert "slow: latent attention (MLA) of this architecture runs as transformers' modules" in caplog.text
+    assert latents_by_modules("sdpa", False, device) == choice.Attention("SDPA", is_asked_for=True)
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: latent attention .* use auto, or sdpa"):
+        latents_by_modules("triton", False, device)
 
 
 def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(

@@ -23,10 +23,12 @@ from pd_cluster.model.kernels.attention_backend import choose_attention
 from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layout_of
 from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.model.test_lora import check
+from tests.model.test_prompt_adapters import taking
 from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import reference_greedy
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.more_checkpoints import LATENTS
+from tests.support.prompt_adapters import make_prompt_adapter
 
 Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
@@ -109,6 +111,12 @@ def test_an_adapter_beside_latents(checkpoint: Checkpoints, tmp_path: Path) -> N
     made_anew = make_adapter(tmp_path / "b", folder, 1, only="kv_b_proj")
     with pytest.raises(ModelError, match=r"kv_b_proj.*: this model has no linear layer of this name"):
         make_core(folder, adapters=loaded(made_anew), num_blocks=64)
+
+
+def test_prefix_tuning_needs_keys_and_values(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    adapter = make_prompt_adapter(tmp_path / "a", checkpoint("llama"), "prefix")
+    with pytest.raises(ModelError, match="this model's cache has no plain keys and values, which prefix tuning needs"):
+        make_core(checkpoint("deepseek_v3"), adapters=taking(adapter), num_blocks=64)
 
 
 def rewritten(folder: Path, to: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:

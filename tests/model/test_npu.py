@@ -6,7 +6,10 @@ import pytest
 
 from tests.support.npu_wheel import run_cases
 
-CASES = ("npu_cases.py", "npu_expert_cases.py", "npu_parity_cases.py", "npu_graph_cases.py", "npu_unit_cases.py")
+CASES = (
+    *("npu_cases.py", "npu_expert_cases.py", "npu_parity_cases.py", "npu_graph_cases.py", "npu_unit_cases.py"),
+    "npu_latent_cases.py",
+)
 SLOW = ("npu_coded_cases.py", "npu_head_cases.py", "npu_lora_cases.py", "npu_tp_cases.py")
 
 
@@ -17,3 +20,9 @@ SLOW = ("npu_coded_cases.py", "npu_head_cases.py", "npu_lora_cases.py", "npu_tp_
 def test_the_path_is_exact_over_the_operators_own_schemas(files: tuple[str, ...]) -> None:
     """The quick files share a child, since its start takes long."""
     assert " passed" in run_cases(files, "-m", "not slow", timeout_s=1150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_further_cases_are_exact() -> None:
+    assert " passed" in run_cases((*CASES, *SLOW), "-m", "slow", timeout_s=1150)

@@ -31,7 +31,11 @@ POOLINGS = [LAST, MEAN, Pooling(kind="last", normalizes=False), Pooling(kind="me
 LENGTHS = (1, 2, 16, 17, 39, 40, 41, 100)
 QUICK = ("llama", "gemma2", "mixtral", "gpt2", "opt")  # fused or not, normed or not, projected
 TOLERANCE = 1e-5
-LOOSE = {"granitemoe": 2e-5, "minimax": 2e-5}  # 1.2e-5 were seen: random experts of these amplify rounding
+LOOSE = {
+    "granitemoe": 2e-5,
+    "granitemoeshared": 4e-5,
+    "minimax": 2e-5,
+}  # 2.8e-5 were seen: random experts of these amplify rounding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -131,7 +131,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> differences from COMMON
 NOT_FUSED = ("gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2")
 FUSED_OF_MORE = (  # of tests/support/more_checkpoints.py
     *("glm", "olmo3", "ministral", "cwm"),
-    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "hy_v3", "minimax_m2"),
+    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hy_v3"),
+    "minimax_m2",
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
     *("deepseek_v32", "glm_moe_dsa"),
 )

@@ -65,6 +65,8 @@ REUSED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "pad_token_id": None,
 }
+LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # latents with index keys
 # model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},

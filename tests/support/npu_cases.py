@@ -318,7 +318,7 @@ def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths
     library.impl(f"_{name}_infer_output", lambda q, v, **options: (torch.empty_like(q), torch.empty(1)), "CPU")
     library.impl(f"{name}.out", attend, "CPU")
     npu = npu_attention.NpuAttention(NPU, "TND")
-    planned = npu_attention._Planned(torch.zeros(3, 2, dtype=torch.int32), [1, 2, 3], [5, 6, 7])
+    planned = npu_attention.PlannedStep(torch.zeros(3, 2, dtype=torch.int32), [1, 2, 3], [5, 6, 7])
     pool: Any = SimpleNamespace(pool=SimpleNamespace(layer=lambda layer_idx: torch.zeros(2, 5, 128, 2, 128)))
     mode = graphs._GraphDispatchMode()
     try:

@@ -23,6 +23,7 @@ from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
 
 packed_head_dims = {64, 128, 192}  # that this machine's operator takes; chips and versions of CANN differ
+LATENT_WIDTHS = (512, 64)  # and of what is rotated beside a latent
 calls: dict[str, int] = {}  # calls of operators, by name
 _library = torch.library.Library("npu", "IMPL")
 
@@ -129,10 +130,16 @@ def fused_infer_attention_score(
     sparse_mode: int = 0,
     block_size: int = 0,
     sinks: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert not any(others.values())
     assert block_table is not None
+    if query_rope is not None and key_rope is not None:
+        given = (query, key, value, query_rope, key_rope)
+        _check_latents(*given, input_layout, sparse_mode, atten_mask, actual_seq_lengths)
+        query, key = torch.cat((query, query_rope), dim=-1), torch.cat((key, key_rope), dim=-1)
     assert actual_seq_lengths_kv is not None
     assert block_table.dtype == torch.int32
     assert all(each.is_contiguous() for each in (query, key, value, block_table))
@@ -144,14 +151,41 @@ def fused_infer_attention_score(
     if atten_mask is not None:
         assert atten_mask.dtype == torch.int8
         assert torch.equal(atten_mask, _later_keys())
-    out = torch.empty_like(query)
+    width = value.shape[2] // num_key_value_heads
+    out = query.new_empty(*query.shape[:-1], width)
     for i, seen, queries, results in _sequences(query, out, input_layout, actual_seq_lengths, actual_seq_lengths_kv):
         assert seen <= block_table.shape[1] * size
         keys = key[block_table[i].long()].view(-1, num_key_value_heads, query.shape[-1])[:seen]
-        values = value[block_table[i].long()].view(-1, num_key_value_heads, query.shape[-1])[:seen]
+        values = value[block_table[i].long()].view(-1, num_key_value_heads, width)[:seen]
         mask = _mask(len(queries), seen, input_layout, sparse_mode, pre_tokens, next_tokens, atten_mask)
         results.copy_(_attended(queries, keys, values, scale, mask, sinks))
     return out, query.new_empty(0, dtype=torch.float32)
+
+
+def _check_latents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_rope: torch.Tensor,
+    key_rope: torch.Tensor,
+    layout: str,
+    mode: int,
+    mask: torch.Tensor | None,
+    ends: list[int] | None,
+) -> None:
+    """Asserts what all versions of the operator ask of latents: older ones take 16 tokens of a sequence at most."""
+    assert (query.shape[-1], query_rope.shape[-1]) == (key.shape[-1], key_rope.shape[-1]) == LATENT_WIDTHS
+    assert query.shape[:-1] == query_rope.shape[:-1]
+    assert key.shape[:-1] == key_rope.shape[:-1]
+    assert key.data_ptr() == value.data_ptr()
+    assert key.shape[1] in (16, 128)
+    assert query.shape[1] in (1, 2, 4, 8, 16, 32, 64, 128)
+    assert all(each.is_contiguous() for each in (query_rope, key_rope))
+    assert layout == "TND"
+    assert ends is not None
+    longest = max(stop - start for start, stop in zip([0, *ends[:-1]], ends, strict=True))
+    assert longest <= 16
+    assert (mode, mask is None) == ((0, True) if longest == 1 else (3, False))
 
 
 def _sequences(
@@ -167,7 +201,7 @@ def _sequences(
         return
     assert layout == "TND"
     assert ends is not None
-    if query.shape[-1] not in packed_head_dims:
+    if query.shape[-1] not in (*packed_head_dims, sum(LATENT_WIDTHS)):
         raise RuntimeError(f"EZ1001: head dim {query.shape[-1]} is not supported in layout TND")
     assert len(ends) == len(lens) <= 4096
     assert ends[-1] == len(query)
@@ -183,7 +217,7 @@ def _mask(
     at = torch.arange(seen - num_queries, seen)[:, None]
     keys = torch.arange(seen)[None]
     if mode == 0:
-        assert layout == "BSND"
+        assert layout == "BSND" or num_queries == 1
         assert given is None
         return keys >= 0
     assert given is not None

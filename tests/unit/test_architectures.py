@@ -30,6 +30,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "zamba2"}, "shares one attention between layers, in a cache of its own; take"),
     ({"model_type": "deepseek_v4"}, "keeps windows of compressed tokens, in caches of its own; take deepseek_v32"),
     ({"model_type": "glm5_next", "vision_config": {"x": 1}}, "has states, and chooses keys by pooled keys"),
+    (
+        {"model_type": "minimax_m3_vl", "vision_config": {"x": 1}},
+        "chooses blocks of keys for each group of heads; take",
+    ),
+    (
+        {"model_type": "mistral4", "kv_lora_rank": 256},
+        "scales the queries of latent attention by their positions; take",
+    ),
     ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder model (is_encoder_decoder)"),
     ({"model_type": "bart"}, "is an encoder-decoder model"),
     ({"model_type": "bert", "position_embedding_type": "absolute"}, "is an encoder: its tokens see later ones"),

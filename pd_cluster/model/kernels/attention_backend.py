@@ -105,17 +105,17 @@ def choose_attention(
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
-    if layout.has_latents and not device.traits.runs_triton:
-        return _by_modules(wanted, is_deterministic, "latent attention (MLA) runs")
     if layout.has_latents and wanted == "flashinfer":
         raise ConfigError(f"{BACKEND} flashinfer: latent attention (MLA) runs on Triton or SDPA; use auto")
-    if not layout.has_one_width:
+    if not (layout.has_latents or layout.has_one_width):
         return _by_modules(wanted, is_deterministic, "attention whose values are narrower than its keys runs")
     if layout.dtype != dtype and not device.traits.runs_triton:
         setting = f"{called('kv_cache_dtype')} {layout.dtype}"
         raise ConfigError(
             f"{setting}: NPU operators read {dtype} here; remove the setting, or use {BACKEND} sdpa, which is slow"
         )
+    if layout.has_latents and not device.traits.runs_triton:
+        return _npu_latents(wanted, config, layout, device, max_num_seqs)
     if not device.traits.runs_triton:
         return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
     if wanted == "flashinfer":
@@ -130,6 +130,15 @@ def choose_attention(
         log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
         return SDPA
     return triton_attention(is_deterministic)
+
+
+def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> Attention:
+    """Returns the attention of a model with latents whose layers are not fused. Raises ConfigError for a backend that
+    only fused layers have.
+    """
+    if not device.is_accelerator or wanted == "sdpa":
+        return Attention("SDPA", is_asked_for=wanted == "sdpa")
+    return _by_modules(wanted, is_deterministic, "latent attention (MLA) of this architecture runs")
 
 
 def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
@@ -177,6 +186,17 @@ def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num
         log.warning("attention of prompts runs on SDPA, sequence by sequence, which is slow: head_dim %d%s", dim, hint)
     kernels, name = NpuAttention(device, way), f"torch-npu ({way})"
     return Attention(name, kernels.write_and_attend, make_ops=lambda own: NpuOps(kernels.write_and_attend, own.name))
+
+
+def _npu_latents(wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int) -> Attention:
+    """Chooses the operator with absorbed queries, or SDPA for latents of widths that it does not take."""
+    from pd_cluster.model.kernels.npu.npu_latents import WIDTHS, NpuLatentOps, problem, takes_widths
+
+    if not takes_widths(layout):
+        return _by_modules(wanted, False, "latent attention (MLA) of widths other than {} and {} runs".format(*WIDTHS))
+    if why := problem(layout, config.num_attention_heads, max_num_seqs):
+        raise ConfigError(f"{why}; {BACKEND} sdpa is slow, but supports it")
+    return Attention("torch-npu (latents)", make_ops=lambda own: NpuLatentOps(device, own.name))
 
 
 def uses_window(config: Any) -> bool:

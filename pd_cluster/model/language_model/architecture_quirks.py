@@ -199,6 +199,7 @@ ARCHITECTURES: dict[str, Quirks] = {
     ),
     "GraniteForCausalLM": Quirks(multipliers=multipliers_of_granite),
     "GraniteMoeForCausalLM": Quirks(multipliers=multipliers_of_granite, mlp="block_sparse_moe", router="router"),
+    "GraniteMoeSharedForCausalLM": Quirks(multipliers=multipliers_of_granite, mlp="block_sparse_moe", router="router"),
     "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
     "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
     "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=always),

@@ -25,7 +25,13 @@ from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
-from pd_cluster.model.kernels.attention_backend import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
+from pd_cluster.model.kernels.attention_backend import (
+    DEFAULT_BLOCK_SIZE,
+    SDPA,
+    Attention,
+    choose_attention,
+    latents_by_modules,
+)
 from pd_cluster.model.kernels.cpu.ops import CpuOps, supports
 from pd_cluster.model.kernels.cuda_speedups import sped_up
 from pd_cluster.model.language_model.cache_declaration import (
@@ -171,23 +177,22 @@ def load_model(
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
     _check_backend(checkpoint, attention_backend)
-    attention = choose_attention(
-        *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
-        *(choices.npu_head_dims, dtype),
-    )
+    if layout.has_latents and not can_fuse(model):
+        attention = latents_by_modules(attention_backend, is_deterministic, device)
+    else:
+        attention = choose_attention(
+            *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
+            *(choices.npu_head_dims, dtype),
+        )
     attention = sped_up(attention, choices.speedups)
-    vocab_size = 0 if share is None else share.plan.vocab_size
-    own_group = None if share is None else share.group
+    vocab_size, own_group = (0, None) if share is None else (share.plan.vocab_size, share.group)
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
     takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
-    without_kernels = logn is not None or (layout.has_latents and device.is_accelerator and not attention.make_ops)
-    may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use the classes of others
-    is_fused = may_fuse and can_fuse(model) and has_kernels(model, _ops_of(attention))
-    if not is_fused:
+    if logn is not None or not _is_fused(model, checkpoint, layout, device, attention):
         _check_dense(layout, checkpoint, dtype)
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
@@ -202,6 +207,14 @@ def load_model(
     check(fused)
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Device, attention: Attention) -> bool:
+    """Whether this package's layers replace transformers' modules."""
+    without_kernels = layout.has_latents and device.is_accelerator and not attention.make_ops
+    if without_kernels or checkpoint.is_unproven:  # unlisted types use the classes of others
+        return False
+    return can_fuse(model) and has_kernels(model, _ops_of(attention))
 
 
 def _check_of(

@@ -98,7 +98,7 @@ def _why_no_dim(dim: int) -> str:
     return ""
 
 
-class _Planned(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step's plan, for all its layers."""
 
     tables: torch.Tensor  # [num_seqs, width] int32: blocks, then arbitrary valid ids
@@ -111,8 +111,7 @@ class NpuAttention:
 
     def __init__(self, device: Device, way: Way) -> None:
         self.way: Way = way
-        ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device.torch_name)
-        self._mask = ones.triu(1)  # 1: masked
+        self._mask = causal_mask(device)
 
     def write_and_attend(
         self,
@@ -128,12 +127,12 @@ class NpuAttention:
             return sdpa.write_and_attend(layer_idx, query, keys, values, batch, scoring)
         write_kv(layer_idx, keys.contiguous(), values.contiguous(), batch)
         batch.layer_written(layer_idx, scoring.sliding_window)
-        if layer_idx == 0 or not isinstance(batch.kernel_state, _Planned):
-            batch.kernel_state = _plan(batch)
+        if layer_idx == 0 or not isinstance(batch.kernel_state, PlannedStep):
+            batch.kernel_state = planned_step(batch)
         return self._attend(query.transpose(0, 1).contiguous(), layer_idx, batch, batch.kernel_state, scoring)
 
     def _attend(
-        self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: _Planned, scoring: Scoring
+        self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: PlannedStep, scoring: Scoring
     ) -> torch.Tensor:
         """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
         query = query if self.way == "TND" else query[:, None]  # [num_seqs, 1, num_heads, head_dim]
@@ -153,6 +152,12 @@ class NpuAttention:
         return is_batched or batch.key_limits is not None
 
 
+def causal_mask(device: Device) -> torch.Tensor:
+    """Returns the mask [MASK_SIZE, MASK_SIZE] int8, with 1 where a key is masked."""
+    ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device.torch_name)
+    return ones.triu(1)
+
+
 def write_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
     """Writes [num_tokens, num_kv_heads, head_dim] to the step's slots, which are distinct."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
@@ -163,7 +168,7 @@ def _call(
     query: torch.Tensor,
     keys: torch.Tensor,  # [num_blocks, block_size, num_kv_heads * head_dim]
     values: torch.Tensor,
-    planned: _Planned,
+    planned: PlannedStep,
     scoring: Scoring,
     options: dict[str, Any],
 ) -> torch.Tensor:
@@ -199,7 +204,7 @@ def _call(
     return attended
 
 
-def _plan(batch: ForwardBatch) -> _Planned:
+def planned_step(batch: ForwardBatch) -> PlannedStep:
     """Plans in a step's first layer, so that a graph plans again at each replay from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
@@ -209,7 +214,7 @@ def _plan(batch: ForwardBatch) -> _Planned:
     # index_select gathers; indexing by a tensor may make the host wait for the device, which no graph supports.
     tables = batch.block_table.index_select(0, at.flatten()).view(at.shape)
     batch.host_values = _host_values
-    return _Planned(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
+    return PlannedStep(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
 
 
 def _host_values(lens: Ints) -> HostValues:

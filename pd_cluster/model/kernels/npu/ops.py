@@ -53,12 +53,12 @@ class NpuOps(TorchOps):
         query, key, value = torch.split(qkv.view(len(qkv), -1, dim), [heads.num_heads, num_kv, num_kv], dim=1)
         if heads.q_norm is not None and heads.k_norm is not None:
             query, key = self.norm(query.contiguous(), heads.q_norm), self.norm(key.contiguous(), heads.k_norm)
-        query, key = _rotated(query, rope), _rotated(key, rope)
+        query, key = rotated(query, rope), rotated(key, rope)
         found = self._write_and_attend(heads.layer_idx, query.transpose(0, 1), key, value, batch, heads.scoring)
         return found.reshape(len(qkv), -1)
 
 
-def _rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+def rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Rotates x [num_tokens, num_heads, head_dim], as one sequence in a batch of one."""
     cos, sin = (table.to(x.dtype)[None, :, None] for table in (rope.cos, rope.sin))  # [1, num_tokens, 1, head_dim]
     rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x[None].contiguous(), cos, sin, "half")

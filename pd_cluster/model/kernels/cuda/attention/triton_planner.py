@@ -82,11 +82,8 @@ def problem(layout: KVLayout, num_heads: int) -> str:
     block_size = layout.block_size
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"blocks of {block_size} tokens: the Triton attention supports powers of 2 from {MIN_BLOCK_SIZE} on"
-    shape = AttentionShape(num_heads, layout.num_kv_heads, layout.head_dim)
-    if layout.has_latents:
-        shape = AttentionShape.of_latents(num_heads, layout)
     try:
-        shape.configs(16, (9, 0))
+        AttentionShape.of_pool(num_heads, layout).configs(16, (9, 0))
     except ValueError as error:
         return str(error)
     return ""

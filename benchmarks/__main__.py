@@ -221,6 +221,7 @@ def long_prompts(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the long prompt.")] = 262_144,
     rate: Annotated[float, typer.Option(help="Requests of 200 tokens a second.")] = 4.0,
     seconds: Annotated[float, typer.Option(help="Duration of the load, alone and beside the long prompt.")] = 20.0,
+    timeout: Annotated[float, typer.Option(help="Most seconds for the long prompt.")] = 3600.0,
     seed: Seed = 0,
     quick: Quick = False,
     json: Json = "",
@@ -228,7 +229,7 @@ def long_prompts(
     """Compare first tokens of short requests beside one long prompt to those without it."""
     from benchmarks.router.beside_long_prompt import LongPrompt, run
 
-    load = LongPrompt(8192, rate, 3.0, seed) if quick else LongPrompt(tokens, rate, seconds, seed)
+    load = LongPrompt(8192, rate, 3.0, seed) if quick else LongPrompt(tokens, rate, seconds, seed, timeout)
     _run(run(load, quick, json))
 
 

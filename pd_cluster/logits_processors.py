@@ -50,6 +50,7 @@ class ProcessorParams:
     logit_bias: dict[int, float] | None
     allowed_token_ids: list[int] | None
     bad_words_token_ids: list[list[int]] | None
+    structured_outputs: Any | None  # not None: the answer is constrained
     extra_args: dict[str, Any] | None
 
 

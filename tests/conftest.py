@@ -7,12 +7,14 @@ import gc
 import inspect
 import os
 import re
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 
 from pd_cluster.cluster.processes.rank_process import LOOKUPS
@@ -22,6 +24,9 @@ from tests.support.gpu_guard import for_cuda
 MOST_DESCRIPTORS = 400
 COROUTINE_LIMIT_S = 250.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
 
+# For all tests, since clusters with other variables need a preloader of their own, which takes seconds to start.
+os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # ms
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
     os.environ.setdefault(name, value)
 
@@ -54,6 +59,20 @@ def _few_descriptors() -> Iterator[None]:
     left = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
     kinds = Counter(re.sub(r"[0-9a-f]{2,}|[0-9]", "N", os.readlink(each)) for each in left if os.path.lexists(each))
     assert len(left) < MOST_DESCRIPTORS, kinds.most_common(8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_certificate_store() -> Iterator[None]:
+    """Clients of plain HTTP share the certificates that they never use, which take each 20 ms of CPU to read."""
+    read = ssl.create_default_context
+    usual = cache(partial(read, cafile=certifi.where()))
+
+    def create(*args: Any, **named: Any) -> ssl.SSLContext:
+        return usual() if (args, named) == ((), {"cafile": certifi.where()}) else read(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", create)
+        yield
 
 
 class Durations:

@@ -32,7 +32,7 @@ from pd_cluster.checkpoints.weight_files import (
     quantized,
     text_name,
 )
-from pd_cluster.errors import ModelError, called
+from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.numerics import RopeScaling, RopeStretch, canonical, overridden
 from pd_cluster.settings.engine_config import EngineConfig
 
@@ -112,8 +112,8 @@ class Checkpoint:
         whole = read_json(file)
         stored = whole
         whole, layout = translated(path, stored, overrides)
-        if is_classifier(whole):  # has no output layer
-            whole = {**whole, "tie_word_embeddings": True}
+        if is_classifier(whole):
+            whole = _without_output_layer(whole, engine)
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
         is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
@@ -358,6 +358,15 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
         return name, stretch.reach
     reach = RopeScaling.of(config).reach
     return name, min(limit, reach) if reach else limit
+
+
+def _without_output_layer(config: dict[str, Any], engine: EngineConfig) -> dict[str, Any]:
+    """Returns a classifier's config. Raises ConfigError."""
+    if engine.logits_processors:
+        raise ConfigError(
+            f"{called('logits_processors')}: {engine.model} is a classifier, which chooses no tokens; leave it out"
+        )
+    return {**config, "tie_word_embeddings": True}
 
 
 def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | None]:

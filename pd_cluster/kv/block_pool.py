@@ -65,9 +65,9 @@ class BlockPool:
         return self._versions[block]
 
     def _evict(self) -> int:
-        block, content = self._index.evict()
+        block, content, retention = self._index.evict()
         if self.tier is not None:
-            self.tier.store(block, content)
+            self.tier.store(block, content, retention)
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -97,6 +97,8 @@ class BlockPool:
     def expire(self, now_s: float) -> None:
         """Ends retentions whose time is over."""
         self._index.expire(now_s)
+        if self.tier is not None:
+            self.tier.expire(now_s)
 
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1

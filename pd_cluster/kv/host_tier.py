@@ -6,13 +6,14 @@ Copies are moves of a step, in its order, on every rank of the instance, so all 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from pd_cluster.kv.eviction_queue import EvictionQueue
 from pd_cluster.kv.tier_commands import LowerKind
-from pd_cluster.types import Tier
+from pd_cluster.types import Retention, Tier
 
 WEIGHT = 0.2  # the weight of the newest measurement
 FADING = 0.99  # each computing step multiplies a load's cost by it, so that expensive loads are tried again
@@ -82,13 +83,17 @@ class TierBelow(Protocol):
 
     def changes(self) -> set[bytes]: ...
 
-    def entered(self, content: bytes) -> None: ...
+    def entered(self, content: bytes, retention: Retention | None) -> None: ...
+
+    def expire(self, now_s: float) -> None: ...
 
     def host_forgot(self) -> None: ...
 
 
 class HostTier:
     """`num_slots` slots for blocks in host memory, starting at `first_slot`; the least recently used is replaced first.
+
+    Retained ones, which fill at most half of the slots, are replaced after others.
 
     `begin` starts the moves of a step. A slot that a move names keeps its content until the next `begin`.
     """
@@ -97,7 +102,8 @@ class HostTier:
         self.cost = cost
         self.num_slots = num_slots
         self._free = list(reversed(range(first_slot, first_slot + num_slots)))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._slot_of: dict[bytes, int] = {}
+        self._queue = EvictionQueue(num_slots // 2)  # of the same contents
         self._pinned: set[int] = set()
         self._read: Counter[int] = Counter()  # slots that lower tiers read now -> number of readers
         self._filling: set[int] = set()  # slots that a lower tier writes
@@ -149,21 +155,28 @@ class HostTier:
         self._pinned.clear()
         self._emit = emit
 
-    def store(self, block: int, content: bytes) -> None:
+    def store(self, block: int, content: bytes, retention: Retention | None = None) -> None:
         """Takes in an evicted block, before another content is written to it."""
         if content in self._slot_of:
-            self._slot_of.move_to_end(content)
+            self._queue.used(content, retention)
             return
         assert self._emit is not None, "a block was evicted when no move is possible"
         if (slot := self._free_slot()) is None:
             return
         self._slot_of[content] = slot
+        self._queue.used(content, retention)
         self._pinned.add(slot)
         self._changed.add(content)
         self._emit("out", block, slot)
         self.num_stored += 1
         for lower in self.lower:
-            lower.entered(content)
+            lower.entered(content, retention)
+
+    def expire(self, now_s: float) -> None:
+        """Ends retentions whose time is over, here and below."""
+        self._queue.expire(now_s)
+        for lower in self.lower:
+            lower.expire(now_s)
 
     def find(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Returns the leading hashes whose blocks are here."""
@@ -178,7 +191,7 @@ class HostTier:
         """Makes the blocks of a prefix that are here the most recently used."""
         for each in reversed(hashes):  # the end of a prefix is replaced before its beginning
             if each in self._slot_of:
-                self._slot_of.move_to_end(each)
+                self._queue.used(each)
 
     def pin(self, contents: Sequence[bytes]) -> list[int]:
         """Keeps these blocks for this step's moves; returns their slots."""
@@ -200,6 +213,7 @@ class HostTier:
         for slot in self._slot_of.values():
             self._drop(slot)
         self._slot_of.clear()
+        self._queue.clear()
         for lower in self.lower:
             lower.host_forgot()
 
@@ -216,7 +230,7 @@ class HostTier:
     def begin_read(self, content: bytes) -> int:
         """Returns the slot of a content, which keeps it until `end_read`."""
         slot = self._slot_of[content]
-        self._slot_of.move_to_end(content)  # `_free_slot` searches from the other end
+        self._queue.used(content)  # `_free_slot` searches from the other end
         self._read[slot] += 1
         return slot
 
@@ -244,8 +258,9 @@ class HostTier:
     def filled(self, content: bytes, slot: int) -> None:
         """Assigns the content to a reserved slot, and keeps it until a request loads it or `unpin` is called."""
         self._filling.discard(slot)
-        if content in self._slot_of:
-            self._slot_of.move_to_end(content)
+        is_here = content in self._slot_of
+        self._queue.used(content)
+        if is_here:
             self._free.append(slot)
             return
         self._slot_of[content] = slot
@@ -273,13 +288,17 @@ class HostTier:
         used = [*self._free, *self._slot_of.values(), *self._filling, *self._retired]
         if len(used) != self.num_slots or len(set(used)) != self.num_slots:
             raise AssertionError("a slot of the host's cache is lost, or has two contents")
+        if sorted(self._slot_of) != sorted(self._queue):
+            raise AssertionError("the host's cache and its queue for eviction have different contents")
 
     def _free_slot(self) -> int | None:
         if self._free:
             return self._free.pop()
-        for content, slot in self._slot_of.items():
+        for content in self._queue:
+            slot = self._slot_of[content]
             if slot not in self._pinned and slot not in self._kept and slot not in self._read:
                 del self._slot_of[content]
+                self._queue.discard(content)
                 self._changed.add(content)
                 return slot
         return None

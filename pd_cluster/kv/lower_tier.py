@@ -6,13 +6,15 @@ no files. The tier has a content once every rank has stored its share; if one ra
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pd_cluster.kv.eviction_queue import EvictionQueue
 from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
 from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
-from pd_cluster.types import Tier
+from pd_cluster.types import Retention, Tier
 
 FETCH_BLOCKS = 16  # blocks of one job; a request can use them before later jobs are done
 KEEP_FETCHED_S = 30.0  # how long fetched blocks stay in host memory for their request
@@ -24,12 +26,13 @@ class _TierJob:
     since_s: float
     num_missing: int  # ranks that have not reported
     generation: int
+    retention: Retention | None  # of the block that is written
     num: int = 1 << 30  # the smallest number that a rank has reported
 
 
 class LowerTier:
-    """`capacity`: how many blocks it keeps at most; the least recently used ones are discarded. 0: the store discards
-    blocks itself and is shared with others, so `look` must ask for its contents.
+    """`capacity`: how many blocks it keeps at most; the least recently used ones are discarded, and retained ones after
+    others. 0: the store discards blocks itself and is shared with others, so `look` must ask for its contents.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class LowerTier:
         self.cost = LoadCost(block_size)
         self.counts = TierCounts()
         self._host, self._capacity, self._num_ranks, self._clock = host, capacity, num_ranks, clock
-        self._index: OrderedDict[bytes, None] = OrderedDict()  # known contents; least recently used first
-        self._backlog: OrderedDict[bytes, None] = OrderedDict()  # contents in host memory that must be written
+        self._index = EvictionQueue(capacity // 2)  # known contents
+        # Contents in host memory that must be written, and their retentions.
+        self._backlog: OrderedDict[bytes, Retention | None] = OrderedDict()
         self._writing: dict[bytes, int] = {}  # content -> job
         self._fetching: dict[bytes, int] = {}
         self._jobs: dict[int, _TierJob] = {}
@@ -97,12 +101,13 @@ class LowerTier:
         if self._waits_for is None:
             return
         if len(self._waits_for) == self._num_ranks:
-            self._index = OrderedDict.fromkeys(contents)
+            for each in contents:
+                self._index.used(each)
         else:
             here = set(contents)
             lost = [each for each in self._index if each not in here] + [e for e in contents if e not in self._index]
             for each in lost:
-                self._index.pop(each, None)
+                self._index.discard(each)
             self._discard(lost)
         self._waits_for.discard(rank)
         if not self._waits_for:
@@ -116,12 +121,12 @@ class LowerTier:
 
     # ---- writes
 
-    def entered(self, content: bytes) -> None:
+    def entered(self, content: bytes, retention: Retention | None = None) -> None:
         """Schedules a block that has entered host memory to be written, unless it is already here."""
         if content in self._index:
-            self._index.move_to_end(content)
+            self._index.used(content, retention)
         elif content not in self._writing:
-            self._backlog[content] = None
+            self._backlog[content] = retention
             self._backlog.move_to_end(content)
             self._write_some()
 
@@ -132,13 +137,13 @@ class LowerTier:
         """Writes as many blocks as may keep their slots; drops the oldest of the others."""
         most = max(1, self._host.num_slots // 2)
         while self._backlog and self.is_open and len(self._writing) < most:
-            content, _ = self._backlog.popitem(last=False)
+            content, retention = self._backlog.popitem(last=False)
             if content not in self._host:
                 self.counts.num_dropped += 1
                 continue
             self._evict_for(1)
             command = Write(self._next_job, content, self._host.begin_read(content))
-            self._writing[content] = self._begin(command)
+            self._writing[content] = self._begin(command, retention)
         while len(self._backlog) > self._host.num_slots:
             self._backlog.popitem(last=False)
             self.counts.num_dropped += 1
@@ -146,10 +151,12 @@ class LowerTier:
     def _evict_for(self, num_blocks: int) -> None:
         if not self._capacity:
             while len(self._index) > 1 << 20:  # contents that this instance has written
-                self._index.popitem(last=False)
+                self._index.discard(next(iter(self._index)))
             return
         num_over = len(self._index) + len(self._writing) + num_blocks - self._capacity
-        gone = [self._index.popitem(last=False)[0] for _ in range(min(num_over, len(self._index)))]
+        gone = list(itertools.islice(self._index, max(0, num_over)))
+        for each in gone:
+            self._index.discard(each)
         self._changed.update(gone)
         self._discard(gone)
 
@@ -172,7 +179,7 @@ class LowerTier:
             jobs.add(job)
             for each in some:
                 if each in self._index:
-                    self._index.move_to_end(each)
+                    self._index.used(each)
         return jobs
 
     def look(self, contents: Sequence[bytes]) -> int:
@@ -207,7 +214,7 @@ class LowerTier:
         if self._writing.get(command.content) == command.job:
             del self._writing[command.content]
         if job.num == 1 and job.generation == self._generation:
-            self._index[command.content] = None
+            self._index.used(command.content, job.retention)
             self._changed.add(command.content)
             self.counts.num_written += 1
             self._evict_for(0)
@@ -240,8 +247,7 @@ class LowerTier:
 
     def _lose(self, content: bytes) -> None:
         """Forgets a content that a rank could not read."""
-        if content in self._index:
-            del self._index[content]
+        if self._index.discard(content):
             self._changed.add(content)
             if self._capacity:
                 self._discard([content])
@@ -270,9 +276,13 @@ class LowerTier:
         self._generation += 1
         self._commands.append(Clear())
 
-    def _begin(self, command: Write | Fetch | Look) -> int:
+    def expire(self, now_s: float) -> None:
+        """Ends retentions whose time is over."""
+        self._index.expire(now_s)
+
+    def _begin(self, command: Write | Fetch | Look, retention: Retention | None = None) -> int:
         """Begins a job under the next number, and returns this number."""
         self._next_job += 1
-        self._jobs[command.job] = _TierJob(command, self._clock(), self._num_ranks, self._generation)
+        self._jobs[command.job] = _TierJob(command, self._clock(), self._num_ranks, self._generation, retention)
         self._commands.append(command)
         return command.job

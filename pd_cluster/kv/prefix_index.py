@@ -132,8 +132,9 @@ class PrefixIndex:
     def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._retained = RetainedBlocks(most_retained)  # evicted after these
+        # Least recently used first, with the retention of those that no longer fit their owner's share.
+        self._unheld: OrderedDict[int, Retention | None] = OrderedDict()
+        self._retained = RetainedBlocks[int](most_retained)  # evicted after these
         self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: not followed
         self.log: KVEventLog | None = None
 
@@ -172,12 +173,11 @@ class PrefixIndex:
         if retention is None:
             self._unheld[block] = None
             return
-        for each in self._retained.add(block, retention):
-            self._unheld[each] = None
+        self._unheld.update(self._retained.add(block, retention))
 
     def held(self, block: int) -> None:
         """Protects a block that is held again."""
-        if not self._retained.remove(block):
+        if self._retained.remove(block) is None:
             del self._unheld[block]
 
     def expire(self, now_s: float) -> None:
@@ -192,12 +192,16 @@ class PrefixIndex:
     def block_of(self, content: bytes) -> int | None:
         return self._block_of.get(content)
 
-    def evict(self) -> tuple[int, bytes]:
-        """Forgets the least recently used block without a holder; returns the block and its content."""
-        block = next(iter(self._unheld)) if self._unheld else self._retained.first()
+    def evict(self) -> tuple[int, bytes, Retention | None]:
+        """Forgets the least recently used block without a holder; returns the block, its content and its retention."""
+        if self._unheld:
+            block, retention = self._unheld.popitem(last=False)
+        else:
+            block = next(self._retained.in_order())
+            retention = self._retained.remove(block)
         content = self._hash_of[block]
         self.remove(content)
-        return block, content
+        return block, content, retention
 
     def remove(self, content: bytes) -> int | None:
         """Forgets a content; returns the block that had it, if any."""

@@ -6,52 +6,67 @@ Knows nothing of contents or of time: the caller says when blocks expire.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from pd_cluster.types import Retention
 
+Block = TypeVar("Block", int, bytes)
 
-class RetainedBlocks:
-    """At most `most` blocks without a holder, of which each owner may have an equal part."""
+
+class RetainedBlocks(Generic[Block]):
+    """At most `most` blocks without a holder, of which each owner may have an equal part.
+
+    A block is whatever names it: its number, or its content.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: dict[str, OrderedDict[int, float]] = {}  # owner -> block -> until; least recently used first
-        self._owners: dict[int, str] = {}  # by block
+        self._of: dict[str, OrderedDict[Block, float]] = {}  # owner -> block -> until; least recently used first
+        self._owners: dict[Block, str] = {}  # by block
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: Block) -> bool:
         return block in self._owners
 
-    def blocks(self) -> list[int]:
+    def blocks(self) -> list[Block]:
         return list(self._owners)
 
-    def add(self, block: int, retention: Retention) -> list[int]:
+    def add(self, block: Block, retention: Retention) -> list[tuple[Block, Retention]]:
         """Retains a block; returns blocks of the same owner that no longer fit its share, perhaps this one."""
         own = self._of.setdefault(retention.owner, OrderedDict())
         own[block], self._owners[block] = retention.until_s, retention.owner
-        share, displaced = self._most // len(self._of), list[int]()
+        share, displaced = self._most // len(self._of), list[tuple[Block, Retention]]()
         while len(own) > share:
-            displaced.append(next(iter(own)))
-            self.remove(displaced[-1])
+            first, until_s = next(iter(own.items()))
+            displaced.append((first, Retention(retention.owner, until_s)))
+            self.remove(first)
         return displaced
 
-    def remove(self, block: int) -> bool:
-        """Forgets a block; returns whether it was retained."""
+    def remove(self, block: Block) -> Retention | None:
+        """Forgets a block; returns its retention, or None if it was not retained."""
         if (owner := self._owners.pop(block, None)) is None:
-            return False
-        del self._of[owner][block]
+            return None
+        retention = Retention(owner, self._of[owner].pop(block))
         if not self._of[owner]:
             del self._of[owner]
-        return True
+        return retention
 
-    def first(self) -> int:
-        """Returns the block to evict: the least recently used one of the owner with the most."""
-        most = max(map(len, self._of.values()))
-        return next(next(iter(own)) for own in self._of.values() if len(own) == most)
+    def used(self, block: Block) -> None:
+        """Makes a retained block the most recently used one of its owner."""
+        self._of[self._owners[block]].move_to_end(block)
 
-    def expired(self, now_s: float) -> list[int]:
+    def in_order(self) -> Iterator[Block]:
+        """Yields blocks in the order of their eviction: of the owner with the most, the least recently used first."""
+        if len(self._of) == 1:  # usually
+            yield from next(iter(self._of.values()))
+            return
+        for own in sorted(self._of.values(), key=len, reverse=True):
+            yield from own
+
+    def expired(self, now_s: float) -> list[Block]:
         """Forgets and returns the blocks whose time is over, least recently used first."""
         found = [block for own in self._of.values() for block, until_s in own.items() if until_s <= now_s]
         for block in found:

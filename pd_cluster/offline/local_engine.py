@@ -255,6 +255,9 @@ class _OneInstance(Roster):
         self.weights = version
         self._send(NAME, wire.ChangeWeights(version))
 
+    def may_load_weights(self) -> list[Instance]:
+        return [each for each in self.instances if each.is_ready]
+
     def lacking_weights(self) -> list[Instance]:
         return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
 

@@ -147,6 +147,12 @@ class TextService:
         """
         return await self._chats.num_tokens(request, self._guide_of(request), caller)
 
+    async def chat_num_shared(
+        self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
+    ) -> int:
+        """Returns how many tokens of a chat's prompt another chat's prompt begins with, too. Raises RequestError."""
+        return await self._chats.num_shared(request, other, generation, caller)
+
     def _guide_of(self, request: GenerationRequest) -> Asked | None:
         asked, is_compact = request.asked, self.settings.structured_outputs.disable_any_whitespace
         return compact(asked) if asked is not None and is_compact else asked

@@ -87,6 +87,7 @@ from pd_cluster.wire.request_messages import Outputs as Outputs
 from pd_cluster.wire.request_messages import PullHint as PullHint
 from pd_cluster.wire.request_messages import Submit as Submit
 from pd_cluster.wire.request_messages import TraceEvent as TraceEvent
+from pd_cluster.wire.request_messages import Wake as Wake
 from pd_cluster.wire.resume_messages import PROMPT_TOKEN_NBYTES as PROMPT_TOKEN_NBYTES
 from pd_cluster.wire.resume_messages import Attach as Attach
 from pd_cluster.wire.resume_messages import Find as Find

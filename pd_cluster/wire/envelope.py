@@ -40,7 +40,7 @@ from pd_cluster.wire.membership_messages import (
     WantedAdapters,
     Welcome,
 )
-from pd_cluster.wire.request_messages import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.request_messages import Abort, CacheKeys, Outputs, Submit, Wake
 from pd_cluster.wire.resume_messages import Attach, Find, Found, Release
 from pd_cluster.wire.transfer_messages import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Pull, Revoke
 from pd_cluster.wire.unit_messages import UnitDone, UnitDrain, UnitKey, UnitTerms, UnitWake
@@ -65,6 +65,7 @@ Body = (
     | Abort
     | Outputs
     | CacheKeys
+    | Wake
     | Release
     | Find
     | Found

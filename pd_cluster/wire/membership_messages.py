@@ -36,12 +36,13 @@ class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
 class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
     """`held`: the version that an instance computes with. `checked`: the last epoch whose files it has checked.
 
-    `problem`: why it cannot load them; "" if it can.
+    `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it shall have.
     """
 
     held: WeightVersion = WeightVersion()
     checked: int = 0
     problem: str = ""
+    lacks: str = ""
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):

@@ -12,12 +12,20 @@ from pd_cluster.wire.resume_messages import Keep
 class PullHint(msgspec.Struct, frozen=True, array_like=True):
     """A prefill instance that has the first `num_tokens` tokens of a prompt in its caches.
 
-    `peer`: its name@epoch. `within_s`: the time in which the receiver would compute the tokens that it lacks.
+    `peer`: its name@epoch. `within_s`: the time in which the receiver would compute the tokens that it lacks. `wakes`:
+    the peer's link to the receiver is at rest, and `Wake` has been sent to the peer.
     """
 
     peer: str
     num_tokens: int
     within_s: float
+    wakes: bool = False
+
+
+class Wake(Message, frozen=True):
+    """The receiver opens its link to a prefill instance, `peer` (name@epoch), which will pull over it."""
+
+    peer: str
 
 
 class Submit(Message, frozen=True):

@@ -9,11 +9,16 @@ import openai
 import pytest
 
 from pd_cluster.text.tokenizer import Tokenizer
-from tests.support.cluster import LiveCluster
+from tests.support.cluster import LiveCluster, SpawnedCluster
 from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
-FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
+FLAGS = [
+    f"--max-model-len={MAX_MODEL_LEN}",
+    "--num-blocks=128",
+    "--trust-request-chat-template",
+    "--prefix-retention=3600",
+]
 KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # by their tenants
 METRICS_KEY = "mk-0123456789"
 MAX_FILE_MIB = 33  # more than other bodies may have
@@ -40,11 +45,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 @pytest.fixture(scope="session")
 def client(cluster: LiveCluster) -> Iterator[openai.OpenAI]:
-    """Returns a user's client, but without retries and without this machine's proxies."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-            yield made
+    """Returns a user's client, but without retries."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +72,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS.values()))
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
-        cluster = LiveCluster(folder, model, arguments=flags)
+        cluster = SpawnedCluster(folder, model, arguments=flags)
         cluster.start()
     try:
         cluster.await_ready()

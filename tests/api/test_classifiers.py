@@ -10,6 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Pooling
 from tests.support.classifiers import LABELS, make_classifier, reference_classes
 from tests.support.cluster import LiveCluster
@@ -49,6 +52,11 @@ def test_classes_are_those_of_transformers(cluster: LiveCluster, folder: Path) -
     assert np.allclose([each["probs"] for each in raw], logits, atol=1e-4)
     pooled = post(cluster, "/pooling", input=IDS).json()["data"]
     assert [each["data"] for each in pooled] == [each["probs"] for each in data]
+
+
+def test_a_classifier_takes_no_logits_processors(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a classifier, which chooses no tokens; leave it out"):
+        Checkpoint.of(EngineConfig(model=str(folder), logits_processors=("module:Class",)))
 
 
 def test_the_pooler_config_counts_for_vectors(cluster: LiveCluster, folder: Path) -> None:

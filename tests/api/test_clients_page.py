@@ -15,10 +15,7 @@ BLOCKS = [block for block in ALL if "tools=tools" not in block]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.split()[1] for block in BLOCKS])
-def test_a_block(
-    cluster: LiveCluster, block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_a_block(cluster: LiveCluster, block: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(block.replace("http://127.0.0.1:9000", cluster.url).replace("MODEL", "tiny"), {})
     assert capsys.readouterr().out.strip()
 

@@ -33,11 +33,6 @@ DEADLINE_S = 60.0
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
 

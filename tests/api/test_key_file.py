@@ -74,7 +74,6 @@ def keyed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Key
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", FLAG_KEY)
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
-        patch.setenv("NO_PROXY", "127.0.0.1")
         cluster = Keyed(folder, model, arguments=flags, served_model_names=("tiny", "second"))
         cluster.file = folder / "keys.json"
         cluster.write(*KEYS)

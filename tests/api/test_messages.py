@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.test_tools import ASKED
 from tests.api.test_tools import WEATHER as SHOWN
 from tests.support.cluster import LiveCluster
@@ -26,13 +27,6 @@ def client_of(cluster: LiveCluster, **more: Any) -> Any:
     import anthropic  # takes seconds
 
     return anthropic.Anthropic(**{"base_url": cluster.url, "api_key": "none", "max_retries": 0, "timeout": 60, **more})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_proxies() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +138,7 @@ def test_a_system_prompt_blocks_and_turns(ours: Any, cluster: LiveCluster) -> No
     wanted = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": chat}).json()["count"]
     fields = {"model": "tiny", "messages": turns, "system": [{"type": "text", "text": "s"}]}
     assert ours.messages.count_tokens(**fields).input_tokens == wanted
-    usage = ours.messages.create(**fields, max_tokens=1).usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == wanted
+    assert total(ours.messages.create(**fields, max_tokens=1).usage) == wanted
 
 
 def test_a_prefill_is_continued(ours: Any, client: openai.OpenAI) -> None:
@@ -167,6 +160,114 @@ def test_a_stop_sequence(ours: Any) -> None:
     message = ours.messages.create(**HELLO, stop_sequences=[stop], extra_body={"temperature": 0})
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
     assert message.content[0].text == plain.content[0].text.partition(stop)[0]
+
+
+# ---- the usage of the cache
+
+
+def marked(text: str, ttl: str | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}
+
+
+def usage_of(ours: Any, **fields: Any) -> Any:
+    """Returns a message's usage, after asserting that its stream tells the same at its start and at its end."""
+    asked = {"model": "tiny", "max_tokens": 3, "extra_body": {"temperature": 0}, **fields}
+    whole = ours.messages.create(**asked).usage
+    *events, last = [event for event in ours.messages.create(**asked, stream=True) if getattr(event, "type", "")]
+    found = [events[0].message.usage, next(event.usage for event in events if event.type == "message_delta")]
+    assert last.type == "message_stop"
+    for each in found:
+        assert total(each) == total(whole)
+        assert each.cache_read_input_tokens >= whole.cache_read_input_tokens  # the second time, it is cached
+    assert found[0].model_dump()["cache_creation"] == found[1].model_dump()["cache_creation"]
+    return whole
+
+
+def total(usage: Any) -> int:
+    assert sum(usage.model_dump()["cache_creation"].values()) == usage.cache_creation_input_tokens
+    found: int = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    return found
+
+
+def num_until(tokenizer: Tokenizer, cluster: LiveCluster, chat: list[dict[str, Any]], text: str) -> tuple[int, int]:
+    """Returns how many tokens of a chat's prompt reach to the end of this text, and how many there are."""
+    ids = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": chat}).json()["tokens"]
+    return next(at for at in range(len(ids)) if text in tokenizer.decode(ids[:at], False)), len(ids)
+
+
+def test_usage_counts_reads_writes_and_the_rest(ours: Any, cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    """Tokens up to the last cache_control were read or written; those that follow it are the input."""
+    system, asked = "read all of this first, " * 2, "then say what it was"
+    chat = [{"role": "system", "content": system + "now"}, {"role": "user", "content": asked}]
+    end, num_tokens = num_until(tokenizer, cluster, chat, system + "now")
+    turns = [{"role": "user", "content": asked}]
+    usage = usage_of(ours, system=[marked(system + "now")], messages=turns)
+    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (0, end)
+    assert total(usage) == num_tokens
+    again = usage_of(ours, system=[marked(system + "now")], messages=turns)
+    assert again.cache_read_input_tokens > 0
+    assert again.cache_creation_input_tokens == max(0, end - again.cache_read_input_tokens)
+    plain = usage_of(ours, system=system + "else", messages=turns)
+    assert plain.cache_creation_input_tokens == 0
+    assert plain.input_tokens == total(plain) - plain.cache_read_input_tokens > 0
+
+
+def test_usage_counts_writes_by_their_ttl(ours: Any, cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "an hour of this\nminutes of that\nand none of these"}]
+    ends = [num_until(tokenizer, cluster, chat, text)[0] for text in ("an hour of this", "minutes of that")]
+    texts = [marked("an hour of this", "1h"), marked("minutes of that"), {"type": "text", "text": "and none of these"}]
+    usage = usage_of(ours, messages=[{"role": "user", "content": texts}])
+    written = usage.cache_creation
+    assert usage.cache_read_input_tokens == 0
+    assert [written.ephemeral_1h_input_tokens, usage.cache_creation_input_tokens] == ends
+    assert total(usage) == num_until(tokenizer, cluster, chat, "none of these")[1]
+    automatic = {"extra_body": {"temperature": 0, "cache_control": {"type": "ephemeral", "ttl": "1h"}}}
+    turns = [{"role": "user", "content": "all, but for the end of the turn"}]
+    usage = usage_of(ours, messages=turns, **automatic)
+    assert usage.cache_creation_input_tokens == num_until(tokenizer, cluster, turns, "end of the turn")[0]
+    assert usage.cache_creation.ephemeral_1h_input_tokens == usage.cache_creation_input_tokens
+    body = {**HELLO, "cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json=body)
+    assert (answer.status_code, "cache_control.ttl: '2h'" in answer.text) == (400, True)
+
+
+def test_usage_of_tools_and_results(speaker: Speaker) -> None:
+    """A cache_control of a tool, a call or a result is found in the prompt that the template makes of it."""
+    call = {"type": "tool_use", "id": "t", "name": WEATHER["name"], "input": {"city": "Paris"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "sun and wind"}
+    end = {"cache_control": {"type": "ephemeral"}}
+    written = []
+    for at in range(3):
+        tool = WEATHER | (end if at == 0 else {})
+        turns = [
+            *ASKED,
+            {"role": "assistant", "content": [call | (end if at == 1 else {})]},
+            {"role": "user", "content": [result | (end if at == 2 else {}), {"type": "text", "text": "so?"}]},
+        ]
+        asked = {"model": "tiny", "max_tokens": 2, "messages": turns, "tools": [tool]}
+        usage = speaker.client.messages.create(**asked, extra_body={"cache_salt": str(at)}).usage
+        assert usage.cache_read_input_tokens == 0
+        written.append(usage.cache_creation_input_tokens)
+        assert usage.input_tokens > 0
+    assert 0 < written[0] < written[1] < written[2] < total(usage)
+
+
+def test_openais_cached_tokens_and_cache_fields(client: openai.OpenAI, cluster: LiveCluster) -> None:
+    asked: dict[str, Any] = {**HELLO, "messages": [{"role": "user", "content": "kept for a day or for a moment"}]}
+    found = []
+    for retention in ("24h", "in-memory", "in_memory"):
+        more: Any = {"prompt_cache_key": "one", "extra_body": {"prompt_cache_retention": retention}}
+        usage = client.chat.completions.create(**asked, **more).usage
+        details = usage.prompt_tokens_details if usage else None
+        assert details is not None
+        found.append(details.cached_tokens)
+    assert found[0] == 0
+    assert 0 < found[1] == found[2]
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(**asked, stream=True, stream_options=options, prompt_cache_key="one")
+    assert last.usage.prompt_tokens_details.cached_tokens == found[1]
+    body = {**asked, "prompt_cache_retention": "2d"}
+    assert cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 400
 
 
 # ---- tools and thinking

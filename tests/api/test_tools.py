@@ -92,7 +92,6 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
             arguments = ["--max-model-len=4096", "--num-blocks=600", *FLAGS[name]]
             cluster = stack.enter_context(LiveCluster(tmp_path_factory.mktemp("tools"), folder, arguments=arguments))
-        stack.enter_context(pytest.MonkeyPatch.context()).setenv("NO_PROXY", "127.0.0.1")
         with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             yield Speaker(FAMILIES[name], folder, client, cluster)
 

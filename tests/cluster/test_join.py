@@ -191,15 +191,11 @@ def test_a_worker_leaves_at_sigterm(cluster: Joined, model: Path) -> None:
 
 
 @pytest.mark.slow  # 15 s: a second cluster
-def test_both_kinds_in_one_cluster_with_several_api_processes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_path: Path) -> None:
     """A decode worker joins a cluster of the tables, serves alone when the table's is killed, and is removed.
 
     Each API process exports the traces of its own requests.
     """
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     join_port, port = free_ports(2)
     with collector() as traces, both_kinds(model, tmp_path, join_port, port, traces.url) as cluster:
         trace_id = "12" * 16

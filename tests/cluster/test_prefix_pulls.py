@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
@@ -90,6 +91,30 @@ def test_either_end_is_killed_in_mid_pull(cluster: LiveCluster, model: Path, tmp
         running.wait_until("it is back", lambda: running.instance(victim)["state"] in states)
         other = "prefill-1" if victim == "prefill-0" else "prefill-0"
         running.wait_until("nothing is held", lambda: running.instance(other)["num_held_blocks"] == 0)
+
+
+def test_a_pull_wakes_a_link_at_rest(tmp_path: Path, checkpoint: Checkpoints) -> None:
+    """Each prefill instance may have one communicator open, which the transfer to the decode instance takes.
+
+    Computing is slow enough for a pull to pay that first opens a link.
+    """
+    model = checkpoint("llama", max_position_embeddings=16384, num_hidden_layers=12)
+    prompt, flags = random_prompt(random.Random(5), 8000), ["--kv-transport=dist", "--kv-open-links=1"]
+    with LiveCluster(tmp_path, model, 2, 1, [*FLAGS, *flags]) as running:
+        running.client.timeout = httpx.Timeout(300)
+        steer(running, "prefill-0")
+        expected = running.complete(prompt, 12)
+
+        def rests() -> bool:
+            links = running.instance("prefill-0")["links"]
+            return any(state.startswith("resting") for name, state in links.items() if name.startswith("prefill"))
+
+        running.wait_until("the link between the prefill instances rests", rests)
+        steer(running, "prefill-1")
+        assert running.complete(prompt, 12) == expected
+        running.assert_home()
+        num_failed, num_tokens = pulled(running, "prefill-1")
+        assert num_failed or num_tokens, running.logs()
 
 
 def test_a_hybrid_pulls_to_a_kept_state(tmp_path: Path) -> None:

@@ -101,6 +101,25 @@ def test_arguments_and_faults_over_http(cluster: LiveCluster) -> None:
     cluster.assert_home()
 
 
+def test_a_processor_that_does_not_return_ends_its_request_alone(cluster: LiveCluster, model: Path) -> None:
+    """The watch's limit, 30 s, is the time of this test. The other request's tokens are those of one process."""
+    prompt = [5, 6, 7, 8]
+    other = Streaming(cluster.url, LONG, prompt=prompt)
+    stays = Streaming(cluster.url, 200, prompt=[1, 2], vllm_xargs={"stays_at": 100})
+
+    def ended() -> list[str]:
+        return [name for name in ("decode-0", "decode-1") if cluster.processes[name].poll() is not None]
+
+    cluster.wait_until("its instance ends", lambda: bool(ended()), 90)
+    why = stays.until_error()[1]["message"]
+    assert f"logits processor {NAMES[2]}: has not returned for 30 s" in why
+    assert other.to_the_end()[0] == expected_of(model, prompt, max_tokens=LONG, temperature=0.0)
+    (victim,) = ended()
+    assert f"logits processor {NAMES[2]}: has not returned" in cluster.log_file(victim).read_text()
+    cluster.restart(victim)
+    cluster.assert_home()
+
+
 def test_an_instance_with_other_processors_is_not_paired(cluster: LiveCluster) -> None:
     numerics = [each["numerics"] for each in cluster.instances() if "numerics" in each]
     assert all(each["logits_processors"] == ", ".join(NAMES) for each in numerics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.weight_versions import Trainer, make_version
 
 Checkpoints = Callable[..., Path]
 PROMPT = [7] * 60
+MOST_GROWTH_MIB = 3.0  # of a process over eight updates
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -105,6 +107,33 @@ def test_new_weights_serve_and_nothing_of_the_old_ones_is_reused(
     learning.wait_until("the name is known", lambda: ask(learning)[2] == [{"version": "best", "start": 0, "end": 6}])
 
 
+def test_every_api_names_the_version(learning: Steered) -> None:
+    learning.command("/update_weight_version", json={"new_version": "named"})
+    wanted = [{"version": "named", "start": 0, "end": 4}]
+    learning.wait_until("the name is known", lambda: ask(learning, max_tokens=4)[2] == wanted)
+    turns = [{"role": "user", "content": "a"}]
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "messages": ("max_tokens", {"messages": turns}),
+        "responses": ("max_output_tokens", {"input": turns}),
+        "chat/completions": ("max_tokens", {"messages": turns, "ignore_eos": True}),
+    }
+    for path, (limit, fields) in asked.items():
+        body = {limit: 4, "model": "tiny", "temperature": 0, **fields}
+        plain = learning.client.post(f"{learning.url}/v1/{path}", json=body)
+        assert (plain.status_code, "weight_versions" in plain.text) == (200, False), plain.text
+        body["return_weight_versions"] = True
+        answer = learning.client.post(f"{learning.url}/v1/{path}", json=body).json()
+        found = answer["choices"][0] if "choices" in answer else answer
+        assert found["weight_versions"] == wanted
+        lines = learning.client.post(f"{learning.url}/v1/{path}", json={**body, "stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        parts = [part for event in events for part in (event, event.get("response"), *event.get("choices", ())) if part]
+        assert [part["weight_versions"] for part in parts if part.get("weight_versions")] == [wanted]
+    tokens = {"enable_response_messages": True, "input": "a", "max_output_tokens": 4, "ignore_eos": True}
+    answer = learning.client.post(f"{learning.url}/v1/responses", json=tokens)
+    assert answer.json()["weight_versions"] == wanted
+
+
 def test_a_request_continues_on_the_new_weights(learning: Steered, versions: Path) -> None:
     update(learning, "step-1")
     streams = Background(learning, 3, **LONG)
@@ -131,18 +160,59 @@ def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None
     assert answer.json()["choices"][0]["weight_versions"] == [{"version": "step-1", "start": 0, "end": 1500}]
 
 
-def test_an_instance_that_dies_comes_back_with_the_current_weights(learning: Steered, versions: Path) -> None:
+def restarted(cluster: Steered, *names: str) -> None:
+    """Kills instances, and starts them again."""
+    for name in names:
+        cluster.kill(name)
+        cluster.await_exit(name)
+    cluster.wait_until("the loss is noticed", lambda: not {*names} & {*info_of(cluster)["instances"]})
+    for name in names:
+        cluster.start_member(name)
+
+
+def test_instances_that_die_come_back_with_the_current_weights(learning: Steered, versions: Path) -> None:
     update(learning, "step-1")
     expected = ask(learning)
-    for name in ("decode-0", "prefill-0"):
-        learning.kill(name)
-        learning.await_exit(name)
-        learning.wait_until("its loss is noticed", lambda name=name: name not in info_of(learning)["instances"])
-        learning.start_member(name)
-        learning.await_ready()
-        assert ask(learning)[::2] == expected[::2]
+    restarted(learning, "decode-0", "prefill-0")
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
     info = info_of(learning)
     assert info["instances"] == dict.fromkeys(("prefill-0", "decode-0"), info["epoch"])
+
+
+def test_a_version_outlives_its_folder(learning: Steered, versions: Path) -> None:
+    """The trainer removes its folder; then the server's links to its files are hidden, until an operator helps."""
+    shutil.copytree(versions / "step-2", versions / "brief")
+    update(learning, "brief")
+    expected = ask(learning)
+    shutil.rmtree(versions / "brief")
+    restarted(learning, "decode-0")
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
+    (own,) = versions.glob("received-*")
+    own.rename(versions / "hidden")
+    restarted(learning, "decode-0")
+
+    def says_why() -> bool:
+        found = learning.instance("decode-0")
+        why = f"it cannot load weights brief, and tries again: {own}"
+        return found["state"] == "connecting" and (found["reason"] or "").startswith(why)
+
+    try:
+        learning.wait_until("the instance says why it is not ready", says_why)
+    finally:
+        (versions / "hidden").rename(own)
+    learning.await_ready()
+    assert ask(learning)[::2] == expected[::2]
+
+
+def test_an_update_waits_while_no_instance_is_ready(learning: Steered, versions: Path) -> None:
+    restarted(learning, "decode-0", "prefill-0")
+    update(learning, "step-2")
+    learning.await_ready()
+    tokens, _, spans = ask(learning)
+    assert spans == [{"version": "step-2", "start": 0, "end": 6}]
+    assert_all_same(versions / "step-2", [PROMPT], [tokens], 6)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +259,7 @@ def test_a_trainer_sends_the_tensors(learning: Steered, versions: Path) -> None:
         learning.command("/start_weight_update")
         learning.command("/update_weights", json=trainer.part(0, 5))
         answer = learning.ask_admin("POST", "/update_weights", json=trainer.part(0, 1))
-        assert (answer.status_code, "has been sent" in answer.text) == (400, True), answer.text
+        assert (answer.status_code, "has already been sent" in answer.text) == (400, True), answer.text
         answer = learning.ask_admin("POST", "/finish_weight_update")
         assert (answer.status_code, "an update has all tensors" in answer.text) == (400, True), answer.text
         learning.command("/update_weights", json=trainer.part(5))
@@ -204,8 +274,10 @@ def test_a_trainer_sends_the_tensors(learning: Steered, versions: Path) -> None:
         assert ask(learning)[::2] == (tokens, spans)
     finally:
         trainer.end()
+    sent = (*versions.glob("received-*"),)
     update(learning, "step-1")
-    assert not list(versions.glob("received-*"))
+    assert len(sent) == len([*versions.glob("received-*")]) == 1
+    assert not sent[0].exists()
 
 
 def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) -> None:
@@ -226,7 +298,7 @@ def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) 
     finally:
         trainer.end()
     assert ask(learning)[::2] == before
-    assert not list(versions.glob("received-*"))
+    assert len([*versions.glob("received-*")]) == 1
 
 
 @pytest.mark.slow
@@ -247,7 +319,6 @@ def test_every_token_is_of_the_version_that_its_answer_names(
 
         def change() -> None:
             for number in range(1, 11):
-                cluster.wait_until("an instance is ready", lambda: "ready" in states(cluster), 60)
                 update(cluster, folders[f"v{number}"], ("keep", "wait")[number % 2], weight_version=f"v{number}")
                 if number in (4, 7):
                     name = {4: "decode-1", 7: "prefill-0"}[number]
@@ -269,10 +340,12 @@ def test_every_token_is_of_the_version_that_its_answer_names(
         assert_named(versions, choices)
         cluster.await_ready()
         cluster.assert_home()
-        before_mib = resident_mib(cluster, "decode-0")  # growth by requests is not that of updates
-        for number in range(6):
+        for number in range(10):  # without requests, whose memory is not that of updates
+            if number == 2:
+                before_mib = resident_mib(cluster)
             update(cluster, f"step-{number % 2 + 1}")
-        assert resident_mib(cluster, "decode-0") < before_mib + 3
+        grown_mib = {name: mib - before_mib[name] for name, mib in resident_mib(cluster).items()}
+        assert max(grown_mib.values()) < MOST_GROWTH_MIB, grown_mib
 
 
 def streamed(url: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -293,13 +366,13 @@ def streamed(url: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     return found
 
 
-def states(cluster: Steered) -> list[str]:
-    return [each["state"] for each in cluster.instances()]
-
-
-def resident_mib(cluster: Steered, name: str) -> float:
-    total = 0
-    for pid in cluster.rank_pids(name):
+def resident_mib(cluster: Steered) -> dict[str, float]:
+    """Returns the memory of each process that is not that of files, by its instance and rank."""
+    pids = {name: process.pid for name, process in cluster.processes.items()}
+    for name in (each for each in [*pids] if each.startswith(("prefill", "decode"))):
+        pids |= {f"{name}, rank {rank}": pid for rank, pid in enumerate(cluster.rank_pids(name))}
+    found = {}
+    for name, pid in pids.items():
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-    return total / 1024
+        found[name] = sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+    return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.model.layers import activations
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import CONFIGS, make_checkpoint
@@ -73,7 +74,11 @@ def tell(found: dict[str, dict[int, list[TokenOutput]]]) -> Numbers:
 
 def numbers(model: Path, prompts: list[list[int]], alone: bool = False, **settings: Any) -> Numbers:
     """Tokens and logprobs, of all prompts together or of one after the other, without cached prefixes."""
-    core = make_core(model, **{"num_blocks": 64, "max_model_len": 200, "enable_prefix_caching": False, **settings})
+    settings = {"num_blocks": 64, "max_model_len": 200, "enable_prefix_caching": False, **settings}
+    return numbers_of(make_core(model, **settings), prompts, alone)
+
+
+def numbers_of(core: EngineCore, prompts: list[list[int]], alone: bool = False) -> Numbers:
     if not alone:
         return tell(run(core, requests_of(prompts, range(len(prompts)))))
     each = [tell(run(core, requests_of(prompts, [only]))) for only in range(len(prompts))]
@@ -89,10 +94,11 @@ def prompts_of(seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("architecture", [*QUICK, *SLOW])
 def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
     """Tokens and logprobs are equal to the bit."""
-    model, prompts = wide(tmp_path, architecture), prompts_of(1)
-    together = numbers(model, prompts)
+    core = make_core(wide(tmp_path, architecture), num_blocks=64, max_model_len=200, enable_prefix_caching=False)
+    prompts = prompts_of(1)
+    together = numbers_of(core, prompts)
     assert all(logprobs is not None for tokens in together.values() for _, logprobs in tokens)
-    assert numbers(model, prompts, alone=True) == together
+    assert numbers_of(core, prompts, alone=True) == together
 
 
 @pytest.mark.usefixtures("one_thread")

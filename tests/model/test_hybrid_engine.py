@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,10 @@ BUDGETS = ("1", "63", "64", "65", "random")
 CUTS = [f"{name} {budget}" for name in HYBRIDS for budget in BUDGETS]
 # Latents that C attends to: torch adds in an order that depends on the rows.
 IN_C: dict[str, Any] = {"kimi_linear": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}}
-CUTS_OF_FUSED = [case for case in CUTS if not case.startswith(BY_MODULES)]
+# Attention layers compute a single token in another order (docs/models.md), except for latents in C.
+CUTS_OF_FUSED = [
+    case for case in CUTS if not case.startswith(BY_MODULES) and (case.startswith("kimi") or not case.endswith(" 1"))
+]
 
 
 def cut_core(folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
@@ -202,8 +205,8 @@ def test_least_recently_used_states_go(checkpoint: Checkpoints) -> None:
 @pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
 def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, mode: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(6)
-    core = core_of(folder, num_blocks=20, preemption_mode=mode, swap_space_gib=0.1, max_model_len=200)
-    prompts = [random_prompt(rng, rng.randrange(30, 70)) for _ in range(8)]
+    core = core_of(folder, num_blocks=14, preemption_mode=mode, swap_space_gib=0.1, max_model_len=200)
+    prompts = [random_prompt(rng, rng.randrange(30, 70)) for _ in range(12)]
     long = Sampling(max_tokens=60, temperature=0.0)
     found = generate(core, prompts, long)
     assert core.scheduler.num_preemptions
@@ -238,15 +241,14 @@ def test_guides_and_predictions(checkpoint: Checkpoints, architecture: str) -> N
     prompt, company = random_prompt(rng, 33), random_prompt(rng, 20)
     (free,) = generate(core_of(folder), [prompt], GREEDY)
     wrong = [*free[:3], 1, *free[4:]]
-    schema = '{"type": "object", "properties": {"a": {"enum": ["forced"]}}, "required": ["a"]}'
-    guided = structs.replace(GREEDY, guide=Guide("json", schema), max_tokens=40)
+    guided = structs.replace(GREEDY, guide=Guide("regex", "[a-c]{4} forced [0-9]{4}"), max_tokens=40)
     core = core_of(folder)
     predicted = RequestSpec(prompt, GREEDY, prediction=tuple(wrong))
     found = together(core, [predicted, RequestSpec(company, guided), RequestSpec(prompt, guided)])
     assert found[0] == free
     assert found[1:] == [together(core_of(folder), [RequestSpec(each, guided)])[0] for each in (company, prompt)]
     text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(found[2])
-    assert json.loads(text) == {"a": "forced"}
+    assert re.fullmatch("[a-c]{4} forced [0-9]{4}", text)
 
 
 def ids_of(tokens: list[TokenOutput]) -> list[int]:

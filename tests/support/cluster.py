@@ -20,7 +20,6 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from pd_cluster.client.instance_list import links_of
 from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Member, plan_cluster
@@ -28,7 +27,9 @@ from pd_cluster.cluster.processes.port_reservations import free_port_pair, free_
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.transport_table import same_host_choice
+from pd_cluster.types import LinkState
 from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE
+from tests.support.forked_serve import COMMAND, ForkedServe
 
 START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "150"))
 SETTLE_TIMEOUT_S = 80.0
@@ -56,6 +57,8 @@ _preloaders: dict[str, Preloader] = {}
 
 class LiveCluster:
     """`with LiveCluster(folder, model, …) as cluster:`; ready inside, removed afterwards, whatever happens."""
+
+    FORKS = True  # False: each process is started by its command line
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class LiveCluster:
         self.preloader = LaunchPreloader(self.launch, shared_preloader() if self.launch.forks else None)
         self.member_arguments = member_arguments or {}
         self.members: dict[str, Member] = {}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedServe] = {}
         self.client = httpx.Client(timeout=60, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -121,16 +124,15 @@ class LiveCluster:
 
     def start_member(self, name: str) -> None:
         member = self.members[name]
-        env, files = self.preloader.for_worker() if not member.is_scheduler else ({}, ())
+        own, files = self.preloader.for_worker() if not member.is_scheduler else ({}, ())
+        command = [*member.command, *self.member_arguments.get(name, ())]
+        env = {**os.environ, **member.env, **own}
         with self.log_file(name).open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [*member.command, *self.member_arguments.get(name, ())],
-                env={**os.environ, **member.env, **env},
-                pass_fds=files,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            if self.FORKS and command[: len(COMMAND)] == COMMAND:
+                self.processes[name] = ForkedServe(command, env, log.fileno(), files)
+                return
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.processes[name] = subprocess.Popen(command, env=env, pass_fds=files, **streams)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)
@@ -246,18 +248,34 @@ class LiveCluster:
         self.wait_until("the cluster is ready", ready, START_TIMEOUT_S)
 
     def is_whole(self) -> bool:
+        """Whether all instances are ready and linked, each in the life that this test has started last."""
+        if not self._all_anew():  # before health, which then is about no earlier life
+            return False
         status, body = self.health()
         return status == 200 and body["status"] == "ok" and self._all_linked()
+
+    def _all_anew(self) -> bool:
+        """Whether each listed instance is the process that runs now: a death may not have been noticed yet."""
+        try:
+            found = self.instances()
+        except httpx.HTTPError:
+            return False
+        lives = [(self.processes[i["instance_id"]], i["pid"]) for i in found if i["instance_id"] in self.processes]
+        return all(process.pid == pid and process.poll() is None for process, pid in lives)
 
     def _all_linked(self) -> bool:
         """Whether every prefill instance has its links to all others, encoders that registered included."""
         found = self.instances()
-        num_others = sum(1 for i in found if i["role"] != "prefill")
-        if "--prefix-pull" in self.launch.arguments:
-            num_others += sum(1 for i in found if i["role"] == "prefill") - 1
-        linked = [sum(state.is_up for state in links_of(i).values()) for i in found if i["role"] == "prefill"]
+        to_all = "--prefix-pull" in self.launch.arguments
+        lives = {f"{i['instance_id']}@{i['epoch']}" for i in found if to_all or i["role"] != "prefill"}
+        linked = [
+            lives - {f"{i['instance_id']}@{i['epoch']}"}
+            == {peer for peer, state in i["links"].items() if LinkState.parse(state).is_up}
+            for i in found
+            if i["role"] == "prefill"
+        ]
         are_here = sum(1 for i in found if i["role"] == "encode") == self.launch.num_encode
-        return are_here and all(number == num_others for number in linked)
+        return are_here and all(linked)
 
     def assert_home(self) -> None:
         """Asserts that nothing is held, waiting or outstanding anywhere, and every block is accounted for."""
@@ -369,3 +387,9 @@ def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     assert not any(thread.is_alive() for thread in threads), "requests hang"
     return errors
+
+
+class SpawnedCluster(LiveCluster):
+    """Its processes have the command lines, environments and memory that `up` gives them."""
+
+    FORKS = False

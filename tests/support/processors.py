@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ class Rolling:
 
 
 class Fails(AdapterLogitsProcessor):
-    """Raises at the output position extra_args["fails_at"]; at -1 when it begins."""
+    """Raises at the output position extra_args["fails_at"]; at -1 when it begins. It never returns from the position
+    extra_args["stays_at"].
+    """
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -103,12 +106,16 @@ class Fails(AdapterLogitsProcessor):
         if position == -1:
             raise KeyError("begin")
 
+        stays_at = (params.extra_args or {}).get("stays_at")
+
         def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             if len(output_ids) == position:
                 raise ZeroDivisionError(f"at {position}")
+            while len(output_ids) == stays_at:
+                time.sleep(60)
             return logits
 
-        return None if position is None else process
+        return None if position is None and stays_at is None else process
 
 
 class Sharpens(AdapterLogitsProcessor):

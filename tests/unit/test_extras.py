@@ -65,7 +65,7 @@ for file in sorted(root.rglob("*.py")):
     except ImportError as error:
         assert error.name.partition(".")[0] in ("flashinfer", "guidellm", "torch_npu", "triton"), (name, error)
 assert not any(name.startswith("pd_cluster.extras") for name in sys.modules)
-with pd_cluster.LLM(sys.argv[1]) as llm:
+with pd_cluster.LLM(sys.argv[2]) as llm:
     (answer,) = llm.chat([{"role": "user", "content": "hello"}], pd_cluster.SamplingParams(max_tokens=4))
 assert len(answer.outputs[0].token_ids) == 4
 """
@@ -100,9 +100,9 @@ def test_every_extra_is_known_and_can_be_loaded() -> None:
 
 def test_the_core_serves_without_any_extra(tmp_path: Path) -> None:
     bare = copy_without(tmp_path / "bare")
-    run(CORE, bare, str(PACKAGE / "models" / "tiny-chat"))
     uses = [(extra, use) for extra, each in USES.items() for use in each]
-    lines = json.loads(run(TRY_ALL, bare, json.dumps([use for _, use in uses])))
+    tried = json.dumps([use for _, use in uses])
+    lines = json.loads(run(CORE + TRY_ALL, bare, tried, str(PACKAGE / "models" / "tiny-chat")))
     for (extra, use), line in zip(uses, lines, strict=True):
         way_out = f"which this installation lacks: restore pd_cluster/extras/{extra}"
         assert line.endswith(f" needs the extra {extra!r}, {way_out}"), use

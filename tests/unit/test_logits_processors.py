@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import queue
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,21 @@ import numpy as np
 import pytest
 import torch
 
+from pd_cluster import wire
+from pd_cluster.engine.worker import processor_watch
+from pd_cluster.engine.worker.processor_watch import watch_processors
 from pd_cluster.errors import ConfigError
 from pd_cluster.logits_processors import BatchFacts, ModelFacts, ProcessorConfig
 from pd_cluster.model.sampling.grammar_masks import TokenMask
 from pd_cluster.model.sampling.load_processors import load_processors
-from pd_cluster.model.sampling.request_processors import RequestProcessors
+from pd_cluster.model.sampling.request_processors import RequestProcessors, calling
 from pd_cluster.model.sampling.sampler import NO_TOKEN, Sampled, Sampler, SamplingRow
 from pd_cluster.numerics import Numerics
 from pd_cluster.offline.llm_arguments import config_of
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Request, RequestSpec, Sampling
+from pd_cluster.types import LegEnd, Request, RequestSpec, Sampling
 from tests.support import processors as own
 from tests.support.processors import HERE
 
@@ -278,3 +283,33 @@ def test_arguments_travel_as_they_are() -> None:
     extra = {"a": [1, 2.5, "x"], "big": 1 << 70}
     sampling = Sampling(extra_args=json.dumps(extra))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+
+
+def test_a_call_that_does_not_return_ends_the_process_but_first_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: queue.SimpleQueue[float] = queue.SimpleQueue()
+    monkeypatch.setattr(processor_watch, "end_within", ended.put)
+    (loaded,) = load_processors([f"{HERE}:Fails"], CONFIG, CPU)
+    processors, row = RequestProcessors([loaded], EOS), row_of([1], extra={"fails_at": 9})
+    row.request.client = "scheduler"
+    sent: list[tuple[str, wire.Body]] = []
+
+    class Post:
+        def send(self, conn: str, body: wire.Body) -> None:
+            sent.append((conn, body))
+
+        def await_confirmed(self, timeout_s: float) -> bool:
+            return True
+
+    reasons: list[str] = []
+    watch_processors(processors.calls, Post(), reasons.append, limit_s=0.05)
+    assert processors.apply(torch.zeros(VOCAB_SIZE), row.request, 0, is_draw=False) == ""
+    assert processors.calls.running is None
+    stays = threading.Event()
+    try:
+        threading.Thread(target=calling, args=(loaded, stays.wait), daemon=True).start()
+        assert ended.get(timeout=10) == processor_watch.END_S
+    finally:
+        stays.set()
+    why = f"logits processor {HERE}:Fails: has not returned for 0.05 s"
+    assert reasons == [why]
+    assert sent == [("scheduler", wire.Outputs(ended=[LegEnd("r", 0, why)]))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -12,8 +12,11 @@ from pd_cluster.bench.request_arrivals import Arrival
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt, pool_kind_of
 from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
-from pd_cluster.cluster.placement.routing_policy import RoutingRequest
+from pd_cluster.cluster.placement.routing_policy import POLICIES, RoutingRequest
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
+from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipSizes
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
 from pd_cluster.engine.scheduling.group_holdings import LayerGroup
 from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
@@ -23,10 +26,11 @@ from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.simulate.simulated_layout import SimulatedLayout
 from pd_cluster.simulate.simulation import simulate
 from pd_cluster.types import LinkState, Request, RequestSpec, Sampling, Status
-from pd_cluster.wire import CacheKeys, Load, pull_over
+from pd_cluster.wire import Body, CacheKeys, Cancel, Load, Offer, Revoke, pull_over
 
 BLOCK_SIZE = 4
 PROMPT = list(range(100, 142))  # ten blocks and two tokens
@@ -138,12 +142,28 @@ def test_measured_rates_decide(byte_s: float, is_worth_it: bool) -> None:
         costs = {pull_over("shm"): HandoverCost(0.001, byte_s)}
         each.load = Load(links=links, handover_costs=costs)
     assert are_linked(instances, target)
-    hint = PullSources(instances, ask).of(target)
-    assert (hint is not None) == is_worth_it
-    if hint is not None:
+    pull = PullSources(instances, ask.prompt).to(target)
+    assert (pull is not None) == is_worth_it
+    if pull is not None:
+        hint = pull.hint
         assert (hint.peer, hint.num_tokens, hint.within_s) == (source.key, 800, pytest.approx(0.8))
     holding(target, prompt, 240)
-    assert PullSources(instances, ask).of(target) is None
+    assert PullSources(instances, ask.prompt).to(target) is None
+
+
+@pytest.mark.parametrize(("tokens_per_s", "wakes"), [(1000.0, False), (200.0, True)])
+def test_a_link_at_rest_is_woken_if_computing_takes_longer(tokens_per_s: float, wakes: bool) -> None:
+    prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
+    target, source = (prefill(f"prefill-{at}", at + 1, tokens_per_s) for at in range(2))
+    holding(source, prompt, 200)
+    costs = {pull_over("dist"): HandoverCost(0.001, 1e-9)}
+    source.load = Load(links={target.key: LinkState("resting", ("dist",))}, handover_costs=costs)
+    assert are_linked([target, source], target)
+    pull = PullSources([target, source], prompt).to(target)
+    assert (pull is not None) == wakes
+    if pull is not None:
+        assert pull.hint.wakes
+        assert (pull.source, pull.num_saved) == (source, pytest.approx(600, abs=1))
 
 
 def test_blocks_on_disk_are_not_pulled() -> None:
@@ -191,3 +211,76 @@ def test_a_load_of_sessions_computes_less() -> None:
     num_alone, num_pulling = (sum(each.num_cached_tokens for each in found) for found in (alone, pulling))
     assert num_pulling > 1.3 * num_alone
     assert simulate(replace(layout, pulls_prefixes=True), costs, sessions()).outcomes == pulling
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("policy", ["prefix-aware", "predicted-ttft"])
+def test_a_prefix_that_can_be_pulled_counts_as_nearly_local(policy: str) -> None:
+    """A little work at the instance with the prefix is enough for another one to be chosen: a linked one with room."""
+    prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
+    holder, other = (prefill(f"prefill-{at}", at + 1, 1000.0) for at in range(2))
+    decode = replace(prefill("decode-0", 3, 1000.0), role="decode")
+    holding(holder, prompt, 240)
+    holder.outstanding_tokens = 300
+    up, chosen = LinkState.parse("up (shm)"), {}
+    for phase, num_free in (("up (shm)", 240), ("up (shm)", 0), ("waiting", 240)):
+        costs = {pull_over("shm"): HandoverCost(0.001, 1e-9)}
+        load = Load(links={decode.key: up, other.key: LinkState.parse(phase)}, handover_costs=costs)
+        holder.load = load.at_rates(prefill_tokens_per_s=1000.0)
+        other.load = Load(links={decode.key: up}, num_free_blocks=num_free).at_rates(prefill_tokens_per_s=1000.0)
+        chosen[phase, num_free] = POLICIES[policy]([holder, other, decode], RoutingRequest(prompt))[0].name
+    assert list(chosen.values()) == ["prefill-1", "prefill-0", "prefill-0"]
+
+
+# ---- a link that wakes
+
+
+@dataclass
+class Ports:
+    """An end's messages, in their order; nothing is shipped before a credit."""
+
+    sent: list[tuple[str, Body]] = field(default_factory=list)
+    ended: list[str | None] = field(default_factory=list)
+
+    def send(self, conn: str, body: Body) -> None:
+        self.sent.append((conn, body))
+
+    def progress_s(self, conn: str) -> float:
+        return 0.0
+
+    def drop(self, conn: str, transfer_id: str) -> None:
+        pass
+
+    def export_ended(self, request: Request, error: str | None) -> None:
+        self.ended.append(error)
+
+
+@pytest.mark.parametrize("event", ["up", "lost", "down", "cancelled", "expired"])
+def test_what_is_lent_over_a_waking_link_is_offered_when_it_is_up(event: str) -> None:
+    """Otherwise the lender's hold ends with the attempt, and the puller hears of it or loses the connection."""
+    now_s, ports, lent = [0.0], Ports(), pull()
+    lent.peer = "prefill-0@1"
+    terms = TransferTerms(lambda: now_s[0], Timeouts())
+    exports = Exports(ports, ports, terms, ShipSizes((ShipGroup(4, 32),)))  # type: ignore[arg-type]
+    exports.lend(lent, "c", is_up=False)
+    assert not ports.sent
+    assert exports.uses("c")
+    match event:
+        case "up":
+            exports.link_up(lent.peer, "c")
+            assert ports.sent == [("c", Offer("t.pull", 40, "", 0))]
+            return
+        case "lost":
+            exports.link_lost(lent.peer, "refused")
+        case "down":
+            exports.on_link_down("c", "cut")
+        case "cancelled":
+            exports.on_cancel("c", Cancel("t.pull", "aborted"))
+        case _:
+            now_s[0] = 1000.0
+            exports.expire()
+            assert ports.sent == [("c", Revoke("t.pull"))]
+    assert len(ports.ended) == 1
+    assert not exports.uses("c")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.lower_tier import LowerTier
+from pd_cluster.kv.tier_commands import TierDone, Write
 from pd_cluster.types import Retention
 
 
@@ -67,3 +70,57 @@ def test_a_shared_block_is_held_and_dropped_again() -> None:
     pool.forget()
     assert pool.num_free == 4
     pool.check([])
+
+
+# ---- tiers
+
+
+class TieredPool:
+    """A pool over host memory and a disk, whose commands succeed at once."""
+
+    def __init__(self, num_blocks: int, num_slots: int, num_files: int) -> None:
+        self.host = HostTier(num_slots, 0, LoadCost(16))
+        self.pool = BlockPool(num_blocks, tier=self.host)
+        self.disk = LowerTier("disk", self.host, num_files, 1, 16, lambda: 0.0)
+        self.disk.opened(0, [])
+        self.host.lower = [self.disk]
+
+    def cached(self, names: str, retention: Retention | None = None) -> None:
+        for name in names:
+            self.host.begin(lambda *move: None)
+            cached(self.pool, name, retention)
+            while commands := self.disk.take_commands():
+                for each in commands:
+                    if isinstance(each, Write):
+                        self.disk.done(TierDone("disk", each.job, 0, 1))
+        self.host.check()
+        self.pool.check([])
+
+    def on_host(self, names: str) -> str:
+        return "".join(name for name in names if name.encode() in self.host)
+
+    def on_disk(self, names: str) -> str:
+        return "".join(name for name in names if name.encode() in self.disk)
+
+
+def test_tiers_drop_retained_blocks_after_others() -> None:
+    """Also those that the device evicted first, because they no longer fitted their owner's share there."""
+    tiers = TieredPool(num_blocks=2, num_slots=6, num_files=8)
+    tiers.cached("abc", Retention("key", 10.0))
+    tiers.cached("defghijklm")
+    names = "abcdefghijklm"
+    assert (known(tiers.pool, names), tiers.on_host(names), tiers.on_disk(names)) == ("cm", "abijkl", "abghijkl")
+    tiers.pool.expire(10.0)
+    tiers.cached("nopqrstu")
+    assert tiers.on_host("ab") == tiers.on_disk("ab") == ""
+
+
+def test_owners_share_host_memory() -> None:
+    tiers = TieredPool(num_blocks=2, num_slots=8, num_files=12)
+    tiers.cached("ab", Retention("one", 10.0))
+    tiers.cached("cdef", Retention("two", 10.0))  # has two of four
+    tiers.cached("ghijkl")
+    assert known(tiers.pool, "abcdefghijkl") == "bl"
+    assert tiers.on_host("abcdefghijkl") == "aefghijk"
+    tiers.pool.forget()
+    tiers.host.check()

@@ -28,8 +28,7 @@ URL = "http://127.0.0.1:4318/v1/traces"
 
 
 @pytest.fixture
-def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def received() -> Iterator[Collector]:
     with collector() as made:
         yield made
 
@@ -70,7 +69,6 @@ def test_a_client_that_does_not_sample_is_obeyed(tmp_path: Path, received: Colle
 
 
 def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(request_traces, "FLUSH_TIMEOUT_S", 0.05)
     monkeypatch.setattr(request_traces, "EXPORT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -161,6 +161,9 @@ class Prompt:
 
     def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
         """Returns the prompt's first tokens that are in device or host memory."""
+        counts = self._num_known(pool, known)
+        if not counts["disk"]:
+            return sum(counts.values()) * pool.block_size
         keys, num_blocks = self.keys[pool], 0
         while known.tiers.get(keys[num_blocks], "disk") != "disk":
             num_blocks += 1

@@ -21,7 +21,7 @@ from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
 from pd_cluster.cluster.instances.unit_members import describe_awaited, unit_clash
 from pd_cluster.cluster.members.rank_table_place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.worker_description import fetch_description
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, told
 from pd_cluster.net.connection_handshake import REFUSALS
 from pd_cluster.net.map_deltas import PeersSender
 from pd_cluster.net.node_proofs import NODE_REFUSED
@@ -366,6 +366,10 @@ class Membership(Roster):
         for conn in self._open | self._loading | self._changing:
             self._mailbox.send(conn, wire.ChangeWeights(version))
 
+    def may_load_weights(self) -> list[Instance]:
+        """Returns the instances that can check and load a version: ready ones, and those that lack the present one."""
+        return [each for each in self.instances if each.is_ready or each.conn in self._changing]
+
     def lacking_weights(self) -> list[Instance]:
         """Returns the ready instances that have another version."""
         return [each for each in self.instances if each.is_ready and each.load.weights.held != self.weights]
@@ -386,6 +390,9 @@ class Membership(Roster):
         if conn in self._changing and epoch == self.weights.epoch:
             self._changing.discard(conn)
             self._admit(conn)
+        elif conn in self._changing and (problem := load.weights.lacks):
+            why = f"it cannot load weights {self.weights.name}, and tries again: {told(problem)}"
+            self.set_state(self._by_conn[conn], "connecting", why)
         elif epoch > self.weights.epoch:  # this scheduler has started again
             log.warning("%s has weights %s: so shall all", conn, load.weights.held.name)
             self.change_weights(load.weights.held)

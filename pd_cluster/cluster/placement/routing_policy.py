@@ -17,6 +17,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt
 from pd_cluster.cluster.placement.pair_search import Pair as Pair
 from pd_cluster.cluster.placement.pair_search import PairCosts, Sides
+from pd_cluster.cluster.placement.pull_sources import pulls_among
 from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_transfer_s, predict_ttft_s
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
@@ -86,18 +87,27 @@ def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the pair with the least work before this request's first token: work ahead plus uncached tokens.
 
-    So a cached prefix attracts requests until the work ahead there exceeds its savings. Among equals the pair with the
-    fewest known blocks wins, so new prompts spread.
+    So a cached prefix attracts requests until the work ahead there exceeds its savings. A prefix that can be pulled
+    into free blocks counts as computed but for the time of the pull. Among equals the pair with the fewest known blocks
+    wins, so new prompts spread.
     """
+    sides = Sides.of(instances, ask.avoid)
+    pulls = pulls_among(sides.prefills, ask.prompt)
 
     def tokens_to_go(instance: Instance) -> tuple[int, int]:
         ahead = instance.outstanding_tokens + instance.others_tokens
         return ahead + ask.num_to_go(instance), len(instance.known_blocks.tiers)
 
+    def tokens_to_pull(instance: Instance) -> tuple[int, int]:
+        assert pulls is not None
+        num_tokens, num_known = tokens_to_go(instance)
+        return num_tokens - pulls.num_gained(instance), num_known
+
     def joined(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[int, int]:
         return prefill[0] + decode[0], prefill[1] + decode[1]
 
-    return _best(instances, ask, PairCosts(tokens_to_go, tokens_to_go, joined))
+    of_prefill = tokens_to_go if pulls is None else tokens_to_pull
+    return _best_of(sides, instances, PairCosts(of_prefill, tokens_to_go, joined))
 
 
 def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
@@ -108,6 +118,9 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """
     sides = Sides.of(instances, ask.avoid)
     to_go = ask.all_to_go(itertools.chain(sides.prefills, sides.decodes))
+    if (pulls := pulls_among(sides.prefills, ask.prompt)) is not None:
+        for each in sides.prefills:
+            to_go[each.name] -= pulls.num_gained(each)
     rate = functools.cache(lambda: best_rate(instances))  # lazy: few requests need it, and it reads all instances
     num_tokens = ask.prompt.num_tokens
 

@@ -74,10 +74,13 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
 
 
 def predict_pull_s(source: Instance, target: Instance, num_tokens: int) -> float:
-    """Returns the time in which KV cache of this many tokens arrives from another prefill instance's caches."""
+    """Returns the time in which KV cache of this many tokens arrives from another prefill instance's caches.
+
+    Before the first pull it takes as long as a handover, even if steps hide a part of that: the first one is measured.
+    """
     layouts, link = source.info.layouts if source.info is not None else [], source.link_to(target)
-    nbytes = transfer_nbytes(layouts, layouts, num_tokens)
-    if (measured := source.load.handover_costs.get(pull_over(link.over))) is not None:
+    nbytes, costs = transfer_nbytes(layouts, layouts, num_tokens), source.load.handover_costs
+    if (measured := costs.get(pull_over(link.over)) or costs.get(link.over)) is not None:
         return measured.seconds(nbytes)
     return TRANSFER_SETUP_S + nbytes / slowest_nbytes_per_s(link.transports)
 

@@ -9,7 +9,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Members
 from pd_cluster.cluster.placement.encoder_choice import choose_encoders
-from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
+from pd_cluster.cluster.placement.pull_sources import PrefixPull, PullSources, are_linked
 from pd_cluster.cluster.streams.request_stream import RequestStream, Send
 from pd_cluster.cluster.streams.stream_records import RecordPlace
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
@@ -55,8 +55,11 @@ class LegDispatch:
         )
         self._begin_encoding(stream, encoders)
         pull = self._pull(stream)
+        if pull is not None and pull.hint.wakes:
+            self._send(pull.source.conn, wire.Wake(prefill.key))
         for instance, leg, peer in legs:
-            weight = self._count(stream, instance, leg)
+            saved = pull if instance is prefill else None
+            weight = self._count(stream, instance, leg, saved.num_saved if saved is not None else 0)
             submit = wire.Submit(
                 stream.request_id,
                 stream.attempt,
@@ -71,17 +74,17 @@ class LegDispatch:
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
                 stream.owner,
-                pull if instance is prefill else None,
+                saved.hint if saved is not None else None,
                 weights.epoch,
             )
             self._send(instance.conn, submit)
 
-    def _pull(self, stream: RequestStream) -> wire.PullHint | None:
+    def _pull(self, stream: RequestStream) -> PrefixPull | None:
         """Returns where the prompt's beginning comes from, if that is quicker than computing it."""
         prefill, instances = stream.prefill, self._membership.instances
         if prefill is stream.decode or stream.ask.is_pooling or not are_linked(instances, prefill):
             return None
-        return PullSources(instances, stream.ask).of(prefill)
+        return PullSources(instances, stream.ask.prompt).to(prefill)
 
     def attach(self, stream: RequestStream, place: RecordPlace) -> None:
         """Attaches to the leg of a stream that resumes."""
@@ -104,10 +107,10 @@ class LegDispatch:
         for conn in list(stream.legs):
             self.ended(stream, conn)
 
-    def _count(self, stream: RequestStream, instance: Instance, leg: Leg) -> int:
-        """Adds a leg to the stream and to its instance's load; returns its weight."""
+    def _count(self, stream: RequestStream, instance: Instance, leg: Leg, num_saved: int = 0) -> int:
+        """Adds a leg to the stream and to its instance's load; returns its weight. `num_saved`: tokens of a pull."""
         stream.legs[instance.conn] = instance
-        stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
+        stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg) - num_saved
         instance.num_outstanding += 1
         instance.outstanding_tokens += weight
         instance.num_sequences += stream.num_decoding(instance)

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pd_cluster.cluster.instances.roster import Members
+from pd_cluster.cluster.placement.pull_sources import PullSources, are_linked
 from pd_cluster.cluster.placement.routing_policy import Pair, RoutingRequest, awaits_pair, is_served, why_unavailable
 from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.placement.wait_prediction import check_goals, within_tpot
@@ -187,6 +188,8 @@ class RequestAdmission:
         pair = self._choose(instances, ask)
         try:
             num_uncached, num_tokens = ask.num_uncached(pair[0]), ask.prompt.num_tokens
+            if self._goals.ttft_s and are_linked(instances, pair[0]):
+                num_uncached -= PullSources(instances, ask.prompt).num_saved(pair[0])
             check_goals(self._goals, instances, pair, num_uncached, num_tokens, waited_s)
         except Overloaded:
             self._stats.refused("slo")

@@ -1,16 +1,20 @@
-"""The folder in which a trainer's tensors become a version of the weights, like one that the trainer writes itself."""
+"""The server's own folders of versions: of tensors that a trainer sends, and of links to the files of its folders."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pd_cluster.checkpoints.replaced_weights import tensors_of
+from pd_cluster.checkpoints.replaced_weights import stamp_of, tensors_of
 from pd_cluster.checkpoints.weight_files import INDEX, QUANTIZERS_FILES
-from pd_cluster.errors import RequestError
+from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.process_messages import SentTensor
+
+log = logging.getLogger(__name__)
 
 RECEIVED = "received-"  # begins the names of these folders, which the server removes
 # torch's names of dtypes, as trainers send them, and safetensors' names
@@ -65,6 +69,27 @@ class ReceivedFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def linked(root: Path, folder: Path, number: int) -> Path:
+    """Returns a folder of this server with hard links to a checked folder's files, which outlive their first names.
+
+    Returns the folder itself where the file system has no such links, or this process may not make them. Call it on a
+    thread.
+    """
+    own = root / f"{RECEIVED}{number}"
+    shutil.rmtree(own, ignore_errors=True)  # of an earlier life of this process
+    try:
+        own.mkdir(mode=0o755)
+        for file in folder.iterdir():
+            if file.is_file():
+                os.link(file.resolve(), own / file.name)
+        if stamp_of(own) == stamp_of(folder):
+            return own
+    except (OSError, ModelError) as error:
+        log.info("the files of %s are not linked, so they must stay: %s", folder, error)
+    shutil.rmtree(own, ignore_errors=True)
+    return folder
 
 
 def remove_received(root: Path, but: Path) -> None:

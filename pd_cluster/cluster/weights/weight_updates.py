@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from pd_cluster import wire
 from pd_cluster.checkpoints.replaced_weights import check_replacement
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_control import PauseMode
-from pd_cluster.cluster.weights.received_folder import ReceivedFolder, remove_received
+from pd_cluster.cluster.weights.received_folder import ReceivedFolder, linked, remove_received
 from pd_cluster.cluster.weights.weight_receiver import WeightReceiver
 from pd_cluster.errors import ConfigError, DeadlineExceeded, ModelNotFound, Refused, RequestError, told
 from pd_cluster.process_messages import JoinTrainer, SentTensor
@@ -43,6 +44,7 @@ class WeightMembers(Protocol):
 
     async def change(self) -> None: ...
     def change_weights(self, version: wire.WeightVersion) -> None: ...
+    def may_load_weights(self) -> list[Instance]: ...
     def lacking_weights(self) -> list[Instance]: ...
     def set_back_lacking(self) -> None: ...
 
@@ -85,6 +87,7 @@ class WeightUpdates:
         self._mode: PauseMode = "wait"
         self._receiver: WeightReceiver | None = None
         self._received: ReceivedFolder | None = None  # of tensors of the present update
+        self._linked: Path | None = None  # this server's folder of links to the checked files
         self._expiry: asyncio.TimerHandle | None = None
         self.phase: Phase = "serving"
         self.num_changes = self.num_refused = 0
@@ -169,6 +172,9 @@ class WeightUpdates:
         received, self._received = self._received, None
         if received is not None:
             await asyncio.to_thread(received.remove)
+        own, self._linked = self._linked, None
+        if own is not None:
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
 
     async def _check(self, folder: Path) -> None:
         """Checks a folder here and on every instance. Raises RequestError, Refused, DeadlineExceeded."""
@@ -178,7 +184,11 @@ class WeightUpdates:
             self.num_refused += 1
             raise RequestError(f"folder: {told(error.text)}", "folder") from None
         self._number = max(self._number, self.current.epoch) + 1
-        version = wire.WeightVersion(self._number, folder.name, digest, str(folder))
+        own = folder
+        if self._received is None and self._rules.received is None:
+            own = await asyncio.to_thread(linked, self._root, folder, self._number)
+            self._linked = own if own != folder else None
+        version = wire.WeightVersion(self._number, folder.name, digest, str(own))
         await self._check_everywhere(version)
         self._checked = version
         self._enter("checked")
@@ -200,10 +210,13 @@ class WeightUpdates:
             try:
                 await self._control.while_empty(self._mode, lambda: self._change(version))
             except BaseException:
-                self._enter("checked" if self.current.epoch < version.epoch else "serving")
+                has_changed = self.current.epoch >= version.epoch
+                self._enter("serving" if has_changed else "checked")
+                if has_changed:
+                    self._received = self._linked = None  # late instances read it
                 raise
             self._enter("serving")
-            self._received = None  # its folder is that of the present weights
+            self._received = self._linked = None  # its folder is that of the present weights
             await asyncio.to_thread(remove_received, self._received_root, Path(version.path))
             self.num_changes += 1
             return version
@@ -262,26 +275,36 @@ class WeightUpdates:
         return folder
 
     async def _check_everywhere(self, version: wire.WeightVersion) -> None:
-        """Raises Refused with the first instance's reason, and DeadlineExceeded."""
-        conns = {each.conn for each in self._membership.instances if each.is_ready}
-        for conn in conns:
-            self._send(conn, wire.CheckWeights(version))
+        """Checks a version on all that can load it; waits for one if a moment has none, because links were lost.
+
+        Raises Refused with the first instance's reason, and DeadlineExceeded.
+        """
+        sent: set[str] = set()
+
+        def asked() -> list[Instance]:
+            """Returns the instances to ask, also those that have come meanwhile; one that is gone need not answer."""
+            found = self._membership.may_load_weights()
+            for conn in {each.conn for each in found} - sent:
+                self._send(conn, wire.CheckWeights(version))
+                sent.add(conn)
+            return found
 
         def lacking() -> list[Instance]:
-            return [i for i in self._asked(conns) if i.load.weights.checked != version.epoch]
+            found = asked()
+            return (
+                [i for i in found if i.load.weights.checked != version.epoch]
+                if found
+                else [*self._membership.instances]
+            )
 
         await self._until(lacking, CHECK_TIMEOUT_S)
-        asked = self._asked(conns)
-        for instance in asked:
+        found = asked()
+        for instance in found:
             if problem := instance.load.weights.problem:
                 self.num_refused += 1
                 raise Refused(f"{instance.name}: {told(problem)}")
-        if not asked:
-            raise Refused("no instance is ready; GET /instances shows why")
-
-    def _asked(self, conns: set[str]) -> list[Instance]:
-        """Returns the ready instances with these connections: an instance that is gone need not answer."""
-        return [each for each in self._membership.instances if each.is_ready and each.conn in conns]
+        if not found:
+            raise Refused("the cluster has no instances; GET /instances shows them")
 
     async def _change(self, version: wire.WeightVersion) -> None:
         """Raises DeadlineExceeded; instances that are late take no requests until they have this version."""

@@ -142,7 +142,7 @@ def weights_of(core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | Mo
         runner.numerics = msgspec.structs.replace(runner.numerics, weights=version.digest)
         core.scheduler.change_numerics(runner.numerics)
 
-    return WeightSource(files.check, load)
+    return WeightSource(files.check, files.find, load)
 
 
 def endpoint_of(config: WorkerConfig, runner: ModelRunner) -> LocalEndpoint:

@@ -33,6 +33,7 @@ from pd_cluster.engine.ranks.rank_cores import HostCores
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.engine.unit.unit_rounds import UnitRounds
 from pd_cluster.engine.worker.mailbox_reader import MailboxReader
+from pd_cluster.engine.worker.processor_watch import watch_processors
 from pd_cluster.engine.worker.worker import Cores, Worker
 from pd_cluster.engine.worker.worker_loop import Loop
 from pd_cluster.model.runner.model_runner import ModelRunner
@@ -80,6 +81,8 @@ def _build_engine(
     with cores.loading():
         core, runner = build_core(config.engine, group, followers, device, exchange)
     cores.share(runner.threads)
+    if processors := core.sampler.processors:
+        watch_processors(processors.calls, mailbox, tell_lost)
     endpoint = endpoint_of(config, runner)
     local = LocalLanes(endpoint, Transports(config, runner.pools), mailbox.send)
     lanes: LaneEnds = local

@@ -88,12 +88,16 @@ class Exports:
     def __len__(self) -> int:
         return len(self._exports)
 
-    def lend(self, request: Request, conn: str) -> None:
-        """Offers a prompt's beginning, which P holds for this peer, over the connection that asked for it."""
+    def lend(self, request: Request, conn: str, is_up: bool = True) -> None:
+        """Offers a prompt's beginning, which P holds for this peer, over the connection that asked for it.
+
+        If that link is not up yet, the offer waits for it.
+        """
         progress = [ShipProgress(group, len(request.prompt_token_ids)) for group in self._sizes.groups]
         export = Export(request, conn, ExportState.AWAITING, self._clock(), progress)
         self._exports[request.transfer_id] = export
-        self._offer(export, conn)
+        if is_up:
+            self._offer(export, conn)
 
     def admitted(self, request: Request) -> None:
         """Offers the transfer once P holds its blocks."""

@@ -147,10 +147,8 @@ class Handover:
                 self.out_links.on_yield(conn, body)
             case wire.LinkQueued():
                 self.out_links.on_queued(conn, body)
-            case wire.Pull() if self.out_links.table.link_to(peer) == conn:
-                self._lend(conn, peer, body)
             case wire.Pull():
-                self._context.post.send(conn, wire.Revoke(body.transfer_id))
+                self._lend(conn, peer, body)
             case wire.Offer():
                 if self.in_links.table.is_open(conn):  # otherwise it has failed here, and the peer is notified
                     self.imports.on_offer(conn, body, peer)
@@ -171,8 +169,10 @@ class Handover:
         """Offers what the caches here have of a prompt's beginning, or nothing."""
         request = Request(pull.transfer_id, pull.order, transfer_id=pull.transfer_id, peer=peer, is_pull=True)
         request.prompt_token_ids = request.prompt_token_ids[: pull.num_tokens]
-        if request.key not in self._scheduler.requests and self._scheduler.lend(request):
-            self.exports.lend(request, conn)
+        is_up = self.out_links.table.link_to(peer) == conn
+        has_link = is_up or self.out_links.table.is_waking(peer, conn)
+        if has_link and request.key not in self._scheduler.requests and self._scheduler.lend(request):
+            self.exports.lend(request, conn, is_up)
         else:
             self._context.post.send(conn, wire.Revoke(pull.transfer_id))
 

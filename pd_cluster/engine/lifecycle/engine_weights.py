@@ -18,12 +18,17 @@ from pd_cluster.wire import WeightStatus, WeightVersion
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 5.0  # between looks for the files of a version that were not there
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """`check`: raises PdClusterError if a version's files do not fit. `load`: loads a version on every rank."""
+    """`check`: raises PdClusterError if a version's files do not fit. `find`: the same, unless it has checked these
+    files before. `load`: loads a version on every rank.
+    """
 
     check: Callable[[WeightVersion], None]
+    find: Callable[[WeightVersion], None]
     load: Callable[[WeightVersion], None]
 
 
@@ -34,6 +39,7 @@ class EngineWeights:
         self._source = source
         self._requested = WeightVersion()
         self._checking = WeightVersion()
+        self._retry_s = 0.0  # when to look for the requested version's files again
         self.status = WeightStatus()  # the checking thread replaces it, too
 
     @property
@@ -46,15 +52,10 @@ class EngineWeights:
         threading.Thread(target=self._check, args=(version,), name="weights", daemon=True).start()
 
     def _check(self, version: WeightVersion) -> None:
-        problem = ""
-        try:
-            if self._source is None:
-                raise PdClusterError("this kind of instance keeps its weights; restart it with the new ones instead")
-            self._source.check(version)
-        except PdClusterError as error:
-            problem = error.text
-        except OSError as error:
-            problem = f"{version.path}: cannot be read: {error.strerror}"
+        if self._source is None:
+            problem = "this kind of instance keeps its weights; restart it with the new ones instead"
+        else:
+            problem = _problem(self._source.check, version)
         if version is self._checking:  # otherwise another check has begun
             self.status = replace(self.status, checked=version.epoch, problem=problem)
 
@@ -65,7 +66,7 @@ class EngineWeights:
         elif self._source is None:
             log.warning("a scheduler requests weights %s, and this instance keeps its own", version.name)
         elif version.epoch >= self._requested.epoch:
-            self._requested = version
+            self._requested, self._retry_s = version, 0.0
 
     @property
     def is_due(self) -> bool:
@@ -84,9 +85,29 @@ class EngineWeights:
         return f"this instance has version {self.epoch} of the weights, and the request needs version {epoch}"
 
     def settle(self) -> None:
-        """Loads the requested version. Raises ModelError."""
+        """Loads the requested version, or if its files are not there, says so and tries again later.
+
+        Raises ModelError if a rank cannot load it.
+        """
         assert self._source is not None
         started_s, version = time.monotonic(), self._requested
+        if started_s < self._retry_s:
+            return
+        if problem := _problem(self._source.find, version):
+            log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)
+            self._retry_s = time.monotonic() + RETRY_S
+            self.status = replace(self.status, lacks=problem)
+            return
         self._source.load(version)
-        self.status = replace(self.status, held=version)
+        self.status = replace(self.status, held=version, lacks="")
         log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+
+
+def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:
+    try:
+        check(version)
+    except PdClusterError as error:
+        return error.text
+    except OSError as error:
+        return f"{version.path}: cannot be read: {error.strerror}"
+    return ""

@@ -142,7 +142,7 @@ class Holdings:
         """Copies cached blocks that lower tiers lack to host memory, which passes them on."""
         if (tier := self.blocks.tier) is not None:
             for at in reversed(self.missing_below(request, len(cached))):
-                tier.store(cached[at], request.block_hashes[at])
+                tier.store(cached[at], request.block_hashes[at], request.retention)
 
     # ---- held blocks
 

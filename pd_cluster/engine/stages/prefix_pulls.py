@@ -24,9 +24,12 @@ MIN_WAIT_S = 0.5  # a busy host may take as long for a short pull
 
 @dataclass(slots=True)
 class _Pulling:
+    """`waits`: the link from the peer wakes, and `Pull` has not been sent."""
+
     leg: HeldLeg
     pull: Request
     until_s: float
+    waits: bool
 
 
 class PrefixPulls(Stage):
@@ -56,9 +59,14 @@ class PrefixPulls(Stage):
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
         hint = submit.pull
-        if hint is None or submit.leg != "prefill" or (link := self._links.from_peer(hint.peer)) is None:
+        if hint is None or submit.leg != "prefill":
             return True
-        if self._links.precision(link):  # blocks that came in another precision never serve an exact request
+        link = self._links.from_peer(hint.peer)
+        if link is None and not hint.wakes:
+            return True
+        if link is not None and self._links.precision(
+            link
+        ):  # blocks that came in another precision never serve an exact request
             return True
         now_s = self._clock()
         request = request_of(submit, conn, now_s)
@@ -69,8 +77,9 @@ class PrefixPulls(Stage):
         pull = _pull_of(submit, num_tokens, num_known)
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
         until_s = min(now_s + max(MIN_WAIT_S, hint.within_s), expires_s)
-        self._held[pull.transfer_id] = _Pulling(HeldLeg(conn, submit, expires_s), pull, until_s)
-        self._imports.pull(pull, link)
+        self._held[pull.transfer_id] = _Pulling(HeldLeg(conn, submit, expires_s), pull, until_s, link is None)
+        if link is not None:
+            self._imports.pull(pull, link)
         return False
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
@@ -97,6 +106,10 @@ class PrefixPulls(Stage):
             self._give_up(held)
 
     def released(self) -> list[Released]:
+        for waiting in [each for each in self._held.values() if each.waits]:
+            if (link := self._links.from_peer(waiting.pull.peer)) is not None:
+                waiting.waits = False
+                self._imports.pull(waiting.pull, link)
         ended = self._legs.ended_pulls
         while ended:
             transfer_id, num_tokens = ended.popitem()

@@ -257,6 +257,8 @@ class Worker:
                 self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():
                 self.legs.records.read(conn, body)
+            case wire.Wake(other):
+                self.handover.out_links.table.awaken(other)
             case wire.Sleep(level):
                 self.state.sleep.wish(level)
             case wire.CheckWeights(version):

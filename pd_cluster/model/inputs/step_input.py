@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_cluster.model.inputs.image_rows import ImagePart, image_parts
+from pd_cluster.model.inputs.kept_tables import LEAST_BLOCKS, kept_blocks
 from pd_cluster.model.inputs.virtual_token_rows import virtual_parts
 from pd_cluster.types import Request, StateCopy
 from pd_cluster.types.variants import lora_of
@@ -66,6 +67,27 @@ class StepInput:
     keeps: Ints | None = None
 
 
+class _Blocks:
+    """The block tables of a step's sequences in one group of layers, one after another."""
+
+    def __init__(self, group: int) -> None:
+        self._group, self._parts, self._last = group, list[Ints](), list[int]()
+
+    def add(self, request: Request, first: int, num_blocks: int) -> None:
+        """Adds the beginning of a request's table. `first`: the first block that the step may write."""
+        if num_blocks < LEAST_BLOCKS:
+            self._last += request.tables[self._group][:num_blocks]
+            return
+        if self._last:
+            self._parts.append(np.array(self._last, dtype=np.int64))
+            self._last = []
+        self._parts.append(kept_blocks(request, self._group, first, num_blocks))
+
+    def array(self) -> Ints:
+        last = np.array(self._last, dtype=np.int64)
+        return np.concatenate([*self._parts, last]) if self._parts else last
+
+
 class RowCollector:
     """Collects the sequences of a step, each with tokens from some index on.
 
@@ -77,8 +99,8 @@ class RowCollector:
         self.rows: list[tuple[int, ...]] = []
         self._block_size = block_size
         self._input_ids: list[int] = []
-        self._blocks: list[int] = []
-        self._further: list[tuple[int, list[int], list[int]]] = [(size, [], []) for size in further]
+        self._blocks = _Blocks(0)
+        self._further = [(size, list[int](), _Blocks(group)) for group, size in enumerate(further, start=1)]
 
     def add(
         self, request: Request, start: int, token_ids: Sequence[int], num_logit_rows: int = 0, num_hidden_rows: int = 0
@@ -88,27 +110,20 @@ class RowCollector:
         self.requests.append(request)
         self.rows.append((len(token_ids), start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
         self._input_ids += token_ids
-        self._blocks += request.tables[0][:num_blocks]
-        if self._further:
-            self._add_further(request, stop)
-
-    def _add_further(self, request: Request, stop: int) -> None:
-        """Collects the blocks of a sequence's first `stop` tokens in groups 1 and up."""
-        for group, (size, nums_blocks, blocks) in enumerate(self._further, start=1):
+        self._blocks.add(request, start // self._block_size, num_blocks)
+        for size, nums_blocks, blocks in self._further:
             num_blocks = 1 if size == ONE_BLOCK else -(-stop // size)
             nums_blocks.append(num_blocks)
-            blocks += request.tables[group][:num_blocks]
+            blocks.add(request, start // (size or 1), num_blocks)
 
     def arrays(self) -> tuple[Ints, Ints, Ints]:
         """Returns `rows`, `input_ids` and `blocks` of a StepInput."""
-        rows, input_ids, blocks = (
-            np.array(each, dtype=np.int64) for each in (self.rows, self._input_ids, self._blocks)
-        )
-        return rows, input_ids, blocks
+        rows, input_ids = (np.array(each, dtype=np.int64) for each in (self.rows, self._input_ids))
+        return rows, input_ids, self._blocks.array()
 
     def further(self) -> tuple[GroupTables, ...]:
         """Returns `further` of a StepInput."""
-        return tuple(GroupTables(*(np.array(each, dtype=np.int64) for each in found)) for _, *found in self._further)
+        return tuple(GroupTables(np.array(nums, dtype=np.int64), blocks.array()) for _, nums, blocks in self._further)
 
     def step(self) -> StepInput:
         """Returns a step of text tokens, without adapters."""

@@ -32,11 +32,15 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 
 
 def check_before_loading(plan: LoadPlan) -> None:
-    """Raises ConfigError for settings that a model with states refuses, as far as they are known without weights."""
+    """Raises ConfigError for settings that a model with states refuses, as far as they are known without weights.
+
+    Of several ranks, none builds the modules, because transformers changes torch's default dtype meanwhile, and ranks
+    may be threads.
+    """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:
         return
     check_states(plan, may_fuse(plan))
-    if plan.config.state_cache_gib is not None:
+    if plan.config.state_cache_gib is not None and plan.is_alone:
         _, caches = model_without_values(plan.checkpoint)
         _needs(plan, _first_layouts(plan, caches, plan.group.size)).num_checkpoints(0)
 

@@ -45,8 +45,12 @@ class VersionFiles:
             raise ModelError(f"{folder}: other bytes here than on the scheduler's host; copy the folder again")
         self._checked = {version.path: stamp}
 
-    def stamp(self, version: WeightVersion) -> Stamp:
-        """Returns the stamp of a version's checked files; checks them first if need be. Raises ModelError."""
+    def find(self, version: WeightVersion) -> None:
+        """Raises ModelError unless the version's files are those that were checked; checks them first if need be."""
         if version.path not in self._checked:
             self.check(version)
+        check_stamp(version.path, self._checked[version.path])
+
+    def stamp(self, version: WeightVersion) -> Stamp:
+        """Returns the stamp of the files of a version that was found."""
         return self._checked[version.path]

@@ -15,16 +15,28 @@ import torch
 
 from pd_cluster.errors import ConfigError, called, first_line
 from pd_cluster.logits_processors import ProcessorConfig
+from pd_cluster.types import Request
 
 SETTING = "logits_processors"
 OF_REQUESTS = ("new_req_logits_processor",)
 OF_BATCHES = ("update_state", "apply")
 
 
+class ProcessorCalls:
+    """The call of operators' code that runs now: the engine's thread writes it, and a thread that watches reads it.
+
+    `request`: the request that is being processed. `running`: the processor's name and since when; None: none runs.
+    """
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.running: tuple[str, float] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedProcessor:
     """A processor class of the operator. `adapter`: its only instance, which makes a function for each sequence; None:
-    `make` gives each sequence an instance.
+    `make` gives each sequence an instance. `calls` is shared by all processors of the engine.
     """
 
     name: str
@@ -32,14 +44,16 @@ class LoadedProcessor:
     is_argmax_invariant: bool
     adapter: Any | None
     make: Callable[[], Any]
+    calls: ProcessorCalls
 
 
 def load_processors(names: Sequence[str], config: ProcessorConfig, device: torch.device) -> tuple[LoadedProcessor, ...]:
     """Imports the classes MODULE:CLASS, in order. Raises ConfigError that names the class and the fault."""
-    return tuple(_load(name, config, device) for name in names)
+    calls = ProcessorCalls()
+    return tuple(_load(name, config, device, calls) for name in names)
 
 
-def _load(name: str, config: ProcessorConfig, device: torch.device) -> LoadedProcessor:
+def _load(name: str, config: ProcessorConfig, device: torch.device, calls: ProcessorCalls) -> LoadedProcessor:
     place = f"{called(SETTING)} {name}"
     kind = _class_of(name, place)
 
@@ -53,7 +67,7 @@ def _load(name: str, config: ProcessorConfig, device: torch.device) -> LoadedPro
         raise ConfigError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(is_invariant, bool):
         raise ConfigError(f"{place}: is_argmax_invariant returned {is_invariant!r}; expected True or False")
-    return LoadedProcessor(name, kind, is_invariant, instance if _has(kind, OF_REQUESTS) else None, make)
+    return LoadedProcessor(name, kind, is_invariant, instance if _has(kind, OF_REQUESTS) else None, make, calls)
 
 
 def _class_of(name: str, place: str) -> type[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from pd_cluster.errors import first_line
 from pd_cluster.logits_processors import BatchUpdate, ProcessorParams
-from pd_cluster.model.sampling.load_processors import LoadedProcessor
+from pd_cluster.model.sampling.load_processors import LoadedProcessor, ProcessorCalls
 from pd_cluster.types import Request, Sampling
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RequestProcessors:
 
     def __init__(self, loaded: Sequence[LoadedProcessor] = (), eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._loaded, self._eos_token_ids = loaded, eos_token_ids
+        self.calls = loaded[0].calls if loaded else ProcessorCalls()
         self._sequences: WeakKeyDictionary[Request, SequenceProcessors] = WeakKeyDictionary()
 
     def __bool__(self) -> bool:
@@ -86,6 +88,7 @@ class RequestProcessors:
         """Returns why a processor does not accept the request's parameters, or None."""
         if not self._loaded or request.pooling is not None:
             return None
+        self.calls.request = request
         params = params_of(request.sampling, self._eos_token_ids)
         for each in self._loaded:
             validate = getattr(each.kind, "validate_params", None)
@@ -122,7 +125,7 @@ class RequestProcessors:
 
     def _of(self, request: Request, index: int) -> SequenceProcessors:
         """Returns the processors of a sequence, up to date with its tokens."""
-        is_own = index == request.index
+        is_own, self.calls.request = index == request.index, request
         known = self._sequences.get(request) if is_own else None
         if known is None or not known.follow(request):
             known = SequenceProcessors(self._loaded, request, params_of(request.sampling, self._eos_token_ids))
@@ -136,6 +139,7 @@ NO_PROCESSORS = RequestProcessors()
 
 def calling(loaded: LoadedProcessor, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls the operator's code. Raises ProcessorError."""
+    loaded.calls.running = loaded.name, time.monotonic()
     try:
         return function(*arguments)
     except ProcessorError:
@@ -143,6 +147,8 @@ def calling(loaded: LoadedProcessor, function: Callable[..., Any], *arguments: A
     except (Exception, SystemExit) as error:  # the operator's code may fail in any way
         log.warning("logits processor %s has failed for a request", loaded.name, exc_info=error)
         raise ProcessorError(f"logits processor {loaded.name}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        loaded.calls.running = None
 
 
 def _step_of(process: Callable[..., Any], prompt: list[int], output: list[int]) -> Step:
@@ -190,5 +196,6 @@ def params_of(sampling: Sampling, eos_token_ids: Collection[int]) -> ProcessorPa
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         bad_words_token_ids=[list(word) for word in sampling.bad_words] or None,
+        structured_outputs=sampling.guide,
         extra_args=json.loads(sampling.extra_args) if sampling.extra_args else None,
     )

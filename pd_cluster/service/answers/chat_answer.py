@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from pd_cluster.service.answers.answer_logprobs import ChatLogprobs
+from pd_cluster.service.answers.answered_weights import OfWeights
 from pd_cluster.service.answers.choice_message import AnswerMessage, ChoiceText, Delta
 from pd_cluster.service.answers.openai_answer import (
     Answer,
@@ -15,7 +16,6 @@ from pd_cluster.service.answers.openai_answer import (
     OfHandle,
     OfMetrics,
     OfPrompt,
-    OfWeights,
     StopReason,
     UnixTime,
 )

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.service.answers.answer_logprobs import CompletionLogprobs, behind
+from pd_cluster.service.answers.answered_weights import OfWeights
 from pd_cluster.service.answers.openai_answer import (
     Answer,
     EndReason,
     OfHandle,
     OfMetrics,
     OfPrompt,
-    OfWeights,
     StopReason,
     UnixTime,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 
 from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.answered_weights import OfWeights, weights_of
 from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation.prompt_generation import Generation
@@ -57,13 +59,15 @@ class CacheCreation(Struct):
 class MessageUsage(Struct):
     input_tokens: Annotated[int, Meta(description="Other prompt tokens.")]
     cache_read_input_tokens: Annotated[int, Meta(description="Prompt tokens that were cached.")]
-    cache_creation_input_tokens: Annotated[int, Meta(description="Prompt tokens that this request asked to retain.")]
+    cache_creation_input_tokens: Annotated[
+        int, Meta(description="Prompt tokens up to the last cache_control that were not cached.")
+    ]
     cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: OutputTokensDetails
 
 
-class MessageAnswer(Struct):
+class MessageAnswer(Struct, omit_defaults=True):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -72,6 +76,7 @@ class MessageAnswer(Struct):
     usage: MessageUsage
     stop_reason: Ending | None
     stop_sequence: str | None
+    weight_versions: OfWeights = None
 
 
 class MessageDelta(Struct, omit_defaults=True):
@@ -93,16 +98,30 @@ class MessageEvent(Struct, omit_defaults=True):
     content_block: MessageBlock | None = None
     delta: MessageDelta | None = None
     usage: MessageUsage | None = None
+    weight_versions: OfWeights = None
     error: MessageErrorDetails | None = None
     request_id: UnsetType | None = UNSET
 
 
+class CacheEnds(NamedTuple):
+    """The prompt tokens up to the last cache_control of any `ttl`, and up to the last one of 1h."""
+
+    num_tokens: int = 0
+    num_long: int = 0
+
+
+NOT_MARKED = CacheEnds()
+
+
 class MessagesAnswer(BlockAnswer):
-    def __init__(self, request: MessagesRequest, model: str, generation: Generation) -> None:
+    def __init__(
+        self, request: MessagesRequest, model: str, generation: Generation, cache_ends: CacheEnds = NOT_MARKED
+    ) -> None:
         thinking = request.thinking
         super().__init__(generation, bool(request.stream), thinking is None or thinking.type != "disabled")
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._model = model
+        self._model, self._cache_ends = model, cache_ends
+        self._tells_weights = bool(request.return_weight_versions)
         self._omits_thinking = thinking is not None and thinking.display == "omitted"
         self._eager = {tool.name for tool in request.tools or [] if tool.eager_input_streaming}
 
@@ -112,7 +131,7 @@ class MessagesAnswer(BlockAnswer):
 
     def whole(self) -> MessageAnswer:
         blocks = [self._block(block, block.text) for block in self.reader.blocks]
-        return self._message(blocks, *self._ending())
+        return replace(self._message(blocks, *self._ending()), weight_versions=self._weights())
 
     def failure(self, error: PdClusterError) -> bytes:
         return _event("error", error=messages_error_body(error).error, request_id=None)
@@ -138,7 +157,11 @@ class MessagesAnswer(BlockAnswer):
     def closing(self) -> bytes:
         reason, sequence = self._ending()
         delta = MessageDelta(stop_reason=reason, stop_sequence=sequence)
-        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        told = _event("message_delta", delta=delta, usage=self._usage(), weight_versions=self._weights())
+        return told + _event("message_stop")
+
+    def _weights(self) -> OfWeights:
+        return weights_of(self.generation, self._tells_weights, tells_tokens=False)
 
     def _delta(self, block: Block, text: str) -> bytes:
         """Returns a block's new text. Unless its tool is eager, a call's input is sent whole, because clients cannot
@@ -176,16 +199,16 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts as Anthropic's API does: `input_tokens` were neither read from a cache nor written to be retained."""
+        """Counts as Anthropic's API does: `input_tokens` follow the last cache_control, and were not cached."""
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
-        retention_s = self.generation.order.retention_s
-        num_written = usage.prompt_tokens - num_cached if retention_s else 0
-        num_short = num_written if retention_s <= SHORT_S else 0
+        num_written, num_long = (max(0, end - num_cached) for end in self._cache_ends)
+        if self.generation.order.retention_s <= SHORT_S:  # the server retains no longer
+            num_long = 0
         return MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached - num_written,
             cache_read_input_tokens=num_cached,
             cache_creation_input_tokens=num_written,
-            cache_creation=CacheCreation(num_short, num_written - num_short),
+            cache_creation=CacheCreation(num_written - num_long, num_long),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(self.reader.num_reasoning_tokens),
         )

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pd_cluster.service.answers.answer_logprobs import LogprobsFormat, PromptLogprobs
 from pd_cluster.service.answers.answer_metrics import AnswerMetrics, timings_of, with_drafts
+from pd_cluster.service.answers.answered_weights import weights_of
 from pd_cluster.service.answers.sse import event
 from pd_cluster.service.generation.kv_handles import KVHandle
 from pd_cluster.service.generation.prompt_generation import Generation, Usage, usage_of
@@ -22,7 +23,6 @@ from pd_cluster.service.text_service import TextService
 _encode = msgspec.json.Encoder().encode
 # A field with a default may be absent: the default None is left out; with the default UNSET, a null is written.
 EndReason = Literal["stop", "length", "tool_calls"]
-DEFAULT_WEIGHTS = "default"  # the name of weights that nobody has named
 UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
 StopReason = Annotated[
     str | int | UnsetType | None, Meta(description="The stop string or stop token that ended the answer.")
@@ -36,23 +36,6 @@ OfMetrics = Annotated[
     ),
 ]
 OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]
-
-
-class WeightVersionSpan(msgspec.Struct):
-    """The output tokens from `start` to before `end` were computed by the weights of this name."""
-
-    version: str
-    start: int
-    end: int
-
-
-OfWeights = Annotated[
-    list[WeightVersionSpan] | None,
-    Meta(
-        description="With return_weight_versions; with token ids or logprobs also once the weights have a name. A "
-        "stream sends it with the finish_reason."
-    ),
-]
 
 
 class Wanted(NamedTuple):
@@ -233,19 +216,12 @@ class Answer(ABC):
         reason = self._finish_reason(piece)
         tells_stop = reason is not None and (self.wanted.stop_reason or piece.stop_reason is not None)
         token_ids = piece.token_ids if self.wanted.token_ids else None
-        versions = None if reason is None else self._weight_versions(piece.index)
+        versions = None
+        if reason is not None:
+            generation, tells_tokens = self._generation_of(piece.index), self.shows_every_token
+            choice = piece.index % self._num_choices
+            versions = weights_of(generation, self.wanted.weight_versions, tells_tokens, choice)
         return reason, token_ids, piece.stop_reason if tells_stop else UNSET, versions
-
-    def _weight_versions(self, choice: int) -> list[WeightVersionSpan] | None:
-        stream, wanted = self._generation_of(choice).stream, self.wanted
-        if stream is None:
-            return None
-        if not (wanted.weight_versions or (stream.weight_marks and (wanted.token_ids or wanted.logprobs))):
-            return None
-        if len(stream.sequences) != self._num_choices:  # the choices are the best of several
-            return None
-        spans = stream.weight_spans(choice % self._num_choices)
-        return [WeightVersionSpan(name or DEFAULT_WEIGHTS, *span) for name, *span in spans]
 
     def _finish_reason(self, piece: Piece) -> str | None:
         return piece.finish_reason

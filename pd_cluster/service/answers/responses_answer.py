@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.answer_logprobs import ChatTokenLogprob, Entries, LogprobsFormat
+from pd_cluster.service.answers.answered_weights import OfWeights, weights_of
 from pd_cluster.service.answers.openai_answer import UnixTime
 from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
@@ -122,6 +123,7 @@ class ResponseObject(Struct):
     store: bool
     output: list[ResponseItem]
     usage: ResponseUsage | None
+    weight_versions: OfWeights | UnsetType = UNSET
     input_messages: OfRaw = UNSET
     output_messages: OfRaw = UNSET
 
@@ -156,7 +158,7 @@ class ResponsesAnswer(BlockAnswer):
         self._logprobs, self._tokenizer = LogprobsFormat(tokenizer), tokenizer
         self._raw_token_ids: list[int] | None = [] if request.enable_response_messages else None
         self.id = f"{PREFIX}{secrets.token_hex(ID_NUM_BYTES)}"
-        self._own_name = request.request_id
+        self._own_name, self._tells_weights = request.request_id, bool(request.return_weight_versions)
         self._names = names_of(request)
         self._head = self._opened(request, model, is_stored)
         self._item_ids: dict[int, str] = {}
@@ -192,8 +194,13 @@ class ResponsesAnswer(BlockAnswer):
             status=self.status,
             completed_at=None if is_cut else self._completed_s,
             incomplete_details=Incomplete("max_output_tokens") if is_cut else None,
+            weight_versions=self._weights(),
             **self._raw_messages(),
         )
+
+    def _weights(self) -> OfWeights | UnsetType:
+        tells_tokens = self._raw_token_ids is not None or self.generation.sampling.logprobs is not None
+        return weights_of(self.generation, self._tells_weights, tells_tokens) or UNSET
 
     def _raw_messages(self) -> dict[str, list[RawMessage]]:
         """Returns the prompt and the output as the model has them, if the request asks for that."""

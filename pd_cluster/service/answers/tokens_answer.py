@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.service.answers.answer_logprobs import ChatLogprobs, LogprobsFormat, npy_base64
+from pd_cluster.service.answers.answered_weights import OfWeights
 from pd_cluster.service.answers.openai_answer import (
     Answer,
     OfHandle,
     OfMetrics,
     OfPrompt,
-    OfWeights,
     StopReason,
     UnixTime,
 )

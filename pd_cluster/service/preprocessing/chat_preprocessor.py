@@ -18,6 +18,7 @@ from pd_cluster.service.schema.structured_outputs.guide_fields import Asked
 from pd_cluster.service.schema.tool_fields import RequestedTools, tools_of
 from pd_cluster.settings.process_configs import ApiConfig
 from pd_cluster.settings.request_settings import ChatConfig
+from pd_cluster.text.control_tokens import PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # the least that a template adds to each further message
@@ -157,6 +158,30 @@ class ChatPreprocessor:
         salt = caller.own_salt(getattr(request, "cache_salt", None)) if sources else ""
         return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 
+    async def num_shared(
+        self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
+    ) -> int:
+        """Returns how many tokens of the generation's prompt, which is the request's, `other` begins with, too.
+
+        A token across the place where they part is not counted. Raises RequestError.
+        """
+        prompt, own = await self._spelled(request)
+        num_chars = num_same(prompt, (await self._spelled(other)).text)
+        places = None if own is None else tuple((a - num_chars, b - num_chars) for a, b in own if a >= num_chars)
+        rest = PromptText(prompt[num_chars:], places)
+        num_behind = len(await self.intake.encoder.encode_prompt(rest, False, True, "messages", caller))
+        end = len(generation.order.prompt_token_ids)
+        for span in reversed(generation.order.spans):  # each was one token before it was expanded
+            if end - num_behind >= span.stop:
+                break
+            num_behind -= end - span.stop + 1
+            end = span.start
+        return max(0, end - num_behind - generation.num_virtual_tokens)
+
+    async def _spelled(self, request: ChatFields) -> PromptText:
+        media = [medium for index, message in enumerate(request.messages) for medium in message.media(index)]
+        return self._pictures.spelled(await self._prompts.render(request, guard=self.guard), media)
+
     async def text(self, request: ChatFields) -> str:
         """Returns the text of the chat template's prompt. Raises RequestError."""
         return (await self._prompts.render(request, guard=self.guard)).text
@@ -186,6 +211,15 @@ class ChatPreprocessor:
         if not whole.startswith(without):
             num_shared = next((at for at in range(num_shared) if whole[at] != without[at]), num_shared)
         return self._form.last_mark(whole, num_shared)[0]
+
+
+def num_same(one: str, other: str) -> int:
+    """Returns how many characters both texts begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.startswith(other[low:middle], low) else (low, middle - 1)
+    return low
 
 
 def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer, model_type: str) -> ReplyFormat:

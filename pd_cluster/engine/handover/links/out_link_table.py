@@ -46,6 +46,11 @@ class OutLinkTable:
             link.awaited_s = self._clock()
         return True
 
+    def is_waking(self, peer: str, conn: str) -> bool:
+        """Whether the link to this peer opens over this connection, because a transfer waits for it."""
+        link = self.by_peer.get(peer)
+        return link is not None and link.conn == conn and link.awaited_s is not None
+
     def limits(self, conn: str, group: int) -> ShipLimits:
         own, link = self._layouts[group], self.by_conn.get(conn)
         lanes = link.lanes_of(group) if link is not None else []

@@ -127,6 +127,7 @@ class MessagesPrompt(BaseModel):
     # vLLM's fields, with the same meaning as in a chat
     cache_salt: str | None = None
     speculative: bool | None = None  # this server's own field
+    return_weight_versions: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None

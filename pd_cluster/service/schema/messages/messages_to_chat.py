@@ -13,6 +13,7 @@ import msgspec
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.error_bodies import NO_THREADS
+from pd_cluster.service.schema.messages.cache_breakpoints import breakpoints_of, longest
 from pd_cluster.service.schema.messages.messages_blocks import (
     BLOCKS,
     RESULT_BLOCKS,
@@ -37,7 +38,6 @@ BLOCK_TYPES: dict[str, tuple[type[TypedFields], ...]] = {  # role -> the types o
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
-TTLS = ("5m", "1h")  # of cache_control, the default first
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -73,22 +73,10 @@ def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning:
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if config.effort is not None and "reasoning_effort" in variables:
             chat["chat_template_kwargs"]["reasoning_effort"] = config.effort
-    chat["prompt_cache_retention"] = _retention(request)
+    chat["prompt_cache_retention"] = longest(breakpoints_of(request))
     same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "speculative", "vllm_xargs")
     chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
     return checked(chat, ChatCompletionRequest)
-
-
-def _retention(request: MessagesPrompt) -> str | None:
-    """Returns the longest `ttl` of all `cache_control` in the request. Raises RequestError."""
-    blocks = [block for turn in request.messages for block in _blocks(turn.content)]
-    blocks += _blocks(request.system) if request.system else []
-    marks = [request.cache_control, *(each.get("cache_control") for each in blocks if isinstance(each, dict))]
-    marks += [tool.cache_control for tool in request.tools or ()]
-    found = {mark.get("ttl", TTLS[0]) for mark in marks if isinstance(mark, dict) and mark}
-    for ttl in found - set(TTLS):
-        raise RequestError(f"cache_control.ttl: {ttl!r}: expected {' or '.join(TTLS)}", param="cache_control")
-    return max(found, key=TTLS.index, default=None)
 
 
 def _system(request: MessagesPrompt) -> list[Json]:

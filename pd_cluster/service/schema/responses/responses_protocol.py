@@ -166,6 +166,7 @@ class ResponsesRequest(BaseModel):
     session_id: SessionId | None = None
     priority: int | None = None
     speculative: bool | None = None  # this server's own field
+    return_weight_versions: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     enable_response_messages: bool | None = None

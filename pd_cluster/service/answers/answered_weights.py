@@ -1,0 +1,42 @@
+"""The versions of the weights that computed an answer's tokens, as every API shows them. Knows nothing of formats."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from pd_cluster.service.generation.prompt_generation import Generation
+
+DEFAULT_WEIGHTS = "default"  # the name of weights that nobody has named
+
+
+class WeightVersionSpan(Struct):
+    """The output tokens from `start` to before `end` were computed by the weights of this name."""
+
+    version: str
+    start: int
+    end: int
+
+
+OfWeights = Annotated[
+    list[WeightVersionSpan] | None,
+    Meta(
+        description="With return_weight_versions; with token ids or logprobs also once the weights have a name. A "
+        "stream sends it when the answer ends."
+    ),
+]
+
+
+def weights_of(generation: Generation, is_wanted: bool, tells_tokens: bool, choice: int = 0) -> OfWeights:
+    """Returns the spans of a choice of the generation.
+
+    None if they are not wanted, and the answer `tells_tokens` neither or the weights have no name; also for choices
+    that are the best of several.
+    """
+    stream = generation.stream
+    if stream is None or not (is_wanted or (tells_tokens and stream.weight_marks)):
+        return None
+    if len(stream.sequences) != generation.num_choices:
+        return None
+    return [WeightVersionSpan(name or DEFAULT_WEIGHTS, *span) for name, *span in stream.weight_spans(choice)]

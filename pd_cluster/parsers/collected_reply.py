@@ -5,13 +5,13 @@ Knows nothing of the markup around calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
-from pd_cluster.parsers.reasoning import Uncited, Unwrapped
+from pd_cluster.parsers.content_filters import Uncited, Unpaired, Unwrapped
+from pd_cluster.parsers.json_scan import StringDecoder, begins_object, read_string, scan_string, scan_value, take_sign
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
 
@@ -39,7 +39,7 @@ class CollectedReply:
         self.in_call = False  # the latest call's arguments may continue after content
         self.is_damaged = False  # an end marker was missing
         self._unwrapped: list[Unwrapped] = []  # the outermost first
-        self._uncited: Uncited | None = None
+        self._filters: list[Unpaired | Uncited] = []  # before them, the first one first
         self._thought: Emit | None = None  # receives the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
@@ -73,15 +73,21 @@ class CollectedReply:
 
     def leave_out_citations(self) -> None:
         """Removes citation marks from content from now on."""
-        self._uncited = Uncited(self._unmarked)
+        self._filters.insert(0, Uncited(self._filtered()))
+
+    def leave_out_closes(self, opens: Sequence[str], closes: Sequence[str]) -> None:
+        """Removes these closing marks from content from now on, unless an opening mark precedes them."""
+        if closes:
+            self._filters.insert(0, Unpaired(opens, closes, self._filtered()))
+
+    def _filtered(self) -> Emit:
+        return self._filters[0].add if self._filters else self._unmarked
 
     def content(self, text: str) -> None:
         if self._thought is not None and not self._num_seen:
             self._thought(text)
-        elif self._uncited is not None:
-            self._uncited.add(text)
         else:
-            self._unmarked(text)
+            self._filtered()(text)
 
     def _unmarked(self, text: str) -> None:
         if self._unwrapped:
@@ -121,17 +127,14 @@ class CollectedReply:
             self._parts.append(Content(text))
 
     def _flush(self) -> None:
-        if self._uncited is not None:
-            self._uncited.flush()
-        for each in self._unwrapped:
+        for each in (*self._filters, *self._unwrapped):
             each.flush()
 
     @property
     def num_held(self) -> int:
         """Held-back characters that may be content or markup around it."""
         num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
-        num_marks = sum(each.num_held for each in self._unwrapped)
-        return num_blanks + num_marks + (self._uncited.num_held if self._uncited is not None else 0)
+        return num_blanks + sum(each.num_held for each in (*self._filters, *self._unwrapped))
 
     def take(self) -> list[Part]:
         """Returns the parts collected since the last call of this method; adjacent parts of one kind are joined."""
@@ -155,9 +158,10 @@ def _joined(run: list[Part]) -> Part:
 class _Call:
     """A call whose object is still being read; it begins once its name and its first arguments are known."""
 
-    def __init__(self, stream: TextStream, out: CollectedReply) -> None:
+    def __init__(self, stream: TextStream, out: CollectedReply, is_unmarked: bool) -> None:
         self._stream = stream
         self._out = out
+        self.is_unmarked = is_unmarked
         self._early: list[str] = []  # arguments that came before the name
         self._has_begun = False
         self._is_whole = False
@@ -195,22 +199,21 @@ class _Call:
         self._out.begin(self.name)
 
 
-def read_call(
-    stream: TextStream, out: CollectedReply, needs_arguments: bool = False, name: str = "name"
-) -> Steps[Outcome]:
+def read_call(stream: TextStream, out: CollectedReply, is_unmarked: bool = False, name: str = "name") -> Steps[Outcome]:
     """Reads `{"name": "…", "arguments": {…}}`, with members in any order; skips unknown members.
 
-    Arguments may be called parameters, may be a string that holds an object, and, without `needs_arguments`, may be
-    missing if the object has only a name, an id and a type. `name`: the member with the tool's name. If this is not
-    a call, a stream in `keep` mode still has the text.
+    Arguments may be called parameters, may be a string that holds an object, and may be missing if the object has only
+    a name, an id and a type. `is_unmarked`: no marker says that this is a call, so it needs arguments that begin like
+    an object. `name`: the member with the tool's name. If this is not a call, a stream in `keep` mode still has the
+    text.
     """
-    call = _Call(stream, out)
+    call = _Call(stream, out, is_unmarked)
     if not (yield from take_sign(stream, "{")):
         return "none"
     while (yield from _member(stream, call, name)):
         if (yield from take_sign(stream, ",")):
             continue
-        is_bare = bool(call.name) and not (call.has_arguments or call.has_others or needs_arguments)
+        is_bare = bool(call.name) and not (call.has_arguments or call.has_others or is_unmarked)
         if (yield from take_sign(stream, "}")) and is_bare:
             call.begin_arguments()
             call.arguments("{}")
@@ -262,7 +265,8 @@ def _member(stream: TextStream, call: _Call, name_key: str) -> Steps[bool]:
 
 
 def _plain_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
-    if (yield from stream.peek()) != "{":
+    begins = (yield from begins_object(stream)) if call.is_unmarked else (yield from stream.peek()) == "{"
+    if not begins:
         return False
     call.begin_arguments()
     return (yield from scan_value(stream, call.arguments))

@@ -42,6 +42,8 @@ HERMES = JsonCalls("<tool_call>", "</tool_call>")
 TURN_MARKS = frozenset(
     (*MARKS, *XTML, "<|plamo:msg|>", "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n")
 )
+# Formats all of whose markup is tokens: a call that `tool_choice` forbids is dropped, because it is not text.
+TOKEN_MARKUP = frozenset(("kimi_k3", "plamo3"))
 UNMARKED = ArrayCalls()
 CHANNEL_CALLS = ChannelCalls()
 FORMATS: dict[str, Format] = {

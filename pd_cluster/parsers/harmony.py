@@ -14,9 +14,10 @@ import re
 from collections.abc import Sequence
 
 from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.content_filters import Trimmed
 from pd_cluster.parsers.guide_nodes import FREE, Node, Tool, object_of
 from pd_cluster.parsers.json_scan import scan_value
-from pd_cluster.parsers.reasoning import Start, Thinking, Trimmed
+from pd_cluster.parsers.reasoning import Start, Thinking
 from pd_cluster.parsers.text_stream import Emit, Steps, TextStream, ignore
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

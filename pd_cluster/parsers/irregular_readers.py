@@ -20,6 +20,7 @@ PYTHON_TAG = "<|python_tag|>"
 NAME_IN_TEXT = '{"name":'
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
+_MISTRAL = re.compile("|".join(map(re.escape, (TOOL_CALLS, CALL_ID, ARGS))))
 _NAME = re.compile(r"[\w.-]*")
 _BETWEEN = re.compile(f"[{BLANKS};]*")
 _BETWEEN_OBJECTS = re.compile(rf"[{BLANKS};,}}]*")
@@ -59,14 +60,17 @@ def _read_llama3_calls(stream: TextStream, out: CollectedReply, within_text: boo
 def _read_llama3_call(stream: TextStream, out: CollectedReply) -> Steps[bool]:
     if (yield from stream.begins(PYTHON_TAG)):
         stream.take(len(PYTHON_TAG))
-    outcome = yield from read_call(stream, out, needs_arguments=True)
+    outcome = yield from read_call(stream, out, is_unmarked=True)
     if outcome == "torn":
         yield from read_torn(stream, out, ())
     return outcome == "whole"
 
 
 def read_mistral(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads `[TOOL_CALLS]` and calls as objects or, from newer models, one call's name and arguments."""
+    """Reads `[TOOL_CALLS]` and calls as objects or, from newer models, one call's name and arguments.
+
+    The markers are tokens, so they are dropped where no call follows.
+    """
     while (yield from stream.until((TOOL_CALLS,), out.content)):
         stream.keep()
         stream.take(len(TOOL_CALLS))
@@ -74,7 +78,9 @@ def read_mistral(stream: TextStream, out: CollectedReply) -> Steps[None]:
         char = yield from stream.peek()
         if char and char in "[{":
             if not (yield from read_objects(stream, out, (TOOL_CALLS,))):
-                out.content(stream.take(len(TOOL_CALLS)))
+                stream.take(len(TOOL_CALLS))
+                is_next = yield from stream.begins(ARGS)
+                stream.take(len(ARGS) if is_next else 0)
         else:
             yield from _read_named(stream, out)
 
@@ -158,7 +164,7 @@ def _read_named(stream: TextStream, out: CollectedReply) -> Steps[None]:
         stream.take(len(ARGS))
         yield from stream.blanks()
     if not name or (yield from stream.peek()) != "{":
-        out.content(stream.kept())
+        out.content(_MISTRAL.sub("", stream.kept()))
         return
     stream.kept()
     out.begin("".join(name))

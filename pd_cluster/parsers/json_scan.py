@@ -49,6 +49,13 @@ def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
             return False
 
 
+def begins_object(stream: TextStream) -> Steps[bool]:
+    """Returns whether an object comes next, or its beginning that the end cuts short."""
+    if (yield from stream.peek()) != "{":
+        return False
+    return (yield from stream.peek_past(1)) in ('"', "}", "")
+
+
 def scan_string(stream: TextStream, emit: Emit) -> Steps[bool]:
     """Takes one string with its quotes, and emits the raw text between them."""
     if (yield from stream.peek()) != '"':

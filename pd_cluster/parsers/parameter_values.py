@@ -17,6 +17,7 @@ from pd_cluster.parsers.text_stream import BLANKS, Emit
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _ANY_CASE = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_WHOLE = re.compile(r"-?[0-9]+\.0+")
 _MAX_NUMBER_NUM_CHARS = 400  # more than any float has
 
 
@@ -47,7 +48,8 @@ def value_of(text: str, types: Types, line: str) -> str:
     """Returns a parameter's JSON text. `types`: the types that its schema allows; empty: unknown."""
     for written in _readings(text.strip(), types):
         if _is_one_of(written, types):
-            return written
+            is_whole = "integer" in types and "number" not in types and _WHOLE.fullmatch(written)
+            return written.partition(".")[0] if is_whole else written
     return json.dumps(text.removeprefix(line).removesuffix(line) if line else text, ensure_ascii=False)
 
 

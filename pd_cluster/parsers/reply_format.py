@@ -21,7 +21,15 @@ from pd_cluster.parsers import irregular_readers, reasoning, reply_guides
 from pd_cluster.parsers.auto_format import AUTO, formats_of_model
 from pd_cluster.parsers.call_format import Format
 from pd_cluster.parsers.collected_reply import NO_SCHEMAS, CollectedReply
-from pd_cluster.parsers.format_table import CHANNEL_CALLS, FORMATS, THINKING, TURN_MARKS, UNMARKED, begins_of
+from pd_cluster.parsers.format_table import (
+    CHANNEL_CALLS,
+    FORMATS,
+    THINKING,
+    TOKEN_MARKUP,
+    TURN_MARKS,
+    UNMARKED,
+    begins_of,
+)
 from pd_cluster.parsers.guide_nodes import Tool
 from pd_cluster.parsers.harmony import ChannelCalls, Channels, read_channels
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
@@ -138,6 +146,8 @@ class ReplyFormat:
             read = partial(read_channels, start=start, reads_calls=reads_calls)
             return ReplyReader(NONE, "content", read, most_calls)
         begins = begins_of(self._calls) if self._calls is not None and choice != "none" else ()
+        if choice == "none" and self.tool_parser in TOKEN_MARKUP:
+            choice, most_calls = "auto", 0
         return ReplyReader(self._thinking, start, self._content_reader(choice), most_calls, schemas, begins)
 
     def guide(
@@ -269,6 +279,8 @@ class ReplyReader:
             self._out.unwrap(wraps)
         if thinking.cites:
             self._out.leave_out_citations()
+        if thinking is not NONE:
+            self._out.leave_out_closes(*thinking.pairs)
         self.is_reasoning = False
         yield from read_content(self._stream, self._out)
 

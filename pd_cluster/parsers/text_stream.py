@@ -16,6 +16,7 @@ Emit = Callable[[str], object]
 
 BLANKS = " \t\r\n"
 BLANK_RUN = re.compile(f"[{BLANKS}]*")
+MOST_BLANKS = 64  # the most blanks that are looked over before a decision
 
 
 def ignore(text: str) -> None:
@@ -56,6 +57,18 @@ class TextStream:
                 return ""
             yield
         return self._text[self._at]
+
+    def peek_past(self, num_chars: int) -> Steps[str]:
+        """Returns the next character that is not a blank after so many; "" at the end, and after many blanks."""
+        while True:
+            at = self._at + num_chars
+            run = BLANK_RUN.match(self._text, at, at + MOST_BLANKS)
+            end = run.end() if run is not None else at
+            if end < min(len(self._text), at + MOST_BLANKS):
+                return self._text[end]
+            if self._is_ended or end == at + MOST_BLANKS:
+                return ""
+            yield
 
     def begins(self, text: str) -> Steps[bool]:
         """Returns whether this text comes next."""

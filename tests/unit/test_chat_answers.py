@@ -240,7 +240,7 @@ def test_the_last_mark_of_the_generation_prompt_counts(
     service, _ = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
     (choice,) = answers(service, n=1, messages=[{"role": "user", "content": "a </think> <think> b"}])
     assert choice["message"]["reasoning"] == ("aaa" if is_reasoning else None)
-    assert choice["message"]["content"] == ("bbb" if is_reasoning else "aaa</think>bbb")
+    assert choice["message"]["content"] == ("bbb" if is_reasoning else "aaabbb")
 
 
 @pytest.mark.parametrize(("mark", "kind"), [("<think>Be brief.\n", "reply"), ("<think></think>\nAnswer: ", "regex")])
@@ -277,7 +277,7 @@ def test_thinking_that_goes_on(make: Service, started: str, is_reasoning: bool) 
     service, _ = make("and</think>so")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": started}]
     (choice,) = answers(service, n=1, messages=messages, continue_final_message=True)
-    assert choice["message"]["content"] == ("so" if is_reasoning else "and</think>so")
+    assert choice["message"]["content"] == ("so" if is_reasoning else "andso")
 
 
 def test_what_an_answer_must_look_like_is_told_to_the_engine(make: Service) -> None:

@@ -103,7 +103,7 @@ def _show(profile: Profile, costs: Costs) -> None:
     rows = [["step", name.removesuffix("_s"), _time(getattr(costs.step, name)), ""] for name in sorted_terms()]
     rows[0][3] = _percent(costs.error["step"])
     if costs.step.num_flat_rows:
-        rows.append(["", "rows that cost nothing more", str(costs.step.num_flat_rows), ""])
+        rows.append(["", "rows at no extra cost", str(costs.step.num_flat_rows), ""])
     if "handover" in costs.error:
         handover, host = costs.handover, costs.host
         rows.append(["handover", "setup", _time(handover.setup_s), _percent(costs.error["handover"])])

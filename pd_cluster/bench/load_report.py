@@ -19,7 +19,7 @@ from pd_cluster.result_tables import Report, Result, counted, percentiles
 
 NUM_INTERVALS = 60  # intervals of the series over time
 BUSY_CLIENT = 0.8  # if the client uses more of a core, its own delays affect its times
-LATE_SHARE = 0.1  # requests that are sent later than this share of the median TTFT change the load
+LATE_SHARE = 0.1  # if the median delay of sending exceeds this share of the median TTFT, it changes the load
 LEAST_LATE_S = 0.010
 STAGES = ("prefill", "handover", "decode")  # the stages of a request; a handover ends when its KV is at D
 

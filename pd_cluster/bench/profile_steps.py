@@ -26,9 +26,9 @@ SPARE_TOKENS = 32  # the longest context leaves room for this many decoded token
 MOST_HELD = 0.8  # the largest share of the blocks that is held
 MOST_SHARE = 0.15  # the largest share of the time for one prompt
 FAIR_SHARE = 2  # each kind may take this multiple of its share of the remaining time, because quick kinds need less
-NUM_WARM = 10  # steps of each kind that are left out: 20
+NUM_WARM = 10  # uncounted steps at the start: this many decode steps, and as many of prompts
 BESIDE_ROWS = (1, 4, 16)
-MOST_BESIDE = 0.2  # the longest step of a prompt, as a share of the time for a number of rows: several must fit
+MOST_BESIDE = 0.2  # the longest step of a prompt, as a share of the time for one number of rows, so that several fit
 
 Key = tuple[Steps, int, int, int]
 StepSamples = dict[Key, Sample]  # requested and actual work -> the work and its median time

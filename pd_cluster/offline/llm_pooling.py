@@ -40,8 +40,8 @@ class PoolingParams:
 
     `dimensions`: how many of a vector's first values are kept, for models trained for it (Matryoshka); None: all.
     `normalize` and its later name `use_activation`: False skips the final division by the vector's length (L2); None
-    and True keep it. `truncate_prompt_tokens`: how many of the prompt's last tokens are kept; -1: the number that the
-    context has; None: a prompt that is too long is an error. `task`: only "embed".
+    and True keep it. `truncate_prompt_tokens`: how many of the prompt's last tokens are kept; -1: as many as fit the
+    context; None: a prompt that is too long is an error. `task`: only "embed".
 
     A value is checked when it is used, before any work; a wrong value raises RequestError with the parameter's name.
     """

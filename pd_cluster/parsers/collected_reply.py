@@ -39,7 +39,7 @@ class CollectedReply:
         self.in_call = False  # the latest call's arguments may continue after content
         self.is_damaged = False  # an end marker was missing
         self._unwrapped: list[Unwrapped] = []  # the outermost first
-        self._filters: list[Unpaired | Uncited] = []  # before them, the first one first
+        self._filters: list[Unpaired | Uncited] = []  # content passes through these in order, then through `_unwrapped`
         self._thought: Emit | None = None  # receives the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks

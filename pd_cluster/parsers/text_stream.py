@@ -59,7 +59,7 @@ class TextStream:
         return self._text[self._at]
 
     def peek_past(self, num_chars: int) -> Steps[str]:
-        """Returns the next character that is not a blank after so many; "" at the end, and after many blanks."""
+        """Returns the character after `num_chars` characters and any blanks; "" at the end, or after many blanks."""
         while True:
             at = self._at + num_chars
             run = BLANK_RUN.match(self._text, at, at + MOST_BLANKS)

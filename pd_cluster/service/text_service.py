@@ -150,7 +150,7 @@ class TextService:
     async def chat_num_shared(
         self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
     ) -> int:
-        """Returns how many tokens of a chat's prompt another chat's prompt begins with, too. Raises RequestError."""
+        """Returns with how many equal tokens the prompts of two chats begin. Raises RequestError."""
         return await self._chats.num_shared(request, other, generation, caller)
 
     def _guide_of(self, request: GenerationRequest) -> Asked | None:

@@ -285,8 +285,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float | None,
         ENGINE(
-            "Share of memory for this instance, unless a flag above gives a size. On a CPU: of the free memory. GPU "
-            "default: 0.9.",
+            "Share of memory for this instance if neither --num-blocks nor --kv-cache-memory is given; on a CPU, of "
+            "the free memory. GPU default: 0.9.",
             also=("device_memory_utilization",),
             checks=(within(0, 1),),
         ),
@@ -314,8 +314,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_hybrid_kv_cache_manager: Annotated[
         bool,
         ENGINE(
-            "Keep layers with sliding windows in one pool with the others, as instances with --kv-host-cache do; for "
-            "pairs with such instances.",
+            "Keep layers with sliding windows in the same pool as the others. Needed to pair with instances that "
+            "have --kv-host-cache.",
             has_off=True,
         ),
     ] = False

@@ -128,7 +128,7 @@ class SimulatedInstance:
         if isinstance(body, wire.Credit):
             self.wires.credited_s[body.transfer_id] = self.around.agenda.now()
         if isinstance(body, wire.Submit) and body.leg == "decode" and self._progress is not None:
-            self.inbox.put(Mail(conn, peer, body))  # changes no step by itself: the offer of its KV cache follows
+            self.inbox.put(Mail(conn, peer, body))  # changes no step before its KV cache is offered, which follows
         elif not self.worker.intercept(conn, body):
             self.put(Mail(conn, peer, body))
 

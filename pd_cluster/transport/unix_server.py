@@ -72,7 +72,7 @@ class UnixServer(abc.ABC):
 
 
 def connect(name: str, what: str, timeout_s: float, role: str = "prefill instance") -> socket.socket:
-    """Connects to the server with this name. Errors name `what` of the `role` was requested. Raises LinkError."""
+    """Connects to the server with this name. Raises LinkError that names `what` it serves, and its `role`."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(timeout_s)

@@ -162,7 +162,7 @@ class Request:
 
     @property
     def lacks_pixels(self) -> bool:
-        """Whether this engine would compute an image that came without pixels, because a peer was to send its KV."""
+        """Whether this engine must compute images whose pixels were left out because a peer would send their KV."""
         order = self.order
         if not order.images or self.num_computed_tokens >= order.spans[-1].stop:
             return False

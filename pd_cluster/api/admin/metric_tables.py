@@ -85,8 +85,8 @@ def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
 
 ADAPTERS = OfCluster(
     "vllm:lora_requests_info",
-    "Only with --enable-lora. running_lora_adapters and waiting_lora_adapters: names of adapters with "
-    "requests that have their first token, or lack it; max_lora: --max-loras. The value is Unix time.",
+    "Only with --enable-lora. running_lora_adapters and waiting_lora_adapters: adapters with "
+    "requests that have, and that still lack, their first token; max_lora: --max-loras. The value is Unix time.",
 )
 BATCH_LINES = OfCluster(
     "pd_cluster:batch_lines",
@@ -232,7 +232,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:kv_tier_blocks_dropped",
-        "KV blocks neither written nor read, because of a queue or a fault.",
+        "KV blocks not written because too many waited, or not written or read because of a fault.",
         lambda load: load.num_lower_dropped,
     ),
     OfInstance(
@@ -247,7 +247,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:kv_event_batches_dropped",
-        "Batches not sent, and subscribers that missed some.",
+        "Batches that were not sent, plus the times that a subscriber's queue was full.",
         lambda load: load.num_kv_event_drops,
     ),
     OfInstance(

@@ -129,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._ignored_nbytes > self._most_ignored_nbytes:
                 self.transport.abort()
         elif self._held:
-            self._held += data  # it arrived before reading was paused
+            self._held += data  # it was received before reading paused
         else:
             self._take(data)
 

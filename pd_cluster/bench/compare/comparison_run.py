@@ -113,7 +113,7 @@ class _Comparing:
             for level in spec.levels:
                 load, used_s, took_s = await self._load(served, contender, round_, level, slo)
                 cores = None
-                if idle_cores is not None:  # the client takes seconds to start, and to write its report
+                if idle_cores is not None:  # during the client's start and its report, the server is idle
                     cores = max(0.0, used_s - idle_cores * (took_s - load.duration_s)) / load.duration_s
                 found.append(ComparedRun(contender.name, round_, level, load, 0.0, cores, idle_cores))
         self._constant_s = await constant_work_s(spec.core_set)

@@ -92,7 +92,7 @@ class Ownership:
         """`least_term`: returns the lowest term of an ownership that begins now."""
         self.own, self.duration_s = own, duration_s
         self.record = LeaseRecord()  # the last record that was read or written
-        # in the record so far; workers are not asked, because a lying worker must not end an ownership
+        # of the records read so far; workers are not asked, because a lying worker must not end an ownership
         self.highest_term = 0
         self.is_candidate = True  # whether it may become the owner
         self.table = table

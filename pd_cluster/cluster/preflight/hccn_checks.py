@@ -24,7 +24,7 @@ PINGS_S = 300.0  # the time for all pings of one card
 NUM_AT_ONCE = 8  # cards of an Atlas A2 host
 BUSY, DENIED = "hccn_tool is busy", "permission denied"
 UNPROVED = ("Init", "Detect ip set")  # states of -net_health without a result of the detection
-_NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # by this product or this driver
+_NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # in answers of products or drivers that lack a query
 _PACKETS = re.compile(r"([0-9]+) packets transmitted, ([0-9]+) received")
 _AS_ROOT = "run the check as root, such as with `docker exec -u root`"
 

@@ -54,10 +54,11 @@ class InstanceCost(NamedTuple):
         )
 
     def doubted(self, needy: Role, goals: RoleGoals) -> InstanceCost:
-        """Returns the cost without measurements of steps with free seats.
+        """Returns the cost with which to check whether the needy role really has too few instances.
 
-        With more sequences a step may take no longer. So decode instances count as too few only if their current steps
-        exceed the objective, or if seats are short.
+        The estimate for decode steps of more sequences may be too high. If the current steps meet the objective, the
+        result therefore lets steps of any number of sequences take as long as the current ones. So decode instances
+        count as too few only if their current steps exceed the objective, or if seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self

@@ -134,7 +134,7 @@ class RequestStream:
     prefill: Instance = field(init=False)
     decode: Instance = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
-    prompted: Callable[[PromptOutput], None] = ignore_prompt  # while it is read
+    prompted: Callable[[PromptOutput], None] = ignore_prompt  # takes the prompt's outputs during a reading
     is_prompted: bool = False
     num_cached_tokens: int | None = None  # of its prompt, once reported
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
@@ -142,18 +142,18 @@ class RequestStream:
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when the first token was read here, by the timelines' clock; 0: not yet
     numerics: Numerics | None = None  # of the instances that computed the delivered tokens
-    # name of each version of the weights but the first unnamed one -> delivered tokens of each sequence before it
+    # each version of the weights except an unnamed first one: its name, and each sequence's tokens delivered before it
     weight_marks: list[tuple[str, list[int]]] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)  # losses that ended its attempts
     num_moves: int = 0  # attempts that ended because their instance was being drained, or had stalled
     num_full: int = 0  # consecutive attempts that found an instance full
     full_until_s: float = 0.0  # until then it waits for capacity
-    weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for the same legs
-    long_legs: set[str] = field(default_factory=set)  # conns of those that compute a long prompt
+    weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for each of `legs`
+    long_legs: set[str] = field(default_factory=set)  # conns of legs that compute a long prompt
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
     kept: KeptStream | None = field(init=False)  # if the stream may resume
-    held: asyncio.TimerHandle | None = None  # until then, first tokens are held; see first_token_hold.py
-    held_s: float = 0.0  # how long they were held; while they are, the negative of the hold's start time
+    held: asyncio.TimerHandle | None = None  # ends the hold of first tokens; see first_token_hold.py
+    held_s: float = 0.0  # how long first tokens were held; during a hold, minus its start time
     received_s: float = field(init=False)
     first_s: float = 0.0  # when the first token was delivered; 0: not yet
     max_unread: float = field(init=False)

@@ -16,7 +16,7 @@ import msgspec
 from pd_cluster.errors import DeadlineExceeded, Refused
 from pd_cluster.process_messages import JoinTrainer, Received, ReceiveTensors, SentTensor, ToReceiver
 
-MARGIN_S = 5.0  # so the group's own timeout is first: its error says more
+MARGIN_S = 5.0  # so that the group's own timeout ends first, whose error says more
 
 
 class WeightReceiver:

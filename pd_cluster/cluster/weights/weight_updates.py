@@ -86,7 +86,7 @@ class WeightUpdates:
         self._checked: wire.WeightVersion | None = None
         self._mode: PauseMode = "wait"
         self._receiver: WeightReceiver | None = None
-        self._received: ReceivedFolder | None = None  # of tensors of the present update
+        self._received: ReceivedFolder | None = None  # the tensors of the present update
         self._linked: Path | None = None  # this server's folder of links to the checked files
         self._expiry: asyncio.TimerHandle | None = None
         self.phase: Phase = "serving"
@@ -213,10 +213,10 @@ class WeightUpdates:
                 has_changed = self.current.epoch >= version.epoch
                 self._enter("serving" if has_changed else "checked")
                 if has_changed:
-                    self._received = self._linked = None  # late instances read it
+                    self._received = self._linked = None  # forgotten, not removed: late instances read the folder
                 raise
             self._enter("serving")
-            self._received = self._linked = None  # its folder is that of the present weights
+            self._received = self._linked = None  # forgotten, not removed: the folder has the present weights
             await asyncio.to_thread(remove_received, self._received_root, Path(version.path))
             self.num_changes += 1
             return version
@@ -275,7 +275,7 @@ class WeightUpdates:
         return folder
 
     async def _check_everywhere(self, version: wire.WeightVersion) -> None:
-        """Checks a version on all that can load it; waits for one if a moment has none, because links were lost.
+        """Checks a version on all instances that can load it. If lost links leave none for a moment, waits for one.
 
         Raises Refused with the first instance's reason, and DeadlineExceeded.
         """

@@ -129,7 +129,7 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def weights_of(core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner) -> WeightSource:
-    """Returns how an engine without mates changes its weights. `all_ranks`: `runner`, with its followers if any."""
+    """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any."""
     refusal = ""
     if runner.device.is_accelerator:
         refusal = f"weights are replaced on CPUs only, and this is {runner.device.kind}; restart the instances instead"

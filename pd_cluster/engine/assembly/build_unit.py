@@ -31,7 +31,7 @@ EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
-    """This member's connections to its mates, and the meeting of its ranks with theirs."""
+    """This member's connections to the unit's other members, and the meeting of all their ranks."""
 
     mates: MemberConnections
     meeting: UnitMeeting
@@ -49,7 +49,7 @@ class UnitParts(NamedTuple):
             except ConfigError:
                 self.mates.post.await_confirmed(
                     config.timeouts.dead_after_s
-                )  # so that the mates name the difference, too
+                )  # so that the others name the difference, too
                 raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
@@ -63,7 +63,7 @@ class UnitParts(NamedTuple):
 def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable[[str], None]) -> UnitParts | None:
     """Returns the parts of rank 0; None if the instance is in no unit.
 
-    The mailbox's thread calls `lost(why)` when a mate is lost, which also ends this member.
+    The mailbox's thread calls `lost(why)` when another member is lost, which also ends this member.
     """
     place = config.unit
     if place is None:

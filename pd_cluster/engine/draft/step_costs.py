@@ -17,7 +17,7 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # MAX_AGE_STEPS after a first measurement, which other work may delay; then doubled each time
+FIRST_MAX_AGE_STEPS = 64  # the first MAX_AGE_STEPS, doubled by each measurement: other work may slow the first
 NUM_TRIED = 3  # first steps of a size, of which the fastest counts: any may be slow, and the first one initializes
 TRIED_FACTOR = 2  # sizes up to this many times the largest known size may be tried
 NEVER = float("inf")

@@ -136,7 +136,7 @@ class Exports:
     def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
         """Handles a step that computed a part of the prompt.
 
-        A step that reached its end also chose the sequences' first tokens.
+        A step that computed the prompt's last token also chose the sequences' first tokens.
         """
         export = self._exports.get(request.transfer_id)
         if export is None:
@@ -169,7 +169,7 @@ class Exports:
             self._ship(export)
 
     def is_valid_credit(self, conn: str, credit: wire.Credit) -> bool:
-        """Whether a credit is valid; an invalid credit ends its request, and so must wait until no step runs."""
+        """Whether a credit is valid. An invalid credit ends its request, so it is handled only while no step runs."""
         export = self._find(conn, credit.transfer_id)
         if export is None:
             return True

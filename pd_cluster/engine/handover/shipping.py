@@ -63,7 +63,7 @@ class ShipSizes:
 
 @dataclass(slots=True)
 class ShipProgress:
-    """One group's share of a prompt of `num_tokens` on its way.
+    """The progress of sending one group's share of a prompt with `num_tokens` tokens.
 
     All tokens before `next_token` are queued in all transferred layers; later tokens of the running step are queued in
     `num_layers`. A state is one token.

@@ -133,7 +133,7 @@ class LeadRunner:
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Sends the step between hosts, and tokens that the host does not know yet between devices."""
+        """Sends the step to the other ranks. Tokens that the host does not know yet go from device to device."""
         step = self.runner.step_of(chunks)
         advance = self._begin(step, after is not None, on_layer)
         tokens = self.runner.launch_step(step, chunks, after, advance)

@@ -19,7 +19,7 @@ from pd_cluster.errors import ConfigError, InstanceLost, called
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.settings.process_configs import UnitPlace
 
-AGAIN_S = 0.2  # the time between two attempts to reach a mate
+AGAIN_S = 0.2  # the time between two attempts to reach a member
 log = logging.getLogger(__name__)
 
 
@@ -36,21 +36,21 @@ class UnitPost(Protocol):
 class _Mate:
     conn: str
     info: wire.PeerInfo
-    is_equal: bool = False  # the mate's `UnitTerms` have arrived, and are equal
+    is_equal: bool = False  # the member's `UnitTerms` have arrived, and are equal
 
 
 @dataclass(slots=True)
 class MemberConnections:
     """`terms`: this member's settings that all members must share, by name.
 
-    `lost(rank, name, reason)` is called on the mailbox's thread when the connection to a mate is down.
+    `lost(rank, name, reason)` is called on the mailbox's thread when the connection to a member is down.
     """
 
     place: UnitPlace
     terms: Mapping[str, str]
     post: UnitPost
     lost: Callable[[int, str, str], None]
-    meet: Callable[[wire.UnitKey], None]  # takes a mate's key
+    meet: Callable[[wire.UnitKey], None]  # takes a member's key
     _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # announced members, by name@epoch
     _mates: dict[int, _Mate] = field(default_factory=dict)  # by rank
     _done: set[int] = field(default_factory=set)  # ranks that have sent `UnitDone`, including this one
@@ -60,7 +60,7 @@ class MemberConnections:
     def await_all(self, remind_s: float) -> None:
         """Waits until all members are connected. Logs the missing ones every `remind_s`.
 
-        Raises ConfigError for a mate with other settings, and InstanceLost for a mate that is lost.
+        Raises ConfigError for a member with other settings, and InstanceLost for a member that is lost.
         """
         with self._changed:
             said_s = time.monotonic()
@@ -81,24 +81,24 @@ class MemberConnections:
         return [names.get(rank, f"rank {rank}") for rank in range(self.place.size) if rank not in here]
 
     def send(self, body: wire.Body) -> None:
-        """Sends to all connected mates."""
+        """Sends to all connected members."""
         if isinstance(body, wire.UnitDone):
             self._done.add(self.place.rank)
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
     def hosts(self) -> list[str]:
-        """Returns the mates' hosts in order, as the scheduler reached them."""
+        """Returns the other members' hosts in order, as the scheduler reached them."""
         return [mate.info.host for _, mate in sorted(self._mates.items())]
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for mates, on any thread, because nobody reads their mail any more."""
+        """Ends the wait for members, on any thread, because nobody reads their mail any more."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def rank_of(self, conn: str) -> int | None:
-        """Returns the rank of the mate at the other end; None if it is not a mate."""
+        """Returns the rank of the member at the other end; None if it is not a member."""
         return next((rank for rank, mate in list(self._mates.items()) if mate.conn == conn and mate.is_equal), None)
 
     # ---- called by the mailbox's thread
@@ -151,7 +151,7 @@ class MemberConnections:
     def _read_terms(self, conn: str, peer: str, body: wire.UnitTerms) -> None:
         info, rank, mate = self._named.get(peer), body.rank, self._mates.get(body.rank)
         if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
-            mate = self._mates[rank] = _Mate(conn, info)  # the mate has a lower rank, so it has opened the connection
+            mate = self._mates[rank] = _Mate(conn, info)  # its rank is lower, so it has opened the connection
             self.post.send(conn, self._own_terms())
         if mate is None or mate.conn != conn:  # a scheduler that has just started may announce it later, and it retries
             log.warning("%s claims to be rank %d of this unit, but was not announced: ignored", peer, rank)
@@ -162,7 +162,7 @@ class MemberConnections:
         mate.is_equal = True
 
     def _difference(self, name: str, theirs: Mapping[str, str]) -> str:
-        """Returns which setting of a mate differs; "" if none does."""
+        """Returns which setting of the member differs; "" if none does."""
         ours = self._own_terms().terms
         for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
             what = "data_parallel_size" if key == "size" else key

@@ -13,9 +13,9 @@ from pd_cluster.errors import InstanceLost
 
 
 def have_ended(done: Set[int], rank: int, own: int) -> bool:
-    """Whether a mate's connection ended as intended: the mate and this member are done.
+    """Whether another member's connection ended as intended: both members are done.
 
-    If a mate dies after it is done, others may still need it; they end, and so does this member.
+    If a member dies after it is done, others may still need it; they end, and so does this member.
     """
     return {rank, own} <= done
 
@@ -23,35 +23,35 @@ def have_ended(done: Set[int], rank: int, own: int) -> bool:
 class RoundSync:
     """One member's rounds, driven by one thread. In a turn it handles mail and calls `enters`.
 
-    In a round it then exchanges the number of its rows with all mates, calls `agreed` and computes. Mail may also be
+    In a round it then exchanges the number of its rows with the others, calls `agreed` and computes. Mail may also be
     handled during the exchange, but the member waits for it only while it `is_asleep`.
     """
 
     def __init__(self, rank: int, size: int, send: Callable[[wire.Body], None]) -> None:
-        """`send`: sends a message to all mates.
+        """`send`: sends a message to all other members of the unit.
 
-        Messages to a mate arrive in order, and no message arrives after its connection is lost.
+        Messages to another member arrive in order, and no message arrives after its connection is lost.
         """
         self._rank, self._size, self._send = rank, size, send
         self._done: set[int] = set()  # members that have sent `UnitDone`, including this one
         self._woken = -1  # the latest round that a member has woken the others for, or that followed a round with rows
         self.round = 0  # the round that it is in, or enters next
-        self.is_draining = False  # this member or a mate drains, and so the whole unit does
+        self.is_draining = False  # this or another member drains, and so the whole unit does
         self.num_rounds = 0
         self.num_idle_rounds = 0  # rounds in which this member had no rows
 
     @property
     def is_asleep(self) -> bool:
-        """Whether this member is in no round, and no mate waits for it in the next round."""
+        """Whether this member is in no round, and no other member waits for it in the next round."""
         return self._woken < self.round
 
     @property
     def may_end(self) -> bool:
-        """Whether no mate needs this member any more: all are done, so none can be in a round without this member."""
+        """Whether no other member needs this one any more: all are done, so none can be in a round without it."""
         return self.is_asleep and len(self._done) == self._size
 
     def enters(self, has_work: bool) -> bool:
-        """Returns whether this member is in a round now. If it has work and no mate has woken it, wakes the mates."""
+        """Returns whether this member is in a round now. If it has work and nobody has woken it, wakes the others."""
         if self.is_asleep and has_work:
             assert self._rank not in self._done, "this member has reported that nothing is left"
             self._woken = self.round
@@ -75,10 +75,10 @@ class RoundSync:
         return has_rows
 
     def heard(self, rank: int, message: wire.UnitWake | wire.UnitDrain | wire.UnitDone) -> None:
-        """Handles a mate's message. Raises InstanceLost if the mate is in a round that is impossible now."""
+        """Handles another member's message. Raises InstanceLost if that member is in a round that is impossible now."""
         match message:
             case wire.UnitWake(number):
-                if number > self.round + (not self.is_asleep):  # in a round, only its exchange can be behind the mate
+                if number > self.round + (not self.is_asleep):  # in a round, only its exchange can be behind the other
                     state = "asleep before" if self.is_asleep else "in"
                     raise InstanceLost(
                         f"member {rank} of this unit wakes the others for round {number}, but member {self._rank} is "
@@ -92,7 +92,7 @@ class RoundSync:
                 self._done.add(rank)
 
     def lost(self, rank: int, mate: str, reason: str) -> None:
-        """Handles the end of a mate's connection. Raises InstanceLost, unless both members are done.
+        """Handles the end of another member's connection. Raises InstanceLost, unless both members are done.
 
         `mate`: its name.
         """

@@ -58,10 +58,10 @@ def follower_group(config: WorkerConfig, device: Device) -> AnyUnitGroup | None:
 
 
 class UnitMeeting:
-    """Rank 0's side: the meetings of all ranks of this instance with those of its mates."""
+    """Rank 0's side: the meetings of all ranks of this instance with those of the other members."""
 
     def __init__(self, config: WorkerConfig, device: Device, send: Callable[[wire.Body], None]) -> None:
-        """`send`: to all mates."""
+        """`send`: to all other members."""
         assert config.unit is not None
         self._config, self._device, self._size = config, device, config.ranks.size
         self._between = _between(config) if self._size > 1 else None
@@ -76,7 +76,7 @@ class UnitMeeting:
         ]
 
     def put(self, key: wire.UnitKey) -> None:
-        """Stores a mate's key, on the mailbox's thread."""
+        """Stores a member's key, on the mailbox's thread."""
         if key.tp_rank < self._size:
             self._meetings[key.tp_rank].put(key.key, key.value)
 

@@ -1,4 +1,4 @@
-"""A unit's rounds in the engine: the stage that handles mates' messages, and the exchanges before and after a step.
+"""A unit's rounds in the engine: the stage that handles members' messages, and the exchanges before and after a step.
 
 On the engine's thread. `RoundSync` decides, `AnyUnitGroup` exchanges, `MemberConnections` send.
 """
@@ -51,7 +51,7 @@ class UnitRounds(Stage):
     # ---- steps
 
     def begin(self, plan: StepPlan) -> None:
-        """Agrees with the mates on a round, if there is a round; `plan` is final."""
+        """Agrees with the others on a round, if there is a round; `plan` is final."""
         rows = sum(num_tokens + len(plan.drafts.get(request, ())) for request, num_tokens in plan.chunks)
         self._is_owed = False
         if not self.round_sync.enters(rows > 0):

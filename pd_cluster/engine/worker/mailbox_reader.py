@@ -13,12 +13,13 @@ from pd_cluster.engine.worker.worker_loop import Job
 class MailboxReader:
     """The mailbox's handler, for a job of any kind. `inbox` belongs to the job's loop.
 
-    A member of a unit gets mail before it has a job: `mates` read their messages, and the rest waits in the inbox.
+    A member of a unit gets mail before it has a job: `mates` reads the members' messages, and other mail
+    waits in the inbox.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Event], mates: MemberConnections | None = None) -> None:
         self._inbox, self._mates = inbox, mates
-        self._schedulers: set[str] = set()  # their connections; only schedulers announce mates
+        self._schedulers: set[str] = set()  # their connections; only schedulers announce members
         self._job: Job | None = None
 
     def serve(self, job: Job) -> None:

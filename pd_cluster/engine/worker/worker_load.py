@@ -155,7 +155,7 @@ def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:
-    """Returns a lower bound on the blocks without a holder, since a block with several holders counts for each of them.
+    """Returns a lower bound on the held blocks that no holder names: one with several holders is subtracted for each.
 
     It counts every group of layers. The bound is exact while there are no requests; `StepScheduler.check` finds the
     blocks, but examines each one.

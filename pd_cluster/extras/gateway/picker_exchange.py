@@ -48,7 +48,7 @@ class Exchange:
             mode = self._request_mode if kind == "request_body" else self._response_mode
             part, common = getattr(request, kind), getattr(response, kind).response
             common.SetInParent()
-            if mode == FULL_DUPLEX_STREAMED:  # the gateway waits for the body to send upstream
+            if mode == FULL_DUPLEX_STREAMED:  # the gateway sends upstream only the body in this answer
                 streamed = common.body_mutation.streamed_response
                 streamed.body, streamed.end_of_stream = part.body, part.end_of_stream
         else:

@@ -76,7 +76,7 @@ class RequestLog:
                         self._tell(generations, piece.index, answers.pop(piece.index))
                     yield piece
         finally:
-            for index, answer in answers.items():  # its client left, or it failed
+            for index, answer in answers.items():  # answers without an end: the client left, or the request failed
                 self._tell(generations, index, answer)
 
     def _tell(self, generations: Sequence[Generation], index: int, answer: _Answer) -> None:

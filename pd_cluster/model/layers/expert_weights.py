@@ -19,7 +19,7 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # the most values between the two products of experts that wait until the ranks join them
+MOST_WAITING = 1 << 20  # values between two products: as many may wait until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def _add_experts(
         inners = list(torch.split(whole.gathered(torch.cat(inners)), [len(inner) for inner in inners]))
     for each, inner in zip(waiting, inners, strict=True):
         rows, rank = each.places
-        if watch is not None and whole is not None:  # other experts were chosen since
+        if watch is not None and whole is not None:  # another expert's rows were chosen last
             watch.choose(rows)
         result.index_add_(0, rows, down(each.index)(inner).mul_(weights[rows, rank, None]))
     waiting.clear()

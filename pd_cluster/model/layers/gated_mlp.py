@@ -75,7 +75,7 @@ class GatedMLP:
         return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # The result is still below the limit, and one piece is faster.
+        # Twice as many rows are still below glibc's limit, and one piece is faster than two.
         if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)
@@ -165,8 +165,8 @@ class ExpertRouter:
         return cls(gate.weight.detach(), None if bias is None else bias.detach(), _routing(block, gate))
 
     def linear(self) -> Linear:
-        """Returns the product; on CPU its rows are padded apart, so that every row's scores are computed in the same
-        way.
+        """Returns the product. On CPU, padding aligns its rows where their scores would otherwise depend on their
+        places.
         """
         weight = self.weight.float() if self.routing.in_float32 else self.weight
         if self.routing.sigmoid and packs(weight):

@@ -153,7 +153,7 @@ def _mib(layout: KVLayout) -> str:
 def group_sizes(needs: GroupNeeds, free: host.HostMemory | None = None) -> GroupSizes:
     """Returns the sizes of several groups. Raises ConfigError unless one request of max_model_len fits.
 
-    `free`: the host's memory once the weights are loaded; None: they are.
+    `free`: the host's memory after the weights are loaded; None: measured now, because they are loaded.
 
     If max_num_seqs is the default and memory cannot hold that number of states, fewer sequences are served; a
     configured number must fit.

@@ -52,8 +52,8 @@ def num_pool_blocks(
     not fit.
 
     `peak_nbytes`: the memory that weights and the largest step take on an accelerator. `twin_nbytes`: the size of a
-    block's twin for the draft model, in the same memory. `free`: the host's memory once the weights are loaded; None:
-    they are.
+    block's twin for the draft model, in the same memory. `free`: the host's memory after the weights are loaded; None:
+    measured now, because they are loaded.
     """
     block_nbytes = layout.block_nbytes + twin_nbytes
     per_request = layout.num_blocks_for(max_model_len)

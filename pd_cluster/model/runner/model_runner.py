@@ -133,8 +133,10 @@ class ModelRunner:
 
     @property
     def draft_limits(self) -> DraftLimits | None:
-        """Returns None without a draft model. It drafts for sequences that fit its window, so that all their blocks
-        exist.
+        """Returns None without a draft model or head.
+
+        A draft model needs all blocks of a sequence. Sequences longer than a sliding window have released some, so they
+        get no drafts.
         """
         speculation, draft = self._plan.config.speculation, self._plan.draft
         if draft is None and self.head is None:

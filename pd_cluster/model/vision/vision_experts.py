@@ -1,6 +1,6 @@
 """The experts of ERNIE 4.5 VL: some compute text, others pictures, and each layer has both.
 
-The text model is loaded as ERNIE 4.5 MoE; this file adds the experts for pictures. Every rank has all of the latter.
+The text model is loaded as ERNIE 4.5 MoE; this file adds the experts for pictures, which every rank has whole.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class MessagesAnswer(BlockAnswer):
         """Counts as Anthropic's API does: `input_tokens` follow the last cache_control, and were not cached."""
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
         num_written, num_long = (max(0, end - num_cached) for end in self._cache_ends)
-        if self.generation.order.retention_s <= SHORT_S:  # the server retains no longer
+        if self.generation.order.retention_s <= SHORT_S:  # the server retains nothing for longer than that
             num_long = 0
         return MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached - num_written,

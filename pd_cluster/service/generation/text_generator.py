@@ -115,7 +115,7 @@ def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
     for each in token.apart():
         text += sequence.add(each)
         is_over, num_behind = sequence.finish_reason is not None, token.position - each.position
-        if is_over and num_behind and token.drafts is not None and not is_kept:  # they are in the last token
+        if is_over and num_behind and token.drafts is not None and not is_kept:  # the last of `apart` has the report
             sequence.note_drafts(token.drafts, num_behind)
         if is_over and (num_behind or token.finish_reason is None):
             generation.stop(sequence.index, num_behind)

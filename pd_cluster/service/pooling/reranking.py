@@ -42,8 +42,8 @@ PAIRS_A_TURN = 16  # pairs to prepare before other tasks run
 class ScoreInput(PoolingInput):
     """Pairs of a query and a document.
 
-    `truncate_prompt_tokens`: the most tokens of a prompt; longer documents lose their last tokens. -1: as many as the
-    context has; None: a pair that is too long is refused. `fields`: the names of queries and documents in errors.
+    `truncate_prompt_tokens`: the most tokens of a prompt; longer documents lose their last tokens. -1: as many as fit
+    the context; None: a pair that is too long is refused. `fields`: the names of queries and documents in errors.
     """
 
     pairs: Sequence[tuple[str, str]]

@@ -161,9 +161,10 @@ class ChatPreprocessor:
     async def num_shared(
         self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
     ) -> int:
-        """Returns how many tokens of the generation's prompt, which is the request's, `other` begins with, too.
+        """Returns with how many equal tokens the prompts of `request` and `other` begin.
 
-        A token across the place where they part is not counted. Raises RequestError.
+        A token that spans the place where they begin to differ is not counted. `generation`: the request's. Raises
+        RequestError.
         """
         prompt, own = await self._spelled(request)
         num_chars = num_same(prompt, (await self._spelled(other)).text)

@@ -134,7 +134,7 @@ def _check_size(request: GenerationRequest, sampling: Sampling, num_prompt_token
         num_told = sampling.logprobs + len(sampling.logprob_token_ids) + 1
         num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * num_told * sampling.n
     num_entries *= num_prompts
-    if request.stream and sampling.prompt_logprobs is not None:  # the stream echoes them
+    if request.stream and sampling.prompt_logprobs is not None:  # the stream sends the prompt's logprobs, too
         num_told = num_prompt_tokens * (sampling.prompt_logprobs + 1) * request.num_choices
         if num_told > MAX_STREAMED_LOGPROB_ENTRIES:
             raise RequestError(

@@ -106,7 +106,7 @@ class _Reader:
             bodies[trigger].append(["seq", ["exact", rest], body] if rest else body)
             whole.append(["seq", ["exact", begin], body])
         later: Node = ["any", *(["seq", ["until", each], ["any", *found]] for each, found in bodies.items() if found)]
-        if form.get("at_least_one"):  # the output begins with a tag
+        if form.get("at_least_one"):  # then the output must begin with a tag
             first: Node = ["any", *whole]
             return first if form.get("stop_after_first") else ["seq", first, ["repeat", 0, None, later], FREE]
         if form.get("stop_after_first"):

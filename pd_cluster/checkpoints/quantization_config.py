@@ -41,7 +41,7 @@ class Quantization:
     gemv). `group_size` input features share a scale, the last group may have fewer; -1: unknown, or all. `block`:
     outputs and inputs that share a scale, where scales are blocks. `has_int8_activations`: the layers of int8 weights
     take activations in int8, too, and have the tensors `input_parts` for them; `is_w4a8`: those of int4 weights do.
-    `types`: of tensors by name, as Ascend's file describes. `at_load`: the scheme by which plain weights are quantized when
+    `types`: tensor -> its type in Ascend's file. `at_load`: the scheme by which plain weights are quantized when
     they are read. `kinds`: the kinds of weights, such as int4, if a method has several.
     """
 

@@ -40,7 +40,7 @@ class Spinning:
     `num_threads`: the threads of a step. The computing thread calls `tick` between steps.
     """
 
-    runtime: ctypes.CDLL  # with torch's own threads
+    runtime: ctypes.CDLL  # the library with torch's own threads
     num_threads: int
     waited: Waited = waited_by
     clock: Callable[[], float] = time.monotonic

@@ -45,7 +45,7 @@ class KVPool:
         # By layer of the model: its index in the layout; None: the group has all layers.
         self._places = {layer_idx: at for at, layer_idx in enumerate(layout.layers)} if layout.layers else None
         self.fd = -1  # the memory's descriptor, on CPU
-        self._map: mmap.mmap | None = None  # its mapping, on CPU
+        self._map: mmap.mmap | None = None  # the memory's mapping, on CPU
         self.memory: Memory
         if device.is_accelerator:
             try:

@@ -89,7 +89,7 @@ class BraceGuides:
             if not isinstance(others, dict) or not others:
                 return self._any_object()
             return _braces(_many(["seq", _KEY, ["text", ":"], self._value(tool, name, others)]))
-        after, first = _NOTHING, _NOTHING  # of this key and all later ones, with an earlier key in the call or not
+        after, first = _NOTHING, _NOTHING  # nodes of a key and later ones: if an earlier key was written; if none was
         for key in sorted({*properties, *required}, key=lambda key: (key.lower(), key), reverse=True):
             value = self._value(tool, key, properties.get(key, True))
             one: Node = ["seq", ["text", f"{key}:"], value]

@@ -69,7 +69,7 @@ def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> Process
 
 
 class DevicePair:
-    """A pair over NCCL or HCCL. The link's probe, its first payload, creates NCCL's communicator; this class creates HCCL's.
+    """A pair over NCCL or HCCL. The first payload (the link's probe) makes NCCL's communicator, and this class HCCL's.
 
     Work waits for earlier launches on the calling thread's current stream. The host polls for the end of work and
     queues nothing after it: a peer that sends nothing delays no copy, and every wait has a timeout. Sends and receives

@@ -63,7 +63,7 @@ class Request:
     transfer_id: str = ""
     peer: str = ""  # the connection or instance of the other leg
     client: str = ""  # the connection that receives the outputs
-    kv_precision: str = ""  # in what landed KV differs from KV computed here (kv.pool_route.PoolRoute)
+    kv_precision: str = ""  # how KV that landed differs from KV computed here (kv.pool_route.PoolRoute)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
     is_pull: bool = False  # the request only copies the KV cache of a prompt's beginning between two prefix caches
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)

@@ -99,7 +99,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; wrong tokens cost only time
     may_draft: bool = True  # False: each step computes one token of the request
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
-    retention_s: float = 0.0  # for how long its cached blocks are evicted after others
+    retention_s: float = 0.0  # how long its cached blocks are evicted only after others
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: generation
 
     @property

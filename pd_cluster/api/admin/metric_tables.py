@@ -85,8 +85,8 @@ def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
 
 ADAPTERS = OfCluster(
     "vllm:lora_requests_info",
-    "Only with --enable-lora. running_lora_adapters and waiting_lora_adapters: adapters with "
-    "requests that have, and that still lack, their first token; max_lora: --max-loras. The value is Unix time.",
+    "Only with --enable-lora. running_lora_adapters and waiting_lora_adapters: adapters whose requests have their "
+    "first token, and those whose requests wait for it; max_lora: --max-loras. The value is Unix time.",
 )
 BATCH_LINES = OfCluster(
     "pd_cluster:batch_lines",

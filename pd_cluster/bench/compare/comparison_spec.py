@@ -91,7 +91,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 4
     speeds: list[Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]] = []
     concurrency: list[Annotated[int, msgspec.Meta(ge=1, le=10_000)]] = []
-    client_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # of guidellm that send requests
+    client_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # guidellm's, which send requests
     num_warmup_requests: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
     deadline_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1800.0  # for one server's load at one level
 

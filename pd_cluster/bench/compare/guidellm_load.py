@@ -16,7 +16,7 @@ from pd_cluster.bench.request_arrivals import Arrival
 @dataclass(frozen=True, slots=True)
 class GuidellmLoad:
     guidellm: Guidellm
-    num_processes: int = 1  # that send requests
+    num_processes: int = 1  # guidellm's processes that send requests
 
     @classmethod
     def find(cls, command: str, num_processes: int) -> GuidellmLoad:

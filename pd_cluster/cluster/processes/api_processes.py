@@ -265,7 +265,7 @@ class ApiProcesses:
             raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
 
     async def _start(self, api: _Api) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        if api.writer is not None:  # of the ended process
+        if api.writer is not None:  # the writer of the ended process
             api.writer.close()
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo, theirs:

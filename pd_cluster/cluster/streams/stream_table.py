@@ -19,7 +19,7 @@ from pd_cluster.types import RequestSpec
 TAKEN = "another reader has taken this stream over"
 
 StreamCallback = Callable[[RequestStream], None]
-Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # of the legs; the last three apply to kept streams
+Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # fates of legs; the last three apply to kept streams
 
 
 class StreamEnd(NamedTuple):

@@ -106,7 +106,7 @@ class WeightUpdates:
             if self.phase != "serving":
                 raise Refused("an update has been started; finish it, or POST /abort_weight_update")
             self._check_members()
-            await self._drop_received()  # of an update that has expired
+            await self._drop_received()  # the tensors of an update that has expired
             self._mode = mode
             self._enter("started")
 
@@ -224,7 +224,7 @@ class WeightUpdates:
     async def abort(self) -> None:
         """Forgets an update that has not been finished; the weights stay as they are."""
         if self._received is not None and self._receiver is not None and self._one_at_a_time.locked():
-            self._receiver.kill()  # it may wait for the trainer
+            self._receiver.kill()  # the receiver may wait for the trainer
         async with self._one_at_a_time:
             await self._drop_received()
             self._enter("serving")

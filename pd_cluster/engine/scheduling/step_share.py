@@ -14,8 +14,8 @@ from pd_cluster.costs.linear_costs import StepCost, num_pairs_of
 from pd_cluster.types import Request
 
 LONG_STEPS = 8  # a prompt that fills more steps than this is long
-OTHERS_SHARE = 0.75  # of a step, for shorter prompts
-MOST_SHARE = 0.75  # of the time of a whole step without earlier context, for the prompts of a step with a long one
+OTHERS_SHARE = 0.75  # the share of a step for shorter prompts
+MOST_SHARE = 0.75  # the most time for prompts if one is long, as a share of a whole step without earlier context
 LEAST_CHUNK = 32  # tokens; smaller chunks would mostly cost the step itself
 
 

@@ -20,7 +20,7 @@ MAX_CODES = 16
 MAX_SESSIONS = 64
 MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
-LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # of a session at the public port: for two pages, and in bursts for four
+LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # queries of a public session: for two pages, and in bursts for four
 
 
 class ViewRate:

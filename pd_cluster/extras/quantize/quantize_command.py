@@ -55,7 +55,7 @@ def quantize(
         _check_length(model, num_tokens, samples_only=bool(calibration) and not evaluate)
     samples: Samples = []
     before = None
-    device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # the same device before and after
+    device = "cpu" if scheme in ONLY_ON_CPU else "auto"  # the same device before and after quantizing
     wanted = num_samples + max(1, min(NUM_EVALUATED, num_samples // 8))
     if needs_samples and calibration:
         samples = samples_of_file(Path(calibration).expanduser(), Tokenizer(folder), folder, wanted, num_tokens)

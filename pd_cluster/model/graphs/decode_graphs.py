@@ -262,7 +262,7 @@ class DecodeGraphs:
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to the buffer that all graphs share: otherwise each graph would keep its own."""
-        if self._logits is None:  # in the run before the first capture, so outside of the graphs' memory
+        if self._logits is None:  # this is the run before the first capture, so outside of the graphs' memory
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 

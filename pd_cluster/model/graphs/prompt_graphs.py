@@ -167,7 +167,7 @@ class PromptGraphs:
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to the buffer that all graphs share; see `DecodeGraphs`."""
-        if self._logits is None:  # in the run before the first capture
+        if self._logits is None:  # this is the run before the first capture
             self._logits = logits.new_empty(self._sizes[-1].num_seqs, logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 

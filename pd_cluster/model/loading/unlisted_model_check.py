@@ -97,7 +97,7 @@ class ConfigLengths:
         for length, name in sorted(found.items()):
             if length >= max_model_len:
                 continue
-            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # in chunks, and as a whole
+            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # a sequence is computed in chunks, and as a whole
             fits = 4 * config.num_attention_heads * (length + NUM_BEYOND) ** 2 <= MOST_SCORES_NBYTES
             (proven if fits and flop > 0 else skipped)[length] = name
         return cls(proven, skipped)

@@ -180,7 +180,7 @@ class FlashInfer:
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_name)
         self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of earlier shapes in a step
-        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph that replays
+        self._graph_plans: list[torch.Tensor] = []  # by that number, too: the plan of the graph that replays
 
     def attend_batch(
         self,

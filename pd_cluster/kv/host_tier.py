@@ -189,7 +189,7 @@ class HostTier:
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Makes the blocks of a prefix that are here the most recently used."""
-        for each in reversed(hashes):  # the end of a prefix is replaced before its beginning
+        for each in reversed(hashes):  # the end of a prefix is evicted before its beginning
             if each in self._slot_of:
                 self._queue.used(each)
 

@@ -153,7 +153,7 @@ class LowerTier:
 
     def _evict_for(self, num_blocks: int) -> None:
         if not self._capacity:
-            while len(self._index) > 1 << 20:  # contents that this instance has written
+            while len(self._index) > 1 << 20:  # no quota here, so only the index is bounded
                 self._index.discard(next(iter(self._index)))
             return
         num_over = len(self._index) + len(self._writing) + num_blocks - self._capacity

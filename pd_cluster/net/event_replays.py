@@ -79,7 +79,7 @@ class EventReplays:
         for replay in self.under_way:
             now_s = time.monotonic()
             if replay.client in has_time:
-                replay.until_s = now_s + REPLAY_S  # this replay's turn has not come
+                replay.until_s = now_s + REPLAY_S  # waits behind an earlier replay to this client
             else:
                 try:
                     self._try(socket, replay)

@@ -206,7 +206,7 @@ class LocalEngine:
             engine=self._config,
             timeouts=NO_TIMEOUTS,
         )
-        if "OMP_NUM_THREADS" not in os.environ:  # torch also counts cores beyond this process's limit
+        if "OMP_NUM_THREADS" not in os.environ:  # torch would use cores beyond this process's limit
             torch.set_num_threads(min(torch.get_num_threads(), host.num_cores()))
         if (spinning := Spinning.here(torch.get_num_threads())) is not None:
             ending.callback(spinning.close)

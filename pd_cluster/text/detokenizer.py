@@ -91,7 +91,7 @@ class Detokenizer:
         is_longer = len(text) > len(self._shown_text)
         if is_longer and (not text.endswith(REPLACEMENT) or len(self._pending) > MAX_PENDING_TOKENS):
             return self._show(text)
-        if len(self._pending) > MAX_PENDING_TOKENS:  # special tokens, which have no text
+        if len(self._pending) > MAX_PENDING_TOKENS:  # so many tokens without text are special tokens
             self._pending.clear()
         return ""
 

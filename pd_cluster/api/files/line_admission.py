@@ -48,7 +48,7 @@ class LineAdmission:
 
     def _may_begin_now(self) -> bool:
         for stream in [*self._without_token.values()]:
-            if stream.heard_s:  # the reader may get this token later, with others
+            if stream.heard_s:  # the prompt is computed, even if its token is read later
                 self._note_token(stream, stream.heard_s)
         return self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())
 

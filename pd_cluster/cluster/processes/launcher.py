@@ -292,7 +292,7 @@ class Cluster:
         tables.
         """
         self._stopping.set()
-        if self._preloader is not None:  # ranks continue without it; it may hang, and hold a worker's files
+        if self._preloader is not None:  # first: ranks do not need it, and if it hangs it may hold a worker's files
             self._preloader.close()
         schedulers = [name for name in self.launch.scheduler_names if name in self._processes]
         for group in (schedulers, [name for name in self._processes if name not in schedulers]):

@@ -184,7 +184,7 @@ class _Forked:
             preloader.is_silent = True  # so the other ranks do not wait for it
             raise NotForked(f"the preloader did not answer within {FORK_TIMEOUT_S:g} s") from None
         finally:
-            if not fork.pid:  # also after cancellation
+            if not fork.pid:  # without a fork, also after cancellation
                 fork.close()
         return cls(fork)
 

@@ -143,7 +143,7 @@ class LegDispatch:
     def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
         """Counts a prompt's images at the encoders that compute them, until the prompt's leg has ended."""
         self._end_encoding(stream)
-        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # there may be no encoders
+        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # `encoders` may be empty
             num_tokens = span.stop - span.start
             encoder.num_outstanding += 1
             encoder.outstanding_tokens += num_tokens

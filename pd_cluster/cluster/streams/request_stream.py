@@ -76,7 +76,7 @@ class Inbox:
         is_early = self._gathers and isinstance(item, TokenOutput) and item.finish_reason is None and not item.earlier
         if self._waiter is not None and not (is_early and len(self._items) < NUM_GATHERED):
             waiter, self._waiter = self._waiter, None
-            if not waiter.done():  # cancelled
+            if not waiter.done():  # a cancelled waiter is done
                 waiter.set_result(None)
 
     async def get(self) -> TokenOutput | Exception | Setback | None:

@@ -216,7 +216,7 @@ class EncodeWorker:
     # ---- time and events
 
     def tick(self) -> None:
-        for token in [token for token in self._offers if token not in self._server]:  # they were received
+        for token in [token for token in self._offers if token not in self._server]:  # received, so no longer offered
             del self._offers[token]
         now_s = self._clock()
         if now_s >= self._next_tick_s:
@@ -307,7 +307,7 @@ class EncodeWorker:
 
     def _read_scheduler(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
-            case wire.WantedAdapters(adapters):  # a tower has no adapters
+            case wire.WantedAdapters(adapters):  # a tower has no adapters, so it has each as wanted
                 self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
             case wire.ResetCache():
                 self._forget()

@@ -97,7 +97,7 @@ class ShipProgress:
         `num_layers`: how many of the model's attention layers have finished. `num_computed`: how many of the prompt's
         tokens will be computed when the step has ended.
         """
-        if self.group.holds.is_state:  # the next chunk changes the state
+        if self.group.holds.is_state:  # a state is sent at the end: each chunk changes it
             return
         stop, first, done = self._complete(num_computed), self.num_layers, self.group.num_done(num_layers)
         if stop <= self.next_token or done <= first:

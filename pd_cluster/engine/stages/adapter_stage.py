@@ -101,7 +101,7 @@ class WorkerAdapters(Stage):
                 self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
             elif digest in self._loading:
                 continue
-            elif digest in self._keeper.variants:  # the adapter was about to be dropped
+            elif digest in self._keeper.variants:  # still loaded: it was about to be dropped
                 self._proven.add(digest)
             elif digest not in self._proven:
                 self._due.setdefault(digest)
@@ -219,7 +219,7 @@ class WorkerAdapters(Stage):
                 return
         if self._due:
             return
-        for digest in list(self._cache.closing) if self._cache is not None else []:  # no leg needs their memory
+        for digest in list(self._cache.closing) if self._cache is not None else []:  # none has to make room now
             self._open(digest)
 
     def _is_open(self, digest: str) -> bool:

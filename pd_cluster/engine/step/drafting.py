@@ -151,7 +151,7 @@ def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: 
     if not (is_predicted or request.order.reports_drafts):
         return
     report = request.draft_report or DraftReport()
-    if is_predicted:  # drafts after a wrong one were not compared
+    if is_predicted:  # counts at most one as rejected: drafts after a wrong one were not compared
         report = report.plus(num_accepted, int(num_accepted < num_drafts))
     if request.order.reports_drafts:
         report = report.plus(step=(num_drafts, num_accepted))

@@ -121,7 +121,7 @@ class Worker:
             self.legs.drop_unwanted()
             return False
         if self._rounds is None and self._cores.are_shared and not self.state.drain.has_begun and self._waits():
-            return False  # in a unit, the others would wait with it
+            return False  # not in a unit, whose other members would wait, too
         plan = self.core.plan()
         if plan.admitted or plan.preempted:
             self.publish()  # before the step, which may take long

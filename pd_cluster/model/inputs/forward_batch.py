@@ -296,7 +296,7 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
     places = _places(pool, GroupTables(nums_blocks, step.blocks), positions, lens)
-    if step.num_again:  # their writes go into the block that receives the writes of padding
+    if step.num_again:  # rows computed again write to the block for padding
         places["slot_mapping"][-step.num_again :] = pool.num_blocks * pool.layout.block_size
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
     return {

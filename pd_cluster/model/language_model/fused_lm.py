@@ -134,7 +134,7 @@ class FusedCausalLM:
         """Computes the second half of the last layer for the rows that are read; returns logits."""
         hidden, last = batch.hidden, self.layers[-1]
         rows = batch.sample_rows if hidden is None else hidden.kept
-        if self._experts is not None and self._experts.are_exchanged:  # every layer exchanges all rows of a step
+        if self._experts is not None and self._experts.are_exchanged:  # this layer exchanges all rows, too
             delta = self._after_attention(last, x, attended)
             x, delta = x[rows], delta[rows]
         else:

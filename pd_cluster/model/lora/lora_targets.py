@@ -137,7 +137,7 @@ class LoraTargets:
             self.rows.use(batch.adapted_rows)
         else:
             self.rows.begin(batch.adapters, batch.query_lens)
-        if not self.rows.is_on_device:  # on a device only layers that compute all rows of a step have adapters
+        if not self.rows.is_on_device:  # on a device the head, which computes some rows only, has no adapters
             self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager

@@ -120,7 +120,7 @@ class ParallelPlan:
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
         if attention is not None or self.states is not None:
             self._styles = dict(attention or HYBRID_STYLES)
-        if getattr(config, "kv_lora_rank", None):  # some plans leave this attention whole, which needs no sum after it
+        if getattr(config, "kv_lora_rank", None):  # some of transformers' plans leave latent attention whole
             self._styles |= LATENT_STYLES
         if "gate_up_proj" in self._styles:  # some files store its halves separately
             self._styles |= {"gate_proj": "column", "up_proj": "column"}

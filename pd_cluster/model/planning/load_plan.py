@@ -83,7 +83,7 @@ class LoadPlan:
     @property
     def goes_ahead(self) -> bool:
         """Whether steps are launched with tokens that the host does not know yet; on CPUs this would gain nothing."""
-        if self.exchanges_rows:  # members of the unit agree on each step before its launch
+        if self.exchanges_rows:  # members of a unit agree on each step before its launch
             return False
         spreads = self.device.traits.spreads_tokens or self.config.npu_tp_graphs
         return self.device.is_accelerator and (self.is_alone or spreads)

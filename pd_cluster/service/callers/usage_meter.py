@@ -175,7 +175,7 @@ def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool
     """
     if generation.stream is None:
         return 0
-    if is_left and generation.stream.order.gathers:  # the first token is sent at once
+    if is_left and generation.stream.order.gathers:  # only tokens after the first may wait to be sent
         begun = [each for each in generation.stream.sequences if each.num_delivered and not each.is_over]
         most = generation.sampling.max_tokens
         num_output_tokens += sum(min(MAX_UNSENT, max(0, most - each.num_delivered)) for each in begun)

@@ -84,7 +84,7 @@ class TokensRequest(BaseModel):
     content_parts: Annotated[list[Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     output_mode: Literal["tokens", "text", "derender"] | None = None
-    return_token_ids: bool | None = None  # they are part of every answer
+    return_token_ids: bool | None = None  # no effect: every answer has them
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     token_offsets: list[Any] | None = None

@@ -24,6 +24,9 @@ class Reservations:
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
 
+    def __len__(self) -> int:
+        return len(self._claims)
+
     def take(self, port: int) -> bool:
         """Reserves a port if it is free now. Returns whether it was."""
         with socket.socket() as probe:
@@ -57,7 +60,7 @@ def free_ports(count: int, reservations: Reservations | None = None) -> list[int
     for port in _candidates():
         if len(ports) == count:
             break
-        if (reservations or FOR_LIFE).take(port):
+        if (FOR_LIFE if reservations is None else reservations).take(port):
             ports.append(port)
     if len(ports) < count:
         raise ConfigError(f"this machine has no {count} free ports")

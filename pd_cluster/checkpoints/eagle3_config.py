@@ -37,7 +37,7 @@ PARALLEL = (
     "pard_token",
     "ptd_token_id",
     "mask_token_id",
-)  # of heads that draft all at once
+)  # fields of heads that draft all tokens at once
 USUAL_TAPS = 3
 WAY_OUT = "give another head, or method ngram or suffix"
 

@@ -29,7 +29,7 @@ CT_FORMATS = (
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
 PACKINGS = ("auto_gptq", "auto_awq", "llm_compressor", "auto_round", "gptqmodel")
-OWN_PACKINGS = ("auto_round", "gptqmodel")  # of AutoRound, with unchanged zero points
+OWN_PACKINGS = ("auto_round", "gptqmodel")  # AutoRound's packings with unchanged zero points
 AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelslim"
 
 

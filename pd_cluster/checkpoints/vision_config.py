@@ -35,7 +35,7 @@ class VisionPart:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     rescale: float
-    files: tuple[Path, ...]  # with these settings, besides config.json
+    files: tuple[Path, ...]  # files with these settings, besides config.json
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> VisionPart:

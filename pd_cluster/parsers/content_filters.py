@@ -71,7 +71,7 @@ class Unwrapped:
         self._held += text
         if self._state == "before":
             begun = self._held.lstrip(BLANKS)
-            if begun != self._before and self._before.startswith(begun):  # the rest may follow
+            if begun != self._before and self._before.startswith(begun):  # it may still arrive
                 return
             is_open = begun.startswith(self._before)
             self._held = begun.removeprefix(self._before) if is_open else self._held

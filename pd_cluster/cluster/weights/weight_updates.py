@@ -1,7 +1,7 @@
 """Updates of the served weights: checked on every instance, then changed on all of them while no request runs.
 
-docs/protocol/weights.md has the state × event table. Knows nothing of HTTP. On the event loop, except that files are
-read on threads.
+docs/protocol/weights.md has the state × event table. Knows nothing of HTTP. Runs on the event loop, and
+reads files on threads.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Generation:
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # reads a choice's text that may have reasoning or calls
     new_call_id: Callable[..., str] = _no_calls  # (a call's name, its number in the choice) -> its id
-    hides_reasoning: bool = False  # from the client
+    hides_reasoning: bool = False  # clients do not get the reasoning
     calls_finish: bool = False  # a choice with calls has "tool_calls" as its finish_reason
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ from pd_cluster.service.generation.text_sequence import Piece, joined
 from pd_cluster.service.media.pixel_budget import PixelHold
 from pd_cluster.types import TokenOutput
 
-MOST_TOKENS_OF_PIECE = 64  # for answers that are not streamed
+MOST_TOKENS_OF_PIECE = 64  # tokens in a piece of an answer that is not streamed
 
 
 class TextGenerator:

@@ -126,8 +126,8 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
-    prefill: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1, or a unit.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Instances; default: 1, or a unit.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Default: 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Image encoders.")] = 0,
     hybrid: Annotated[int | None, typer.Option(min=1, help="Hybrid instances, alone.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Schedulers; 2 ports each.")] = 1,

@@ -285,8 +285,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float | None,
         ENGINE(
-            "Share of memory for this instance if neither --num-blocks nor --kv-cache-memory is given; on a CPU, of "
-            "the free memory. GPU default: 0.9.",
+            "Share of memory for this instance, unless a flag gives the size of the pool. On a CPU: of the free "
+            "memory. GPU default: 0.9.",
             also=("device_memory_utilization",),
             checks=(within(0, 1),),
         ),

@@ -288,12 +288,12 @@ def test_what_is_guided_comes_after_the_reasoning(speaker: Speaker) -> None:
     ("budget", "reasoning", "content"),
     [
         (23, "They ask for the sun.", "It shines."),
-        (9, "They ask", "for the sun.\n</think>\n\nIt shines."),
-        (0, "", "They ask for the sun.\n</think>\n\nIt shines."),
+        (9, "They ask", "for the sun.\n\n\nIt shines."),
+        (0, "", "They ask for the sun.\n\n\nIt shines."),
     ],
 )
 def test_reasoning_ends_with_its_budget(speaker: Speaker, budget: int, reasoning: str, content: str) -> None:
-    """This model then goes on with its script, a token of which the mark has replaced."""
+    """This model then goes on with its script, a token of which the mark has replaced. Its own mark is not shown."""
     extra = {"thinking_token_budget": budget}
     message = speaker.choice("reasoning, content", [], extra_body=extra).message
     assert ((message.reasoning or "").strip(), message.content) == (reasoning, content)

@@ -11,6 +11,7 @@ import torch
 
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.planning import pools_before_loading
 from pd_cluster.model.runner import load_runner as loading
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.settings.engine_config import EngineConfig
@@ -28,7 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def runner_of(folder: Path, splits: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ModelRunner:
-    monkeypatch.setattr(loading, "splits_windows", lambda plan: splits)
+    for module in (loading, pools_before_loading):
+        monkeypatch.setattr(module, "splits_windows", lambda plan: splits)
     config = EngineConfig(
         model=str(folder), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=LONGEST + 2, **settings
     )

@@ -12,6 +12,7 @@ from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.graphs.step_graphs import StepGraphs
 from pd_cluster.model.language_model.causal_lm import CausalLM
 from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.planning import pools_before_loading
 from pd_cluster.model.runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
 
@@ -36,7 +37,8 @@ def go_ahead_with_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> 
 
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(load_runner, "capture_graphs", make_graphs)
-    monkeypatch.setattr(load_runner, "splits_windows", lambda plan: False)  # as on the devices that it stands for
+    for module in (load_runner, pools_before_loading):
+        monkeypatch.setattr(module, "splits_windows", lambda plan: False)  # as on the devices that it stands for
     monkeypatch.setattr(ModelRunner, "__init__", init)
     return made
 

@@ -34,13 +34,13 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 def check_before_loading(plan: LoadPlan) -> None:
     """Raises ConfigError for settings that a model with states refuses, if this is known without weights.
 
-    Modules are built for a single rank only: transformers changes torch's default dtype meanwhile, and several ranks
-    may be threads.
+    Modules are built for a single rank outside a unit only: transformers changes torch's default dtype meanwhile, and
+    several ranks may be threads.
     """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:
         return
     check_states(plan, may_fuse(plan))
-    if plan.config.state_cache_gib is not None and plan.is_alone:
+    if plan.config.state_cache_gib is not None and plan.is_alone and plan.experts is None:
         _, caches = model_without_values(plan.checkpoint)
         _needs(plan, _first_layouts(plan, caches, plan.group.size)).num_checkpoints(0)
 

@@ -11,8 +11,8 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.graphs.step_graphs import StepGraphs
 from pd_cluster.model.language_model.causal_lm import CausalLM
-from pd_cluster.model.planning.load_plan import LoadPlan
 from pd_cluster.model.planning import pools_before_loading
+from pd_cluster.model.planning.load_plan import LoadPlan
 from pd_cluster.model.runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
 

@@ -21,7 +21,7 @@ Drafts = Mapping[Request, Sequence[int]]  # draft tokens that follow a chunk of 
 NO_DRAFTS: Drafts = MappingProxyType({})
 NUM_COLUMNS = 6  # columns of StepInput.rows
 KEEP_COLUMNS = 3  # columns of StepInput.keeps
-ONE_BLOCK = 0  # stands in place of the tokens per block for states: a sequence has one block
+ONE_BLOCK = 0  # given as the tokens per block for states: a sequence has one block
 
 
 class AdapterSlots(NamedTuple):

@@ -24,7 +24,7 @@ from pd_cluster.model.layers.ops import Ops
 log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = CPU.traits.block_size  # tokens
-TRITON_BLOCK_SIZES = (4, 256)  # powers of two, from the first to the second
+TRITON_BLOCK_SIZES = (4, 256)  # the smallest and the largest, powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def choose_attention(
     support them.
 
     `dtype`: the model's, if it differs from the pool's.
-    `dtype`: the model's dtype, if the pool's differs.
     """
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":

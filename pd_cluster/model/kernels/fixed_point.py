@@ -18,7 +18,7 @@ MASS_BITS: Final = 42  # the sum for two million equally likely tokens fits 64 b
 MAX_VOCAB_SIZE: Final = 1 << 21
 AT_ONCE: Final = 1 << 14  # values that numpy processes together, so that they stay in the cache
 LOG2_E: Final = 1.4426950408889634
-LEAST_EXPONENT: Final = -60.0  # masses are zero far above it
+LEAST_EXPONENT: Final = -60.0  # masses are already zero below -43
 ROUNDER: Final = 6755399441055744.0  # 1.5 * 2 ** 52: adding and subtracting it rounds to the nearest integer
 # ln(2) ** k / k!, for exponents of -0.5 to 0.5: the error is below 1e-12. Constants, since libraries' powers differ.
 TAYLOR: Final = (

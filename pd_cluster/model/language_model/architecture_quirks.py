@@ -118,14 +118,17 @@ class Quirks:
     `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms round after the multiplication, not before it.
     `norms`: the names of a layer's norms, by field. `norms_span_heads`: the norms of queries and keys treat all heads
     as one vector. `window`, `rope`: return, for an attention module, its window and the kind of layer whose rope it
-    uses. `pairs_neighbours`: whether rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`:
-    whether an indexer's rope, with the same tables, does. `turn`: the function that calls the rotary embedding.
+    uses.
+    `pairs_neighbours`: whether rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: whether
+    an indexer's rope, with the same tables, does. `turn`: the function that calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap. `multipliers`: returns the config's factors. In other
-    architectures these config fields may have no effect. `activation`: replaces the config's activation. `mlp`: the
-    name of a layer's second half; `has_second_half`: every layer has one; otherwise a layer is only an attention, a
-    state or an MLP. `router`: the name of a sparse block's router. `interleaves_gates`: the experts' files interleave
-    gates and ups. `embedding`, `last_norm`: the names of the modules before and after the layers. `only_with`: config
-    values that the kernels require. If a version of transformers lacks the field, its modules have that value.
+    architectures these config fields may have no effect.
+    `activation`: replaces the config's activation. `mlp`: the name of a layer's second half; `has_second_half`: every
+    layer has one; otherwise a layer is only an attention, a state or an MLP. `router`: the name of a sparse block's
+    router. `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the
+    modules before and after the layers.
+    `only_with`: config values that the kernels require. If a version of transformers lacks the field, its modules have
+    that value.
     """
 
     adds_one: bool = False

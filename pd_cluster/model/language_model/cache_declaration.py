@@ -141,7 +141,7 @@ def layouts_of(
     draft_head: str = "",
     split_windows: bool = False,
 ) -> tuple[KVLayout, ...]:
-    """Returns the layouts of a model's groups of layers: layers that keep all tokens, a window, and states.
+    """Returns the layouts of a model's groups of layers: one that keeps all tokens, one for windows, one for states.
 
     `dtype`: for the pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
     writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window form

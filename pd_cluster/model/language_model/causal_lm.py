@@ -70,7 +70,7 @@ class CausalLM(Protocol):
 
 
 class PlainCausalLM:
-    """Runs transformers' forward, with attention by the function that the loader registered."""
+    """Runs transformers' forward; its attention is the function that the loader registered."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def is_known(architecture: type[Any], config: Any) -> bool:
 
 
 def why_not_deterministic(model: Any) -> str:
-    """Returns, in words, the part of a model whose sums depend on the batch; "" if there is none."""
+    """Returns a phrase for the part of a model whose order of sums depends on the batch; "" if there is none."""
     if not can_fuse(model):
         return f"{type(model).__name__}'s layers are not fused"
     if any(isinstance(module, SpanningNorm) for module in model.modules()):

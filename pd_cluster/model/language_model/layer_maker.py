@@ -1,4 +1,4 @@
-"""Makes linear layers, with adapters, and norms from those of a transformers module, and removes them from it."""
+"""Removes the linear layers and norms of a transformers module, and makes layers with adapters from them."""
 
 from __future__ import annotations
 

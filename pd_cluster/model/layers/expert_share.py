@@ -65,7 +65,7 @@ class ExpertShare:
     exchange: ExpertUnit | None = None
 
     def own(self, num_experts: int) -> list[int]:
-        """Returns the indexes of this rank's experts, ascending. Raises ModelError if ranks would differ in number."""
+        """Returns the indexes of this rank's experts, ascending. Raises ModelError if they cannot be spread evenly."""
         if num_experts % self.size:
             flag = called("enable_expert_parallel" if self.exchange is None else "data_parallel_size")
             raise ModelError(

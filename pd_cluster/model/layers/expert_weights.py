@@ -19,7 +19,7 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # values between the two products; at this number the ranks join the experts collected so far
+MOST_WAITING = 1 << 20  # as many values between the two products may wait until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)

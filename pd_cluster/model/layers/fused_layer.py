@@ -104,7 +104,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer. The two `post_*` norms apply to the additions of each half to the residual stream.
+    """One decoder layer. The two `post_*` norms apply to what each half adds to the residual stream.
 
     Without `input_norm` and `mlp_norm` the halves read the residual stream itself.
     """
@@ -115,4 +115,4 @@ class FusedLayer:
     mlp_norm: Norm | None = None
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
-    residual_multiplier: float = 1.0  # multiplies each half's addition
+    residual_multiplier: float = 1.0  # multiplies what each half adds

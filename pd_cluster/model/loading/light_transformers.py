@@ -4,9 +4,11 @@ Three parts are left out, which together take half of the time of all imports:
 
 - The packages `transformers` and `transformers.models` read a part of each of their thousands of files to map names to
 modules. Rank processes import modules by path; the replacement packages load the map only on access to a name that is
-not a module. - transformers' own sharding (DTensor, FSDP) and losses, by reporting torch.distributed and scipy as not
-available. `model/parallel` shards the ranks, and nothing is trained. - torch's compiler, which transformers imports
-only to mark functions. Ranks compile nothing; the compiler is imported when anything except the marks is accessed.
+not a module.
+- transformers' own sharding (DTensor, FSDP) and losses, by reporting torch.distributed and scipy as not available:
+`model/parallel` shards the ranks, and nothing is trained.
+- torch's compiler, which transformers imports only to mark functions. Ranks compile nothing; the compiler is imported
+when anything except the marks is accessed.
 """
 
 from __future__ import annotations

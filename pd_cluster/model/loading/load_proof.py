@@ -32,7 +32,7 @@ WINDOW = 3
 SHORTENED = ("sliding_window", "index_topk")
 # Recurrent modules scan at most 64 tokens together during the proof, so that the steps cross a boundary between scans.
 SCAN, MOST_SCANNED = "chunk_size", 64
-ROUNDED = "int8"  # as a bound: activations are rounded to codes, which their last bits may change
+ROUNDED = "int8"  # the bound if activations are rounded to codes, since their last bits can change a code
 # The tolerated relative difference of a row of logits; in float32, correct rows differ by about 1e-6.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}
 # The share of rows that may exceed TOLERANCE: in 16 bits a router may choose another expert, which changes everything

@@ -1,4 +1,4 @@
-"""Loads weights in forms that transformers does not support: it loads placeholders, whose modules are then replaced.
+"""Loads weights in forms that transformers does not support: transformers loads placeholders, then these are replaced.
 
 A placeholder has the shape and dtype that transformers expects, but the memory of a single value.
 """

@@ -123,7 +123,7 @@ def load_plain(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # wrong sizes are refused below, by name
-                **({} if held else straight_to(device)),  # there placeholders would occupy their full memory
+                **({} if held else straight_to(device)),  # on a device, placeholders would occupy their full memory
             )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
@@ -198,7 +198,7 @@ def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigErro
 
 
 def straight_to(device: Device) -> dict[str, Any]:
-    """Returns the arguments with which transformers fills an accelerator's memory from several threads, by accelerate.
+    """Returns the arguments with which transformers and accelerate fill an accelerator's memory from several threads.
     """
     if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
         return {"device_map": {"": device.torch_name}}

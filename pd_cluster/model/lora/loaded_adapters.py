@@ -27,7 +27,7 @@ class Adapters(SlotTable[LoraFolder]):
 
     def put(self, slot: int, folder: LoraFolder) -> None:
         device = self.places.rows.device
-        use(device)  # this thread uses the accelerator, too
+        use(device)  # on an accelerator, this thread launches its work there
         placed = TensorPlacement(self.places, self._weights, folder).puts()  # all parts, before any is stored
         self._take_place(slot, folder)
         for put in placed:

@@ -118,7 +118,7 @@ class DeviceUnitGroup:
             return _all_to_all(self._group, received, sent, received_sizes, sent_sizes)
         except RuntimeError as error:
             raise InstanceLost(
-                f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
+                f"member {self.rank} of a unit of {self.size} lost another member: {first_line(error)}"
             ) from error
 
 

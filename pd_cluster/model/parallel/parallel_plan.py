@@ -66,7 +66,7 @@ SPLIT_SIZES = (
     *("moe_shared_expert_intermediate_size", "shared_intermediate_size"),
 )
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.(?P<path>.+)\.(?P<part>\w+)$")
-# The parts of gate_up_proj: itself is "weight"; gate_up_proj_bias and gate_up_proj.bias are "bias".
+# gate_up_proj is the part "weight"; gate_up_proj_bias and gate_up_proj.bias are the part "bias"
 FUSED_EXPERTS = re.compile(
     r"(?:^|\.)layers\.\d+\.(?P<path>.*(?<!shared_)experts)\.(?P<name>gate_up_proj|down_proj)(?:[._](?P<part>\w+))?$"
 )

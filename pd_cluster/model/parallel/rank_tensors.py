@@ -1,4 +1,4 @@
-"""The tensors that one rank reads from files: by a plan, slices of all tensors; or whole experts of its own.
+"""The tensors that one rank reads from files: slices that a plan determines, and perhaps whole experts.
 
 Files store experts separately, as `experts.N.…`, or stacked along dimension 0. A rank's model numbers its own experts
 from 0. Independent of the forms of weights.

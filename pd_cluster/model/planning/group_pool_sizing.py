@@ -105,7 +105,7 @@ class GroupNeeds:
         return num_blocks * self.layouts[0].block_nbytes + window * min(num_blocks, self.num_window_blocks(num_seqs))
 
     def num_blocks_in(self, nbytes: int, num_seqs: int) -> int:
-        """Returns the number of blocks for which `nbytes_of` gives `nbytes`."""
+        """Returns the most blocks for which `nbytes_of` is at most `nbytes`."""
         most, window = self.num_window_blocks(num_seqs), self.window
         found = max(0, nbytes) // self.token_nbytes
         if window is None or found <= most:

@@ -263,7 +263,7 @@ class ModelRunner:
         return EncoderTotals() if self.tower is None else self.tower.encoded
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns the picture parts of a step for another rank, without pixels if that rank has the features already.
+        """Returns the picture parts of a step for another rank, with the pixels of only the pictures that it computes.
         """
         assert self.tower is not None or not parts
         return [] if self.tower is None else self.tower.without_foreign_pixels(parts, rank)
@@ -433,7 +433,7 @@ class ModelRunner:
     def move(self, moves: Sequence[GroupMove]) -> None:
         """Copies or clears blocks (kind, source, target, group) in the given order; see SwapSpace.
 
-        Groups share no blocks, so all moves of one group are done before the next group's.
+        Groups share no blocks, so the groups' moves can be done one group after another.
         """
         for at, swap in enumerate(self.swaps):
             own = [(kind, source, target) for kind, source, target, group in moves if group == at]

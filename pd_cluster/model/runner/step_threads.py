@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StepThreads:
-    """Threads and cores of steps. Without a ledger, every step uses the number of threads set at process start.
+    """Sets threads and cores. Without a ledger, every step uses the number of threads set at process start.
 
     Without an affinity, a step may run on any core.
     """

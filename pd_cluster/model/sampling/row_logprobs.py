@@ -79,13 +79,13 @@ def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, n
 
     For each of the rows of logits [num_rows, vocab_size], `token_ids` has a token and `nums` the number of most likely
     tokens, both [num_rows] int64. `most`: the largest of `nums`. `named` [num_rows, num_named]: ids of more tokens. The
-    columns are, with floats stored as their bits:
+    columns are as follows; floats are stored as their bits:
 
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
         logits of the named tokens
 
-    "most equals" are needed because of equal tokens topk may return any. They are the lowest ids of tokens with the
-    same logit as the last of the most likely tokens, counted from the vocabulary's end; 0 if there are no more.
+    "most equals" are needed because topk may return any of several equal tokens. They are the lowest ids of tokens
+    with the same logit as the last of the most likely tokens, counted from the vocabulary's end; 0 if none is left.
     """
     table = mended(logits)
     best = table.amax(1, keepdim=True)

@@ -32,7 +32,7 @@ FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_kept_tokens: int, group: Group) -> Tower:
-    """Loads the tower. Raises ModelError if its weights do not match. `dtype`: see Tower. Each rank has all of it."""
+    """Loads the tower, whole on every rank. Raises ModelError if its weights do not match. `dtype`: see Tower."""
     part = checkpoint.vision
     assert part is not None
     if not sys.stderr.isatty():

@@ -75,7 +75,8 @@ class Tower:
         return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns a step's parts for another rank, with the pixels of only the pictures that this rank computes."""
+        """Returns a step's parts for another rank, with the pixels of only the pictures that the other rank computes.
+        """
         own = {key for key, owner in self._owners(parts).items() if owner == rank}
         return [
             part if part.key in own else part._replace(image=structs.replace(part.image, pixels=b"")) for part in parts
@@ -173,7 +174,7 @@ class Tower:
 
 
 def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank of each item: the largest items first, each to the rank with the least so far, lowest first."""
+    """Returns the rank of each item: largest items first, each to the lowest of the ranks with the least so far."""
     loads, found = [0] * num_ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         found[at] = loads.index(min(loads))

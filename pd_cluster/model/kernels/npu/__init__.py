@@ -1,1 +1,1 @@
-"""Computation on Ascend NPUs with torch-npu's operators, which `device` registers with torch. No kernels of our own."""
+"""Computation on Ascend NPUs with torch-npu's operators, which `device` registers with torch; there are no kernels."""

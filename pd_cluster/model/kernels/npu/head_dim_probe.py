@@ -1,4 +1,4 @@
-"""Tests on this device, before a model uses it, packed attention with head sizes that its description excludes.
+"""Tests packed attention on this device, before a model uses it, with head sizes outside the operator's description.
 
 For `--npu-head-dims wide`. Random sequences, computed in chunks and then decoded, pass through the same write and call
 as a model's, and the results are compared with float32 attention on the host. Independent of models.

@@ -106,7 +106,7 @@ def attend_latents(
             for plane in planes
         )
         most_rows = max(1, MOST_SCORES // (num_heads * context_len))
-        behind = context_len - stop  # keys before those of row 0; row r sees them and rows 0 to r
+        behind = context_len - stop  # row r of the step sees behind + r + 1 keys
         dense = stop if batch.chosen is None else min(stop, max(first, batch.chosen.shape[1] - behind))
         for row in range(first, dense, most_rows):
             rows = slice(row, min(row + most_rows, dense))
@@ -135,7 +135,7 @@ def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _attend(
-    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: the rows are the last of the keys' positions
+    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: queries at the last positions of the keys
     rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
     latents: torch.Tensor,  # [num_keys, C]
     ropes: torch.Tensor,  # [num_keys, Dr]

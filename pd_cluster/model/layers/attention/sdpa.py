@@ -26,7 +26,7 @@ HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_att
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """How attention scores are computed: softmax(softcap * tanh(q @ k * scaling / softcap)) gives the weights."""
+    """How attention weights are computed: softmax(softcap * tanh(q @ k * scaling / softcap))."""
 
     scaling: float
     sliding_window: int | None = None  # a token attends to this many tokens, including itself
@@ -232,7 +232,7 @@ def _attend_step_by_step(
 def _mask(
     batch: ForwardBatch, query_len: int, seen: int, window: int, limits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns [query_len, seen] bool: whether query i sees key j, which is neither later nor outside the window."""
+    """Returns [query_len, seen] bool: whether query i sees key j, that is, j is not later and inside the window."""
     found = batch.masks.get((query_len, seen, window)) if limits is None else None
     if found is None:
         device = batch.slot_mapping.device

@@ -37,7 +37,7 @@ class LengthRotary(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
         self.batch: ForwardBatch | None = None
-        self.uses_transformers_rule = False  # True in reference passes: as in transformers
+        self.uses_transformers_rule = False  # True in passes that serve as a reference
         self._rope = rope
         self._short: torch.Tensor = rotary.original_inv_freq
         self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own choice

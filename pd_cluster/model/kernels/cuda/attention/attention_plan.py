@@ -14,8 +14,8 @@ import numpy.typing as npt
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
 
 # The splits of a context are fixed by position, so that a row's bits do not depend on the batch. In an 8B model a split
-# is 128 KiB of keys and values of one KV head. A program with its share of an H100's bandwidth reads that in about 11
-# us; the first key arrives after 1 to 2 us. The result that the program stores is 1/64 of what it read. With 512 keys
+# is 128 KiB of keys and values of one KV head. With its share of an H100's bandwidth, a program reads a split in about
+# 11 us, and its first key arrives after 1 to 2 us; the result that it stores is 1/64 of what it reads. With 512 keys
 # per split, a context of 1,024 tokens would occupy only 16 programs.
 SPLIT_KEYS = 256
 MAX_SPLITS = 64  # per context; limits the workspace: contexts over 16,128 keys have wider splits

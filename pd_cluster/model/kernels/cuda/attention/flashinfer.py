@@ -1,5 +1,4 @@
-"""A step's attention through FlashInfer. The host plans it once per step, and it runs in every layer with the same
-scoring.
+"""A step's attention through FlashInfer. The host plans it once per step, for all layers with the same scoring.
 
 FlashInfer reads the pool's pages through their strides. A batch of single tokens uses the decode kernels; any other
 batch uses the prefill kernels for all its sequences. This file does not know when a graph is captured: a batch with

@@ -1,5 +1,4 @@
-"""Speed-ups for NVIDIA GPUs that are off until measured on one (`--cuda-speedups`): which exist, which change results.
-"""
+"""Speed-ups for NVIDIA GPUs, off until measured on one (`--cuda-speedups`): which exist, which change results."""
 
 from __future__ import annotations
 

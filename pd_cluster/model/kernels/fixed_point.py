@@ -84,8 +84,7 @@ def _whole(numbers: Any) -> Any:
 
 
 def sums_by_bin(bins: NDArray[np.int64], masses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the exact sum of masses in each bin. numpy sums doubles, so each half of the bits is summed separately.
-    """
+    """Returns the exact sum of masses in each bin. numpy sums doubles, so each half of the bits is summed apart."""
     half = MASS_BITS // 2
     high, low = np.bincount(bins, masses >> half), np.bincount(bins, masses & ((1 << half) - 1))
     found: NDArray[np.int64] = (high.astype(np.int64) << half) + low.astype(np.int64)

@@ -198,8 +198,7 @@ def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigErro
 
 
 def straight_to(device: Device) -> dict[str, Any]:
-    """Returns the arguments with which transformers and accelerate fill an accelerator's memory from several threads.
-    """
+    """Returns arguments with which transformers and accelerate fill an accelerator's memory from several threads."""
     if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
         return {"device_map": {"": device.torch_name}}
     return {}  # the weights are loaded on the host, then moved to the device

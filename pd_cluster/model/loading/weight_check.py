@@ -73,8 +73,7 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
 
 
 def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
-    """Raises ModelError unless all layers are of supported types and compute prompts and single tokens in the same way.
-    """
+    """Raises ModelError unless all layers are of supported types and compute prompts and single tokens alike."""
     layer_types, recurrent = set(getattr(model.config, "layer_types", None) or ()), state_modules(model)
     if layer_types - ATTENDING - (OF_HYBRIDS if recurrent else set()):
         raise ModelError(

@@ -1,5 +1,4 @@
-"""Assigns slots to adapters, by digest, while adapters are loaded, and dropped between steps. Does not read adapters.
-"""
+"""Assigns slots to adapters, by digest, while adapters are loaded, and dropped between steps. Reads no adapters."""
 
 from __future__ import annotations
 

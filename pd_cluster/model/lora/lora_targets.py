@@ -169,8 +169,7 @@ class LoraTargets:
             site.nums_rows = None
 
     def move_adapters_from(self, old: LoraTargets) -> None:
-        """Takes over the adapters of `old`, which belongs to the same model loaded before; these targets have none yet.
-        """
+        """Takes over the adapters of `old`, from the same model loaded before; these targets have none yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():
             before, _ = old.linear[name]

@@ -95,8 +95,7 @@ class DeviceUnitGroup:
         return total.to(partials.dtype)
 
     def _to_all(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Returns, for each of the tensors [own rows, columns], the rows of all members concatenated in member order.
-        """
+        """Returns, for each of the tensors [own rows, columns], the rows of all members, joined in member order."""
         found = [each.new_empty(sum(self._num_rows), each.shape[1]) for each in given]
         if not sum(self._num_rows):
             return found

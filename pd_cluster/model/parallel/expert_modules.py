@@ -20,8 +20,7 @@ NAME = "experts"  # name of the module in a sparse block
 
 
 class ParallelExperts(torch.nn.Module):
-    """One block's experts: `inner` has only this rank's experts; `forward` takes the indexes that the router chooses.
-    """
+    """One block's experts: `inner` has only this rank's; `forward` takes the indexes that the router chooses."""
 
     def __init__(self, inner: torch.nn.Module, share: ExpertShare, num_experts: int) -> None:
         super().__init__()
@@ -36,9 +35,7 @@ class ParallelExperts(torch.nn.Module):
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not isinstance(
-            self.inner, PackedExperts | UnpackedExperts
-        ):  # only these ignore indexes past the end
+        if not isinstance(self.inner, PackedExperts | UnpackedExperts):  # only these ignore indexes past the end
             is_here = chosen < self._num_own
             chosen, weights = chosen.where(is_here, 0), weights.where(is_here, 0.0)
         found: torch.Tensor = self.inner(x, chosen, weights)

@@ -92,12 +92,10 @@ WHOLE = WeightCut()
 
 
 class ParallelPlan:
-    """The split of one architecture over `size` ranks. Raises ModelError that names what cannot be split, and a remedy.
-    """
+    """The split of one architecture over `size` ranks. Raises ModelError with what cannot be split and a remedy."""
 
     def __init__(self, config: Any, size: int, has_whole_experts: bool = False) -> None:
-        """`config`: from transformers. `has_whole_experts`: ranks have different experts, not slices of every expert.
-        """
+        """`config`: from transformers. `has_whole_experts`: ranks have different experts, not slices of each."""
         self.size = size
         self.config, self.has_whole_experts = config, has_whole_experts
         self.vocab_size: int = config.vocab_size
@@ -240,8 +238,7 @@ class ParallelPlan:
         return self._styles.get(EXPERT_ALIASES.get(name, name)) == "row"
 
     def own_outputs(self, num_outputs: int, rank: int) -> Piece:
-        """Returns a rank's outputs of a layer that takes whole rows; some ranks may have one output more than others.
-        """
+        """Returns a rank's outputs of a layer that takes whole rows; some ranks may have one more than others."""
         return rank * num_outputs // self.size, (rank + 1) * num_outputs // self.size
 
     def _elements(self, piece: Piece, total: int, length: int, key: str) -> Piece:

@@ -21,8 +21,7 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The settings, with defaults filled in, for one checkpoint on one device. `group`: the ranks that share the model.
-    """
+    """The settings, with defaults filled in, for a checkpoint on a device. `group`: the ranks that share the model."""
 
     config: EngineConfig
     checkpoint: Checkpoint

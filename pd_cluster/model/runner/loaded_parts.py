@@ -1,5 +1,4 @@
-"""Loads the parts of a checkpoint that take memory: the language model and, if it accepts pictures, the vision tower.
-"""
+"""Loads the parts of a checkpoint that take memory: the language model and, if it takes pictures, the vision tower."""
 
 from __future__ import annotations
 

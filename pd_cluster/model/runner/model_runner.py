@@ -263,8 +263,7 @@ class ModelRunner:
         return EncoderTotals() if self.tower is None else self.tower.encoded
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns the picture parts of a step for another rank, with the pixels of only the pictures that it computes.
-        """
+        """Returns the picture parts of a step for another rank, with pixels only for the pictures that it computes."""
         assert self.tower is not None or not parts
         return [] if self.tower is None else self.tower.without_foreign_pixels(parts, rank)
 

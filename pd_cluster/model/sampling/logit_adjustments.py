@@ -128,8 +128,7 @@ class Adjustment:
         return np.concatenate([self.always_banned, self.ends])
 
     def banned_after(self, request: Request) -> Ints:
-        """Returns pairs [num_found, 2] for bad_words: a possible next token, and an id that is banned right after it.
-        """
+        """Returns pairs [num_found, 2] for bad_words: a possible next token, and an id that is banned after it."""
         end = request.num_tokens
         found = [
             (token_id, last)

@@ -15,12 +15,10 @@ from pd_cluster.model.vision.vision_classes import CLASSES, class_of
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
-    """Rotates sections of a head by time, height and width; with one row of positions, like the text model's embedding.
-    """
+    """Rotates sections of a head by time, height and width; with one row of positions, like the text model."""
 
     def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
-        """`pairs_neighbours`: the tables of `three` have each angle twice in a row; those of `one` repeat all angles.
-        """
+        """`pairs_neighbours`: the tables of `three` repeat each angle at once, those of `one` all angles."""
         super().__init__()
         self._pairs_neighbours = pairs_neighbours
         self._one, self._three = (one,), (three,)  # hidden from modules(), where loaders look for rotary embeddings

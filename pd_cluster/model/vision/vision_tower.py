@@ -75,8 +75,7 @@ class Tower:
         return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns a step's parts for another rank, with the pixels of only the pictures that the other rank computes.
-        """
+        """Returns a step's parts for another rank, with pixels only for the pictures that the other rank computes."""
         own = {key for key, owner in self._owners(parts).items() if owner == rank}
         return [
             part if part.key in own else part._replace(image=structs.replace(part.image, pixels=b"")) for part in parts

@@ -4,6 +4,7 @@ Their projections are packed. One kernel call (layers/states/recurrent_kernels.p
 projections, and reads and writes the states in their blocks. This file also has layers that combine a state and an
 attention.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -115,8 +115,7 @@ class _Pages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Planner:
-    """A wrapper with its plan. The plan is copied from host memory, which must not change until the copy is complete.
-    """
+    """A wrapper with its plan. The plan is copied from host memory, which must not change until the copy is done."""
 
     wrapper: Any
     decodes: bool
@@ -258,8 +257,7 @@ class FlashInfer:
         return _Planner(wrapper, decodes, len(self._workspace), mark(self._device))
 
     def _graph_wrapper(self, batch: ForwardBatch, slot: int) -> Any:
-        """Makes a wrapper that reads the batch's own table. Graphs are replayed one at a time, so plans share a buffer.
-        """
+        """Makes a wrapper that reads the batch's own table. One graph replays at a time, so plans share a buffer."""
         device = self._device.torch_name
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,

@@ -1,5 +1,4 @@
-"""The two products of a block's experts, in the form that the kernels take. Independent of routers, rows and launches.
-"""
+"""The two products of a block's experts, in the kernels' form. Independent of routers, rows and launches."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class ExpertMatrices:
         return self.codes is not None and self.codes.kind <= E2M1
 
     def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the activations in the form that these matrices take; with int8 codes, also the scales of the rows.
-        """
+        """Returns the activations in the form that these matrices take; for int8 codes, also the rows' scales."""
         if self.codes is None or self.codes.kind != ROUNDED:
             return x, self.tensors[1]
         return rounded(x, self.codes.inputs)

@@ -39,8 +39,7 @@ FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 
 def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, has_words: bool = False) -> Tiling:
-    """`has_words`: the experts' weights are four-bit codes. Decoding these needs registers, so tiles have fewer rows.
-    """
+    """`has_words`: the experts' weights are four-bit codes. Decoding needs registers, so tiles have fewer rows."""
     tilings = TILINGS_32_BITS if dtype == torch.float32 else TILINGS_16_BITS[int(has_words) :]
     return next((each for each in tilings if 2 * num_pairs >= each.block_m * num_experts), tilings[-1])
 

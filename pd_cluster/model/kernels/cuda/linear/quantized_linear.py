@@ -97,8 +97,7 @@ class WeightCodes:
 
 
 def codes_of(weight: LinearWeight) -> WeightCodes | None:
-    """Packs a weight on its device. Returns None if it is not quantized, or its groups are too small for the kernels.
-    """
+    """Packs a weight on its device. Returns None if it is not quantized or has groups too small for the kernels."""
     if isinstance(weight, Int8Weight):
         return _rounded(weight)
     if not isinstance(weight, CodedWeight) or weight.dtype not in DTYPES:

@@ -258,8 +258,7 @@ def round_rows(
     BLOCK: tl.constexpr,
     IS_STATIC: tl.constexpr,
 ):
-    """Each program rounds one row, like `quantize_rows`, or with the scale and zero point in the file (`Int8Linear`).
-    """
+    """Each program rounds one row, like `quantize_rows`, or with the file's scale and zero point (`Int8Linear`)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     if IS_STATIC:

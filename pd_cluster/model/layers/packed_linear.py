@@ -107,7 +107,7 @@ def warn_of_batch_dependence(layer: PackedLinear) -> None:
     for num_rows in TESTED_ROWS:
         if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
             log.error(
-                "torch %s computes %d rows of %d inputs with other bits than %d rows: greedy output may depend on "
+                "torch %s computes other bits for %d rows of %d inputs than for %d rows: greedy output may depend on "
                 "the rest of the batch; use torch 2.11 to 2.14",
                 torch.__version__,
                 num_rows,

@@ -192,8 +192,9 @@ class TensorPlacement:
         given = self._numbers.tensor(f"{name}.base_layer", stored, keeps_dtype=True)
         if own is None or own.shape != given.shape or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
             raise ModelError(
-                f"{self._numbers.place(name)}.base_layer.weight: differs from this model's weight, but the adapter is "
-                f"valid only with the saved one; if the base was not changed, save it with save_embedding_layers=False"
+                f"{self._numbers.place(name)}.base_layer.weight: differs from this model's weight, and the adapter is "
+                f"valid only with the weight saved in its file; if the base was not changed, save the adapter with "
+                f"save_embedding_layers=False"
             )
 
     def _low_rank(self, place: str, key: str, part: ModuleFeatures, low: LowRank) -> LowRank:

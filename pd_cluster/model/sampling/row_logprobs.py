@@ -35,7 +35,7 @@ def logprobs_of(
 ) -> list[Logprobs]:
     """Returns one entry per row of logits [num_rows, vocab_size]; all other arguments have one entry per row.
 
-    `best`: the rows' largest logits. `rank` is 1 plus the number of tokens with a strictly larger logit. Of equal
+    `best`: the rows' largest logits. `rank` is 1 plus the number of tokens with a strictly larger logit. Among equal
     tokens the lowest ids come first. `named`: tokens whose logprobs follow those of the most likely tokens.
     """
     totals = log_totals(logits, best)  # [num_rows]

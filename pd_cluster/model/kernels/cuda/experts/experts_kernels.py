@@ -29,7 +29,7 @@ def route(
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
 ):
-    """Each program routes ROWS rows. Of equal scores the lowest expert comes first; a row of NaN gets valid experts."""
+    """Each program routes ROWS rows. Among equal scores the lowest expert is first; a row of NaN gets valid experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS_BLOCK)[None, :]
     rank = tl.arange(0, TOP_K_BLOCK)[None, :]

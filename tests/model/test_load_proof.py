@@ -213,7 +213,7 @@ def test_ranks_ask_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with ranks(folder, 2, num_blocks=128):
         pass
     (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
-    assert "chance 6.9" in warning  # of 1,024 tokens
+    assert "chance loses 6.9" in warning  # of 1,024 tokens
 
 
 # ---- --try-unlisted: types that transformers has and no list

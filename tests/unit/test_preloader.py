@@ -238,7 +238,7 @@ def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
         with pytest.raises(NotForked, match="has ended"):
             asked.accept()
         assert not other.fork.wait(0)
-        with pytest.raises(NotForked, match="the preloader is gone or has too much to do"):
+        with pytest.raises(NotForked, match="the preloader is gone or too busy"):
             Rank(own)
         other.fork.kill()
         assert other.code() is None  # nobody can tell
@@ -253,7 +253,7 @@ def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
         while len(forks) < 100_000:
             forks.append(own.ask(env(), [writer]))
 
-    with pytest.raises(NotForked, match="too much to do"):
+    with pytest.raises(NotForked, match="too busy"):
         ask_until_it_is_full()
     for fork in forks:
         fork.close()

@@ -26,9 +26,10 @@ TOKEN_NBYTES = 64  # approximate bytes of memory per token in the trees of earli
 
 
 def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
-    """Returns a Drafting, without drafters if a row's logits, and so the output, depend on other rows of the batch.
+    """Returns the engine's Drafting.
 
-    A model with states has no drafters either, because a rejected draft's change of a state cannot be undone.
+    It has no drafters if a row's logits depend on the other rows of the batch, because drafts would then change the
+    output, or if the model has states, because a state cannot undo a rejected draft.
     """
     if any(pool.layout.holds.is_state for pool in runner.pools):
         return Drafting(scheduler, ())

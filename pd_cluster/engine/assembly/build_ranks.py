@@ -1,4 +1,4 @@
-"""Builds the ranks of an instance: how each finds its device and the others, and how rank 0 handles their messages."""
+"""Builds the ranks of an instance. Each joins the others on its device; rank 0 handles the followers' messages."""
 
 from __future__ import annotations
 
@@ -83,9 +83,10 @@ def message_handler_of(
 
 
 def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
-    """Ends the engine's loop. If the loop waits for that rank, and so never finishes its round, ends the process.
+    """Stops the engine's loop.
 
-    Nothing else would end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
+    A loop that waits for the lost rank never finishes its round, so a timer also ends the process. Nothing else would
+    end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
     """
     error = InstanceLost(f"rank {rank} of {size} {why}")
     inbox.put(StopEngine(error))
@@ -94,8 +95,8 @@ def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[st
 
 
 def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
-    """Ends the engine's loop. If the loop waits for that member of its unit, ends the processes of all ranks."""
+    """Stops the engine's loop. If the loop waits for the lost member, a timer ends the processes of all ranks."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
-    log.error("%s", why)  # logged first, because the end may take a step
+    log.error("%s", why)  # logged first, because the loop may first finish a step
     tell_lost(why)

@@ -6,7 +6,7 @@ from pd_cluster.wire import DraftCounts
 
 
 class DraftTotals:
-    """The token after all drafts, and the one that replaces a wrong draft, do not count as accepted."""
+    """Totals since the start. The token after the last draft or in place of a wrong one is not counted as accepted."""
 
     def __init__(self) -> None:
         self.num_drafts = 0

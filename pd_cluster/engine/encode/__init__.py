@@ -1,1 +1,1 @@
-"""Encoder instances, which compute images' features, and the prefill instances' side of them."""
+"""Encoder instances, which compute images' features, and the prefill instances' use of them."""

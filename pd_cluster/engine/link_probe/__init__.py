@@ -1,1 +1,1 @@
-"""Both ends of a trial transfer of KV blocks, each in its own process, without a model."""
+"""Transfers KV blocks over a link on trial, without a model. Each end of the link is a process."""

@@ -132,7 +132,7 @@ class Ends(Protocol):
     """Creates both ends of one transport for one LinkContext."""
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
-        """Raises LinkError if this process cannot offer the transport, OSError or RuntimeError for a passing failure."""
+        """Raises LinkError if this process cannot offer the transport, OSError or RuntimeError for a brief failure."""
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
         """Raises LinkError."""

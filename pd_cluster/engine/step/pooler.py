@@ -59,7 +59,7 @@ class Pooler:
         return found
 
     def _add(self, request: Request, rows: npt.NDArray[np.float32]) -> Doubles:
-        """Adds the rows to a request's sum. The first chunk begins a new one, also after a preemption without a swap."""
+        """Adds the rows to a request's sum. The first chunk begins a new sum, also after a preemption without swap."""
         total = self.sums.get(request)
         if total is None or request.num_computed_tokens == 0:
             total = self.sums[request] = np.zeros(rows.shape[1])

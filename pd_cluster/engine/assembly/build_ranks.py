@@ -27,12 +27,12 @@ from pd_cluster.settings.process_configs import WorkerConfig
 from pd_cluster.transport.link_factory import Transports
 
 log = logging.getLogger(__name__)
-MATE_END_S = 1.0  # time for a step to end after a member of the unit is lost
+MATE_END_S = 1.0  # how long a step may take to end after a member of the unit is lost
 Inbox = queue.SimpleQueue[Event]
 
 
 def device_of(config: WorkerConfig) -> Device:
-    """Selects this rank's device for this process and returns it. Raises ConfigError."""
+    """Selects the device of this rank, makes this process use it, and returns it. Raises ConfigError."""
     device = bind(config.engine.device, config.device_ids, config.ranks.rank)
     if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve_command.py does for NPUs
         log.warning(
@@ -69,7 +69,7 @@ def build_follower(config: WorkerConfig) -> Follower:
 def message_handler_of(
     runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
 ) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
-    """Returns the function that forwards a follower's messages; `put` takes events to the engine's thread."""
+    """Returns a function that forwards a follower's messages. `put` passes an event to the engine's thread."""
 
     def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
         if isinstance(message, to.LoadedAdapter):

@@ -32,7 +32,7 @@ EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
-    """This member's connections to the unit's other members, and the meeting of all their ranks."""
+    """This member's connections to the unit's other members, and the meeting of its ranks with theirs."""
 
     mates: MemberConnections
     meeting: UnitMeeting
@@ -83,13 +83,13 @@ def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable
 
 
 def terms_of(engine: EngineConfig, device: Device) -> dict[str, str]:
-    """Returns what all members must share, as text that fits a message: settings, kind of device, model's identity."""
+    """Returns what must be equal for all members, as texts that fit a message: settings, kind of device, model."""
     checkpoint = Checkpoint.of(engine)
     names = EQUAL + (EQUAL_ON_DEVICES if device.is_accelerator else ())
     terms = {
         "model": checkpoint.identity,
         "device": device.kind,
-        "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # auto depends on the processor
+        "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # what "auto" means depends on the processor
         "hf_overrides": checkpoint.hf_overrides,
         **{name: str(getattr(engine, name)) for name in names},
     }

@@ -20,7 +20,7 @@ from pd_cluster.types import Request
 
 @dataclass(slots=True)
 class Chain:
-    """The drafts of one sequence that have been made so far; `depth` is their number."""
+    """The drafts that one sequence has so far. `depth`: how many it will have."""
 
     request: Request
     depth: int
@@ -59,7 +59,7 @@ class DraftChoice:
 
 
 class _Drafted(NamedTuple):
-    num_tokens: int  # the sequence's tokens when the drafts were made
+    num_tokens: int  # the sequence's number of tokens when the drafts were made
     token_ids: Sequence[int]
 
 

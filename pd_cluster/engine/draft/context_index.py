@@ -83,7 +83,7 @@ class ContextIndex:
         """Adds the next positions: for each length the hashes of their contexts, [num_places]."""
         num_places, at = len(hashes[0]), self.stop - self.first
         numbers = np.arange(num_places, dtype=np.uint64)
-        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # the first and the last of a bucket
+        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # is it a bucket's first, its last?
         for heads, links, values in zip(self._heads, self._links, hashes, strict=True):
             # Sort by bucket, then by position, as plain integers; a stable sort of indices takes several times as long.
             ranked: Hashes = (values >> np.uint64(self.shift) << np.uint64(32)) + numbers
@@ -139,7 +139,7 @@ class IndexedText:
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds tokens and indexes their positions, in a further index if the last one is full.
 
-        Memory must be reserved before.
+        Call `reserve` before.
         """
         if len(token_ids) > FEW_TOKENS:
             self.tokens[self.end : self.end + len(token_ids)] = array("i", token_ids)

@@ -12,7 +12,7 @@ class DraftTotals:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._num_accepted_at: list[int] = []  # by position, up to the last position with an accepted draft
+        self._num_accepted_at: list[int] = []  # by position, up to the last with an accepted token
         self.drafting_s = 0.0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:

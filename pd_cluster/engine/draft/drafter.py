@@ -31,7 +31,7 @@ class Drafter(Protocol):
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         """Prepares for the drafts of a step: `draft` will be called for these requests, for at most `most` tokens each.
 
-        `spare_s`: the time that it may spend on work for later steps.
+        `spare_s`: the time that the drafter may spend on work for later steps.
         """
         return
 

@@ -23,7 +23,7 @@ class _Outputs:
 
     text: IndexedText
     num_left: int  # tokens that can still be added
-    stops: deque[int] = field(default_factory=deque)  # the end of each output in the text
+    stops: deque[int] = field(default_factory=deque)  # where each output ends in the text
 
 
 class EarlierOutputs:

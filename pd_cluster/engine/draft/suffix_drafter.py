@@ -68,7 +68,7 @@ class SuffixDrafter(Drafter):
             max(0, min(int(length * max_spec_factor + 1e-6), max_tree_depth - length))
             for length in range(self._reach + 1)
         ]
-        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match that allows most drafts
+        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match length with most drafts
         self._histories: WeakKeyDictionary[Request, TokenHistory] = WeakKeyDictionary()
         self.earlier = EarlierOutputs(self._lengths, self._reach, most_nbytes)
 

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 IDLE_WAIT_S = 0.05
-MAX_WAITING = 256  # images that are queued or offered; each offer is an open file
-MAX_KEPT_IMAGES = 256  # images; each is an open file, too
+MAX_WAITING = 256  # the most images that are queued or offered; each offer is an open file
+MAX_KEPT_IMAGES = 256  # the most images whose features are kept; each is an open file, too
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class EncodeWorker:
         except OSError as error:
             self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder is full: {error.strerror}"))
             return
-        except torch.AcceleratorError:  # the device is lost for all images
+        except torch.AcceleratorError:  # the device is lost, so no image can be computed
             raise
         except Exception as error:  # one image's fault must not end the encoder
             log.exception("an image cannot be computed")

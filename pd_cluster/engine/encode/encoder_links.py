@@ -1,4 +1,4 @@
-"""The links of a prefill instance to encoders. State × event table in docs/protocol/handover.md.
+"""The links from a prefill instance to encoders. State × event table in docs/protocol/handover.md.
 
 Runs on the engine's thread.
 """
@@ -68,7 +68,7 @@ class _Link:
     conn: str = ""
     due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
     backoff_s: float = FIRST_BACKOFF_S
-    num_steps: int = 0  # the encoder's number of steps, when it last grew
+    num_steps: int = 0  # the encoder's number of steps in the last heartbeat
     progress_s: float = 0.0  # the time when `num_steps` last grew
 
 
@@ -124,7 +124,7 @@ class EncoderLinks:
             link.num_steps, link.progress_s = num_steps, self._clock()
 
     def progress_s(self, conn: str) -> float:
-        """Returns when the encoder was last heard to have computed an image."""
+        """Returns when this instance last heard that the encoder had computed an image."""
         link = self._by_conn(conn)
         return link.progress_s if link is not None else 0.0
 

@@ -1,7 +1,7 @@
 """Holds a prefill instance's legs while encoders compute their images. Tables in docs/protocol/handover.md.
 
 A leg is held until the encoder has delivered the features of each image or has failed. Then the leg begins, and its
-step computes the features that are missing. Runs on the engine's thread. Knows nothing of how features travel.
+step computes the features that are missing. Runs on the engine's thread. Knows nothing of how features are transferred.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
 MAX_WAIT_FACTOR = 6  # an image whose encoder is busy with others may take this many times --encode-timeout
-MAX_REQUESTED_TOKENS = 32_768  # for all images together that are requested, or have landed and are not used yet
+MAX_REQUESTED_TOKENS = 32_768  # the most tokens of images that are requested, or have landed and are not used yet
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Encoders(Stage):
         return False
 
     def _ask_for(self, request: Request, encoders: Sequence[str], tower: Tower) -> set[bytes]:
-        """Requests the features that this instance lacks from encoders. Returns the keys of the images to wait for."""
+        """Requests from encoders the features that this instance lacks. Returns the keys of the images to wait for."""
         order, leg = request.order, request.leg_key
         num_cached = self._num_cached(request)
         waits: set[bytes] = set()
@@ -240,7 +240,7 @@ class Encoders(Stage):
         self._end(key)
 
     def _is_late(self, ask: _Ask, now_s: float) -> bool:
-        """Whether the encoder has made no progress for a while, or its queue is too long."""
+        """Whether the encoder has made no progress for too long, or the image has waited too long in its queue."""
         limit_s = self._timeouts.encode_timeout_s
         still_s = now_s - max(ask.asked_s, self._links.progress_s(ask.conn))
         return still_s > limit_s or now_s - ask.asked_s > MAX_WAIT_FACTOR * limit_s

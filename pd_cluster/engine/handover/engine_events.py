@@ -63,7 +63,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StartDrain:
-    """Asks the worker to drain: it soon accepts no more requests, and stops when all requests have ended."""
+    """The worker must drain: it soon accepts no more requests, and stops when all requests have ended."""
 
 
 Event = (

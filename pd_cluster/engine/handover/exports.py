@@ -57,7 +57,7 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
-    """`progress`: the sent part of each group of layers."""
+    """One transfer. `progress`: which part of each group of layers has been sent."""
 
     request: Request
     conn: str
@@ -232,7 +232,7 @@ class Exports:
             self._give_up(export, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer whose peer has made no progress for the time of its lease.
+        """Ends every transfer whose peer has made no progress within its lease.
 
         A streaming transfer does not expire, because it waits only for this engine.
         """
@@ -249,7 +249,7 @@ class Exports:
                     self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
                 if awaiting:
-                    reason = f"the link to {export.request.peer} rests, and D had no capacity within {limit_s:g} s"
+                    reason = f"the link to {export.request.peer} is at rest, and D had no room within {limit_s:g} s"
                 self._ended(export.request, None if handed_over else reason)
 
     # ---- internal

@@ -87,8 +87,9 @@ class Handover:
         self.out_links.set_peers(list(filter(self._is_partner, partners)) if self.is_prefill else [])
 
     def _is_partner(self, peer: wire.PeerInfo) -> bool:
-        """Whether this prefill instance sends KV cache to that peer: a decode instance, or with pulls another prefill
-        instance.
+        """Whether this prefill instance sends KV cache to that peer.
+
+        The peer must be a decode instance or, if pulls are on, another prefill instance.
         """
         if peer.role == "decode":
             return True

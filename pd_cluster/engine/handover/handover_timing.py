@@ -22,7 +22,7 @@ class HandoverTiming:
     def add(self, link: LinkState, num_tokens: int, took_s: float, is_pull: bool = False) -> None:
         """Records a handover of this many tokens over a link that is up.
 
-        Pulls count apart: no step hides part of their time.
+        Pulls are measured separately: no step hides part of their time.
         """
         if not link.is_open or took_s <= 0:
             return

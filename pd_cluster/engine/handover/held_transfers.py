@@ -1,4 +1,4 @@
-"""Tracks which transfers are still valid. Two threads of a prefill worker change this state, and no other."""
+"""Tracks which transfers are still valid. This is the only state that two threads of a prefill worker change."""
 
 from __future__ import annotations
 

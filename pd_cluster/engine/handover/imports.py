@@ -48,7 +48,7 @@ class ImportPorts(Protocol):
     def progress_s(self, conn: str) -> float: ...
 
     def left_s(self, transfer_id: str) -> float:
-        """Returns the expected time until a transfer ends whose whole KV cache has arrived."""
+        """Returns the expected time until the end of a transfer whose KV cache has arrived completely."""
 
 
 class ImportState(enum.Enum):
@@ -80,7 +80,7 @@ class Import:
 
 class ImportOutcomes(Protocol):
     def offered(self, request: Request, num_cached_tokens: int) -> None:
-        """Called when a peer offers: of the prompt that it computes, it had cached this many tokens."""
+        """Called when an offer arrives. The peer computes the prompt, and had cached this many of its tokens."""
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         """Called when the request's KV has arrived; these sequences take part in the next step."""
@@ -138,7 +138,7 @@ class Imports:
         """Raises QuarantineFull if transfers abandoned long ago hold more than this share of a group's blocks."""
         for group in self._scheduler.groups:
             num_blocks = self._num_draining_blocks(group, self._timeouts.transfer_timeout_s)
-            most = math.ceil(most_share * group.blocks.num_blocks)  # a pool of few states may lend one
+            most = math.ceil(most_share * group.blocks.num_blocks)  # rounded up: pools of states are small
             if num_blocks > most:
                 raise QuarantineFull(num_blocks, most)
 
@@ -225,10 +225,10 @@ class Imports:
 
     @property
     def imminent_s(self) -> float | None:
-        """Returns the expected seconds until a transfer joins whose whole KV cache has arrived; None: there is none.
+        """Returns the expected seconds until a request joins whose whole KV cache has arrived; None: there is none.
 
-        Such a transfer lacks only its last message or P's answer. Transfers for which a step has already waited in vain
-        do not count.
+        Its transfer lacks only the last message or P's answer. Transfers for which a step has already waited in vain do
+        not count.
         """
         found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)

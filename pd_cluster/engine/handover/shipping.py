@@ -134,7 +134,7 @@ class ShipProgress:
             self.num_layers = stop_layer
 
     def _state_pieces(self, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields the state, in pieces with the most layers that fit a payload."""
+        """Yields the state in pieces of as many layers as fit a payload."""
         at_once = max(1, limits.max_payload_nbytes // self.group.layer_nbytes)
         for first in range(0, limits.num_layers, at_once):
             yield wire.KVPiece(0, 1, first, min(at_once, limits.num_layers - first), list(table[:1]))

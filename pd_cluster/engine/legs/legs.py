@@ -49,7 +49,7 @@ class Legs:
 
     @property
     def are_over(self) -> bool:
-        """Whether no leg and no draining block is left here."""
+        """Whether no leg and no draining landing block is left on this worker."""
         return not self.table.sequences and not self._core.scheduler.requests
 
     def variants(self) -> set[str]:
@@ -77,7 +77,7 @@ class Legs:
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
         if is_full := problem is None and self.would_refuse(submit, num_held):
-            problem, is_fault = f"as many requests wait here as it computes at a time ({self._most_waiting})", True
+            problem, is_fault = f"this instance's queue is full (limit: {self._most_waiting} requests)", True
         refusal = self._core.sampler.processors.problem(request) if problem is None else None
         problem = problem or refusal
         self.notes.submitted(request, problem)

@@ -1,6 +1,6 @@
 """Collects a worker's outputs for its schedulers and sends each scheduler one message per step.
 
-Tokens wait longer if the client does not read them one by one. Does not know the legs or the reasons for their outputs.
+Tokens wait longer if the client does not read them one by one. Knows nothing of legs.
 """
 
 from __future__ import annotations

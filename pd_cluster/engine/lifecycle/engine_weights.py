@@ -65,7 +65,7 @@ class EngineWeights:
         if version.epoch == self.epoch:  # its name may differ
             self.status = replace(self.status, held=version)
         elif self._source is None:
-            log.warning("a scheduler requests weights %s, and this instance keeps its own", version.name)
+            log.warning("a scheduler requests weights %s, but this instance cannot change its weights", version.name)
         elif version.epoch >= self._requested.epoch:
             self._requested, self._retry_s = version, 0.0
 
@@ -102,7 +102,7 @@ class EngineWeights:
             return
         self._source.load(version)
         self.status = replace(self.status, held=version, lacks="")
-        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+        log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
 
 def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:

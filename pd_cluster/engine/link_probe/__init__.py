@@ -1,1 +1,1 @@
-"""Transfers KV blocks over a link on trial, without a model. Each end of the link is a process."""
+"""Transfers KV blocks over a trial link, without a model. Each end of the link is a process of its own."""

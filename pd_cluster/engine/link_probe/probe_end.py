@@ -72,7 +72,10 @@ class ProbeEnd:
             end.mailbox.close()
 
     def _linked(self, command: Send) -> SendingEnd:
-        """Links to the other end, and retries as long as that may not have started yet. Raises LinkError."""
+        """Links to the other end. Retries for `wait_s`, because the other end may not have started yet.
+
+        Raises LinkError.
+        """
         deadline_s = time.monotonic() + command.wait_s
         while True:
             end = SendingEnd(self._begin, command, self._pool)

@@ -11,7 +11,7 @@ import msgspec
 
 from pd_cluster.types import Role
 
-# A block of 16 tokens of a model with 32 layers and 4 KV heads in float16 is 1 MiB.
+# 16 tokens of a model with 32 layers and 4 KV heads make a block of 1 MiB in float16.
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64

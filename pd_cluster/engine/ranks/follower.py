@@ -40,7 +40,7 @@ COUNT_INTERVAL_S = 0.2  # between reports to rank 0 of the bytes that the lanes 
 At = tuple[str, int]  # connection and lane
 OfSteps = (
     to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest | to.LoadWeights
-)  # processed in order
+)  # the computing thread processes these in order
 
 
 class ProgressQueue:

@@ -42,7 +42,7 @@ _alarm = _Alarm()
 
 
 def end_within(limit_s: float) -> None:
-    """Ends this process with code 1 after `limit_s`, unless it ends earlier. The deadline cannot be moved any more."""
+    """Ends this process with code 1 after `limit_s`, unless it ends earlier. Nothing can move this deadline later."""
     _alarm.make_final(time.monotonic(), limit_s)
 
 

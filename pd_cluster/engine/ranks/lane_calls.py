@@ -1,7 +1,7 @@
 """Converts calls to lanes' ends on other ranks into messages.
 
-The protocols in handover/links/link_ends.py declare the methods, the types of their arguments, and when they take
-effect, so a change there is enough. Knows nothing of what the methods do.
+The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect, so
+only they need changes. Knows nothing of what the methods do.
 """
 
 from __future__ import annotations
@@ -34,19 +34,13 @@ class LaneCalls:
     def message(
         self, at: tuple[str, int], method: str, arguments: tuple[object, ...], progress: Callable[[], Reached]
     ) -> Call:
-        """Returns the message for a call. `at`: the end's connection and lane.
-
-        `progress`: how far the caller's steps are.
-        """
+        """Returns a call's message. `at`: the end's connection and lane. `progress`: how far the caller's steps are."""
         result = self._methods[method].result
         after = None if result == AtOnce else progress() if result == AfterSteps else Reached()
         return Call(*at, method, msgspec.Raw(msgspec.msgpack.encode(arguments)), after)
 
     def arguments(self, call: Call) -> tuple[Any, ...]:
-        """Returns a call's arguments.
-
-        Raises ValidationError if the protocol does not have the method or these arguments.
-        """
+        """Raises ValidationError if the protocol does not have the method or these arguments."""
         if call.method not in self._methods:
             raise msgspec.ValidationError(f"an end of a lane has no method {call.method}")
         return self._methods[call.method].arguments.decode(call.arguments)

@@ -137,7 +137,7 @@ class LeadRunner:
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Sends the step to the other ranks. The devices exchange tokens that the host does not know yet."""
+        """Launches a step on all ranks. Rank 0's device broadcasts tokens that the host does not know yet."""
         step = self.runner.step_of(chunks)
         advance = self._begin(step, after is not None, on_layer)
         tokens = self.runner.launch_step(step, chunks, after, advance)

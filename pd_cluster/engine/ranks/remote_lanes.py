@@ -1,4 +1,4 @@
-"""Rank 0's proxies of the ends of lanes on other ranks: calls become messages (lane_calls.py).
+"""Rank 0's proxies for ends of lanes on other ranks: calls become messages (lane_calls.py).
 
 The engine's thread makes the calls, except `put` and `meet`, which the mailbox's thread makes. The threads of the
 followers' channels read the followers' messages; they only update counts or pass messages on.

@@ -134,8 +134,8 @@ class Holdings:
     def missing_below(self, request: Request, num_cached: int) -> list[int]:
         """Returns which of the request's cached blocks lower tiers lack; a block that is reused is worth keeping there.
 
-        Blocks of common beginnings are never evicted, so lower tiers would never get them, and without them could not
-        use the blocks that follow.
+        Blocks of common beginnings are never evicted, so lower tiers would never get them. Without these blocks, the
+        blocks after them could not be used.
         """
         tier = self.blocks.tier
         if tier is None or not tier.lower or not num_cached:

@@ -86,7 +86,7 @@ class GroupHoldings:
     def num_passed(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that no token after `num_computed` attends to.
 
-        A prefill leg keeps some blocks more, because the decode instance's blocks may be larger and begin earlier. In
+        A prefill leg keeps some more blocks, because the decode instance's blocks may be larger and begin earlier. In
         the first group it keeps all blocks, because a decode instance with a lower tier requests them.
         """
         if not self.rule.window or (request.leg == "prefill" and self.at == 0):
@@ -132,7 +132,7 @@ class GroupHoldings:
         return [block for block in request.tables[self.at][first:stop] if block != self.padding_block]
 
     def share(self, request: Request, num_tokens: int) -> list[int]:
-        """Returns a table of the same first tokens for another sequence, which becomes a holder of these blocks."""
+        """Returns a table of a request's first tokens for another sequence, which becomes a holder of the blocks."""
         table = request.tables[self.at][: self.num_blocks_for(num_tokens)]
         self.blocks.share([block for block in table if block != self.padding_block])
         return table

@@ -1,8 +1,8 @@
 """Chooses the LoRA adapters of a step if more are needed than a step may have. Uses only integers.
 
 Adapters take turns: those that have waited longest come first, and a new one comes after all others. So each of V
-needed adapters takes part at least once in ceil(V / most) steps, even if others arrive meanwhile. Requests without an
-adapter take part in every step.
+needed adapters takes part at least once in ceil(V / most) steps, even if others arrive in the meantime. Requests
+without an adapter take part in every step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Uses only integers: no torch, sockets or clock. There is no prefill or decode phase: every request has `num_behind`
 tokens still to compute, and all share one token budget. After a prefix hit, a landing or a swap, `num_computed_tokens`
-just starts higher.
+only starts at a higher number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepSizes(NamedTuple):
 
 
 class StepScheduler:
-    """Holds every request of one engine. The first in order of service always advances, and preempts others if it must.
+    """Holds every request of one engine. The first in order of service always advances; others are preempted if needed.
 
     The order of service is by priority, then by arrival; below, "older" means earlier in this order.
 
@@ -93,7 +93,7 @@ class StepScheduler:
         self.places = SequenceLimit(max_num_seqs, self.requests)
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
-        self.preemptions = CountHistogram(PREEMPTIONS_BOUNDS)  # of sequences that have ended
+        self.preemptions = CountHistogram(PREEMPTIONS_BOUNDS)  # counts the preemptions of sequences that have ended
         self.move_now: Callable[[list[Move]], None] = lambda moves: None  # makes moves between steps
         self.allocator = BlockAllocator(holdings, self.requests, self.waiting, self.running)
 
@@ -183,7 +183,7 @@ class StepScheduler:
     def fork(self, parent: Request, index: int) -> Request:
         """Starts another sequence of the same prompt.
 
-        It shares computed blocks, and copies a block before it writes it. If too many sequences run, it waits, and
+        It shares computed blocks, and copies a block before it writes to it. If too many sequences run, it waits, and
         later computes the prompt again or finds it in the prefix cache.
         """
         runs = self.places.num_free_for_further > 0
@@ -234,7 +234,8 @@ class StepScheduler:
     def share_tables(self, request: Request) -> list[list[int]]:
         """Returns tables of a request's computed tokens for another sequence, which becomes a holder of these blocks.
 
-        A sequence copies a shared block before it writes it, so every sequence except the last to write copies a state.
+        A sequence copies a shared block before it writes to it. So of the sequences that share a state, all but the
+        last one to write copy it.
         """
         return [each.share(request, request.num_computed_tokens) for each in self.groups]
 

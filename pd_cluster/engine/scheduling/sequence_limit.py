@@ -12,8 +12,8 @@ RESERVED_SHARE = 8  # one in this many places is reserved for the first sequence
 class SequenceLimit:
     """A request with a hundred sequences must not take the places that other requests need to begin.
 
-    Further sequences of requests (the second and later ones, and beams) may take all places except an eighth. Until
-    first sequences have taken this eighth, they come before further ones.
+    Further sequences of requests (the second and later ones, and beams) may take all places except an eighth. As long
+    as first sequences have not taken this eighth, they come before further ones.
     """
 
     def __init__(self, most: int, requests: Mapping[str, Request]) -> None:

@@ -33,7 +33,7 @@ class Checkpoints:
         self._holdings, self._rule = holdings, rule
         self._size = holdings.block_size
         self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
-        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # of the state kept last in generation
+        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # content of the last kept state
         self.taken: list[int] = []  # blocks to which a planned step copies states
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None
         states = holdings.states

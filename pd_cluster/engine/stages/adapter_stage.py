@@ -1,6 +1,6 @@
-"""Loads the adapters that a worker's scheduler wants, during steps. docs/protocol/requests.md has the rules.
+"""Loads the adapters on the scheduler's list, during steps. docs/protocol/requests.md has the rules.
 
-Only the loading itself runs on another thread; everything besides runs on the engine's thread.
+Only the loading itself runs on another thread; the rest runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class OwnerRotation:
 
 
 class WorkerAdapters(Stage):
-    """Loads the wanted adapters.
+    """Loads the adapters on the scheduler's list.
 
-    One that was loaded once counts as loaded as long as it is wanted. If memory is limited, the least recently
+    An adapter that was loaded once counts as loaded while it is on the list. If memory is limited, the least recently
     requested adapter is evicted; a leg whose adapter is not in memory is held until the adapter has been read again.
     """
 
@@ -63,7 +63,7 @@ class WorkerAdapters(Stage):
     ) -> None:
         """`source` None: the model was loaded without slots for adapters.
 
-        `used` returns the adapters' digests of requests that are or will be computed here.
+        `used` returns the digests of the adapters of requests that are or will be computed here.
         """
         keeper = source.keeper if source is not None else None
         most = source.most if source is not None else None
@@ -133,7 +133,7 @@ class WorkerAdapters(Stage):
             self._report()
 
     def tick(self) -> None:
-        """Drops adapters that are neither wanted nor used. Continues loads that wait for memory."""
+        """Drops adapters that are neither on the list nor used. Continues loads that wait for memory."""
         if self._keeper is None:
             return
         if self._has_list and (unwanted := self._keeper.variants.keys() - self._paths.keys()):

@@ -120,7 +120,7 @@ class EngineTiers(Stage):
         return jobs, num_blocks
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks the prompt's blocks in host memory as used, so that blocks being loaded do not evict them."""
+        """Marks the prompt's blocks in host memory as used, so that loads do not evict them."""
         blocks = self._scheduler.blocks
         if blocks.tier is not None:
             blocks.tier.touch([each for each in hashes if each not in blocks])  # blocks on the device need no copy

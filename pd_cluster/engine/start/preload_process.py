@@ -52,7 +52,7 @@ def main(fd: int, model: str) -> None:
     gc.disable()
     import_engine(light=True)
     _import_model(model)
-    gc.freeze()  # so that imported objects stay in memory that all ranks share
+    gc.freeze()  # so that all ranks share the memory of imported objects
     if compiling:
         os.waitpid(compiling, 0)
     _Forks(socket.socket(fileno=fd), environment).run()

@@ -110,7 +110,7 @@ def essential(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def surroundings() -> dict[str, str]:
-    """Returns properties that a process inherits besides its environment; a fork inherits the preloader's."""
+    """Returns what a process inherits besides its environment. A fork inherits it from the preloader."""
     found = {f"{name} namespace": os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
     found["user"] = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
     found["control group"] = Path("/proc/self/cgroup").read_text()

@@ -87,7 +87,10 @@ class BeamSearch:
         return found + found[-1:] * (num - len(found))
 
     def _finish(self, ended: list[_Grown]) -> None:
-        """Records ended hypotheses. The caller passes only those among the `beam_width` best candidates."""
+        """Records hypotheses that end with this token.
+
+        The caller passes only those among the `beam_width` best candidates.
+        """
         for each in ended:
             link = Link(self.beams[each.parent].last, each.candidate)
             self.finished.append(Hypothesis(self._normalized(-each.cost, self.num_tokens), link))

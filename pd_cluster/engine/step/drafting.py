@@ -1,7 +1,7 @@
 """Adds drafts to planned steps, and learns from their verification. Knows nothing of models or drafters' methods.
 
-Drafts use only what chunks leave of a step's token budget, and free blocks. So a step has the same chunks with drafts
-as without.
+Drafts use only free blocks and the part of a step's token budget that its chunks leave. So a step has the same chunks
+with drafts as without.
 """
 
 from __future__ import annotations

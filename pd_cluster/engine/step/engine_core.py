@@ -1,7 +1,7 @@
 """The engine: turns requests into tokens or vectors, one step at a time.
 
 No code here distinguishes P from D: the role is data. The engine is synchronous and single-threaded, and knows nothing
-of sockets or links. The caller hands requests over, as the StepResult says.
+of sockets or links. The caller hands over the requests that a StepResult lists for that.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def _without_pooled(
 ) -> tuple[torch.Tensor, list[Request]]:
     """Adds the vectors of requests that pool logits.
 
-    Returns the rows of logits that are sampled (those of `ready` requests that choose a token, then those of drafts),
-    and these requests.
+    Returns the other rows of logits, which are sampled, and the requests that choose a token. The rows of these
+    requests come first, then those of drafts.
     """
     kept: list[int] = []
     sampling: list[Request] = []

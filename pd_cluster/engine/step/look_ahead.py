@@ -1,10 +1,10 @@
 """Launches steps ahead: while the device computes a step, the host plans and launches the next one.
 
 The next step may have sequences that decode, prompts in progress, and requests that can be admitted. It takes tokens
-that the host does not know yet from the device; the host reads the tokens of a step only after it has launched the
-next. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers depend on seed and position,
-so the host knows them before the tokens. For masks and penalties, the device adds the last token to the earlier ones
-that the host knows (model/sampling/logit_adjustments.py).
+that the host does not know yet directly from the device. The host reads the tokens of a step only after it has launched
+the next step. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers depend on seed and
+position, so the host knows them before the tokens. For masks and penalties, the device adds the last token to the
+earlier ones that the host knows (model/sampling/logit_adjustments.py).
 
 When the next step is planned, the running one already counts as computed (blocks full, prefix cached, window passed).
 This is safe because the device executes the next step's reads and writes later. A sequence that turns out to have

@@ -69,7 +69,7 @@ class Pooler:
 
 
 def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
-    """Returns the logits of the requested tokens, and the log of the sum over all tokens' exponentials if requested.
+    """Returns the logits of the requested tokens, followed by the logsumexp of all tokens' logits if requested.
 
     `row`: [vocab_size], the logits after the prompt's last token.
     """

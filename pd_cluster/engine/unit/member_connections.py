@@ -163,7 +163,7 @@ class MemberConnections:
         mate.is_equal = True
 
     def _difference(self, name: str, theirs: Mapping[str, str]) -> str:
-        """Returns which of a member's settings differs; "" if none differs."""
+        """Returns an error that names a setting in which the member differs; "" if it differs in none."""
         ours = self._own_terms().terms
         for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
             what = "data_parallel_size" if key == "size" else key

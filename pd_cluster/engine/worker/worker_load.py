@@ -156,7 +156,7 @@ def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:
-    """Returns a lower bound of the number of held blocks without a holder, in all groups of layers.
+    """Returns a lower bound on the number of held blocks that no holder accounts for, in all groups of layers.
 
     It is the number of held blocks minus the number of holders' entries, so a block with several holders is subtracted
     several times. The bound is exact when there are no requests. `StepScheduler.check` finds the leaked blocks

@@ -90,7 +90,7 @@ class Loop:
         if is_closed := job.state.is_closed:
             job.release_all()
         job.flush()
-        return not (is_closed and job.is_over and self.inbox.empty())  # first, remaining mail is refused
+        return not (is_closed and job.is_over and self.inbox.empty())  # remaining mail is refused first
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, StartDrain):

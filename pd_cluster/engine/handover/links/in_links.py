@@ -139,7 +139,7 @@ class InLinks:
     def _of_lane(self, conn: str, barrier: LaneBarrier, lane: int, event: LinkEvent) -> None:
         """Reports an event, on a lane's thread.
 
-        Reports `Landed` before it sends Confirm: the engine reads it before the answer.
+        `Landed` is reported before Confirm is sent, so the engine reads it before P's answer.
         """
         whole = barrier.add(lane, event)
         if whole is None:

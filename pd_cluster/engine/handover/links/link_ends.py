@@ -28,7 +28,7 @@ class Post(Protocol):
     def beat_soon(self) -> None: ...
 
 
-AfterSteps = Annotated[None, "after steps"]  # another rank runs the call once it is as far in the steps
+AfterSteps = Annotated[None, "after steps"]  # another rank runs the call once its steps are as far as the caller's
 AtOnce = Annotated[None, "at once"]  # another rank runs the call at once: an earlier call may wait for it
 
 
@@ -170,7 +170,7 @@ class PeerProgress:
             self._seen[conn] = (load.progress, self._clock())
 
     def moved(self, conn: str, nbytes: int) -> None:
-        """Records the bytes received over the connection so far: data from the peer is progress, too."""
+        """Records how many bytes have been received over the connection. Data from the peer counts as progress, too."""
         if self._moved.get(conn, (0, 0.0))[0] != nbytes:
             self._moved[conn] = (nbytes, self._clock())
 

@@ -48,7 +48,7 @@ class OutLink:
     must_rest: bool = False  # it will rest once no transfer is under way
     is_unproven: bool = False  # its communicator has failed; no requests are routed to it until a new one works
     is_rested: bool = False  # it is at rest, and opens again only for a transfer
-    over: tuple[str, ...] = ()  # its latest transports
+    over: tuple[str, ...] = ()  # the transports that it used last
     awaited_s: float | None = None  # since when a transfer waits for it
 
     @property

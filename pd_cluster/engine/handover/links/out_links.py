@@ -102,7 +102,7 @@ class OutLinks:
             self._announce(link)
 
     def on_offered(self, conn: str) -> None:
-        """Announces the link if these were the last missing offers."""
+        """Announces the link if a rank's offers have arrived and no others are missing."""
         link = self._by_conn.get(conn)
         if link is not None:
             self._announce(link)

@@ -26,7 +26,7 @@ class _AlikePlanes(NamedTuple):
 
 
 class BlockMajor:
-    """What host and device memory have in common: one allocation, [num_blocks, block_numel], a block's layers in order.
+    """The base of both memories: one allocation, [num_blocks, block_numel]. A block's layers are in order.
 
     If all layers are equal and all planes have one shape, `data` views the allocation as [num_blocks, num_layers,
     num_planes, block_size, local_kv_heads, width].
@@ -124,7 +124,7 @@ class HostBlocks(BlockMajor):
         layers = self._layers(piece)
         found = [layers[first : first + count] for first, count in runs(piece.block_ids)]
         whole = found[0] if len(found) == 1 else torch.cat(found)
-        return whole.reshape(-1)  # copies if not contiguous
+        return whole.reshape(-1)  # this copies if the bytes are not contiguous
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         """Writes without the processor's caches, so that the payload's buffer stays in them."""

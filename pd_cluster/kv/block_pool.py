@@ -51,7 +51,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take(self, num_blocks: int) -> list[int]:
-        """Takes this many blocks, or none: then raises OutOfBlocks(wanted, free)."""
+        """Takes this many blocks. If there are fewer, takes none and raises OutOfBlocks(wanted, free)."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
         taken = [self._take_free() if self._free else self._evict() for _ in range(num_blocks)]

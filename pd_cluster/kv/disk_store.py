@@ -153,7 +153,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _shard(self, name: str, makes: bool = False) -> Iterator[int]:
-        """Opens one of the folders that contain the files; creates it if `makes`. Raises OSError."""
+        """Opens a folder of files, and creates it first if `makes`. Raises OSError."""
         if makes:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._folder)

@@ -1,4 +1,6 @@
-"""Which blocks a request holds in a group of layers: those of all its tokens, of its last tokens, or one with a state.
+"""Rules that say which blocks a request holds in a group of layers.
+
+There are three: the blocks of all its tokens, those of its last tokens, or one block with a state.
 
 Uses only integers.
 """

@@ -246,7 +246,8 @@ class HostTier:
     def reserve(self, num_slots: int) -> list[int]:
         """Reserves slots for a lower tier to write.
 
-        Returns fewer than requested if half of all slots are being filled or wait for their requests.
+        Returns fewer than requested if too few are free, or if half of all slots are reserved or wait for their
+        requests.
         """
         room = self.num_slots // 2 - len(self._filling) - len(self._kept)
         taken: list[int] = []

@@ -73,7 +73,7 @@ class KVEventLog:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[Event] = []
-        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> the last event's medium
+        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> its medium
 
     def __bool__(self) -> bool:
         return bool(self._events)

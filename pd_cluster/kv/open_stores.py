@@ -51,7 +51,7 @@ def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
 
 
 def read_secrets(file: str) -> list[bytes]:
-    """Returns the secrets in a file, one a line: the first seals, the others only open. Raises ConfigError."""
+    """Returns the secrets in a file, one per line. The first seals; the others only open. Raises ConfigError."""
     try:
         mode = os.stat(file).st_mode
         lines = Path(file).read_bytes().splitlines()

@@ -60,7 +60,7 @@ def vectors_of(blocks: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.
 
 
 def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Joins the tokens of all planes: [num_layers, elements]. Takes a single pass if the tokens fill their blocks."""
+    """Joins the tokens of all planes: [num_layers, elements]. Needs only one pass if the tokens fill their blocks."""
     is_whole = piece.num_tokens == len(piece.block_ids) * layout.block_size
     planes = planes if is_whole else [vectors_of(blocks, piece, layout) for blocks in planes]
     ends = list(itertools.accumulate(plane[0].numel() for plane in planes))

@@ -132,7 +132,8 @@ class PrefixIndex:
     def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        # The least recently used first. A block that no longer fits its owner's share keeps its retention.
+        # Blocks without a holder, the least recently used first. A block that no longer fits its owner's share has a
+        # retention.
         self._unheld: OrderedDict[int, Retention | None] = OrderedDict()
         self._retained = RetainedBlocks[int](most_retained)  # evicted after those in `_unheld`
         self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: there is no follower

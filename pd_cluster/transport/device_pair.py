@@ -92,11 +92,11 @@ class DevicePair:
                 self._has_met = True
 
     def _meet(self, store: PrefixStore, timeout_s: float) -> None:
-        """Adds up a number with the other end, and waits for the result. Raises RuntimeError.
+        """Sums a number with the other end, and waits for the result. Raises RuntimeError.
 
-        Whatever the caller's timeout, HCCL waits at least two minutes (HCCL_CONNECT_TIMEOUT). So the call runs on a
-        thread that can be abandoned and ends by itself. An end that fails reports that, so that the other end can try
-        the next transport.
+        HCCL waits at least two minutes (HCCL_CONNECT_TIMEOUT), even if the caller's timeout is shorter. So the call
+        runs on a thread that can be abandoned and ends by itself. An end that fails reports that, so that the other end
+        can try the next transport.
         """
         called: Future[DeviceWork] = Future()
 

@@ -152,7 +152,7 @@ def _read(peer: socket.socket, most_nbytes: int) -> PoolExport:
     try:
         nbytes = int.from_bytes(_read_exactly(peer, 4), "big")
         if nbytes > most_nbytes:
-            raise LinkError(f"the prefill instance describes its device memory in {nbytes} bytes, too many")
+            raise LinkError(f"the prefill instance describes its device memory in {nbytes} bytes, which is too many")
         return decode_export(_read_exactly(peer, nbytes))
     except (OSError, EOFError) as error:
         what = str(error) or "it hung up (another user?)"

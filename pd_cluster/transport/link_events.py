@@ -72,7 +72,7 @@ class EncoderReached:
 
 @dataclass(frozen=True, slots=True)
 class EncoderUnreached:
-    """The encoder cannot send features, or no longer. `retry`: a later attempt may succeed."""
+    """The encoder cannot send features, or can no longer send them. `retry`: a later attempt may succeed."""
 
     conn: str
     reason: str

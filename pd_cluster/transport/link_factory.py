@@ -61,7 +61,7 @@ class Transports:
     def receive_thread(
         self, conn: str, opened: wire.LinkOpen, key: LinkKey, post: Post, report: Report, note: Note = note_nothing
     ) -> ReceiveThread:
-        """Creates D's end of lane `key.lane`, with the offers of P's that D allows, in D's order. Raises LinkError."""
+        """Creates D's end of lane `key.lane`, with all offers of P that D allows, in D's order. Raises LinkError."""
         lane = opened.lanes[key.lane]
         group = lane.group
         source = KVLayout.from_info(opened.layouts[group]).of_rank(lane.source_rank)

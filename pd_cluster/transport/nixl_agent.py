@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 API = "nixl_cu13._api"
 BACKEND = "UCX"
 NUM_SLOTS = 32
-ASK_S = 0.5  # seconds between two checks whether an agent is alive
+ASK_S = 0.5  # between two checks whether an agent is alive
 DISCONNECT = "nixlRemoteDisconnectError"
 
 

@@ -101,7 +101,7 @@ class OneSidedReader:
             raise TransferFailed("checksum of a KV chunk is wrong")
 
     def _move(self, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies a piece. Not the checksum but `Confirm` proves that the source did not change in the meantime."""
+        """Copies a piece. `Confirm` proves that the source did not change in the meantime; the checksum does not."""
         target = self._pool.memory
         if self._route.is_verbatim:
             target.copy_from(self._source, piece, into, seen)

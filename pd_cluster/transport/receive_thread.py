@@ -132,7 +132,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTransports:
-    """The transports that both ends allow, in D's order. `impossible`: why other offers of P's cannot be used."""
+    """The transports that both ends allow, in D's order. `impossible`: why P's other offers cannot be used."""
 
     receivers: list[KVReceiver]
     impossible: Sequence[str] = ()  # not empty if there are no receivers

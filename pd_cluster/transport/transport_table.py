@@ -52,7 +52,7 @@ class Transport:
         return self.module == "dist"
 
     def why_not(self, own: Device, peer: TransportOffer | None = None) -> str:
-        """Returns why a pool on this device cannot use the transport, or not with P's offered end; "" if it can."""
+        """Returns why a pool on this device cannot use the transport, or cannot use what P offers; "" if it can."""
         return self._implementation().why_not(self.name, own, peer)
 
     def ends(self, place: LinkContext) -> Ends:
@@ -126,7 +126,7 @@ def same_host_choice(kind: str) -> str:
 
 
 def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
-    """Returns the rate that routing assumes for a link over these transports; without any, the rate of memory."""
+    """Returns the rate that routing assumes for a link over these transports; the rate of memory if there are none."""
     return min((BY_NAME[name].nbytes_per_s for name in names if name in BY_NAME), default=MEMORY_NBYTES_PER_S)
 
 

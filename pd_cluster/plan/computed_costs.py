@@ -1,7 +1,7 @@
-"""Estimates the costs of a device that was not measured from a model's bytes and operations.
+"""Estimates costs from a model's bytes and operations, for devices that were not measured.
 
-The model of a step: it reads the weights and the attended KV cache once. If the operations of matrix products take
-longer than reading, their time counts instead. The linear terms of `StepCost` are exact for full steps and too high for
+A step is assumed to read the weights and the attended KV cache once. If the operations of matrix products take longer
+than reading, their time counts instead. The linear terms of `StepCost` are exact for full steps and too high for
 others, because the cost of rows beyond the free ones is interpolated linearly and a partial chunk counts the whole
 read. All experts count as read, and windows as full attention.
 """

@@ -21,7 +21,7 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 POLICIES = ("prefix-aware", "predicted-ttft", "least-loaded")
 OF_SESSIONS = "session"
 CHUNKS, SEATS = (512, 2048, 8192), (32, 128, 256)
-STEPS = (4, 1)  # the measured chunk and number of seats are divided by these to get the sizes to try
+STEPS = (4, 1)  # the sizes to try are the measured chunk and number of seats, divided by these
 
 MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # limits of `coarser`: tokens of a block, and blocks of a mean request
 

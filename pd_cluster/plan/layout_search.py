@@ -141,10 +141,7 @@ class Search:
         return self._seen[num_devices]
 
     def _splits(self, able: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-        """Returns the most promising splits, with their best estimated settings.
-
-        Half are hybrid, if both kinds suffice.
-        """
+        """Returns the most promising splits with their settings estimated best; half are hybrid if possible."""
         usual = [each for each in able if each.layout.routing_policy == self.space.policies[0]]
         found: dict[bool, list[LayoutCandidate]] = {True: [], False: []}
         num_settings = Counter[str]()

@@ -79,7 +79,7 @@ def row_step_seconds(costs: Costs, rows: float, num_context_tokens: float) -> fl
 def rows_needed(costs: Costs, load: MeanLoad, tokens_per_s: float, left: float) -> float:
     """Returns how many rows an instance needs to decode this many tokens per second; may be infinite.
 
-    `left`: the share of its time in which it can decode.
+    `left`: the share of the instance's time that is left for decoding.
     """
     low, high = 0.0, float(1 << 20)
     if tokens_per_s * row_step_seconds(costs, high, load.num_context_tokens) > high * left:

@@ -104,8 +104,8 @@ class SimulatedInstance:
         self._progress: RunProgress | None = None
         self._sampling: list[str] = []  # requests that get a token from the current step
         self._has_news = False  # whether a later tick has news to report
-        self._num_prompt_tokens = 0  # num_prefix_query_tokens when the last run of equal steps began
-        self._end = 0  # the number of the last scheduled end or wake-up; earlier ones are void
+        self._num_prompt_tokens = 0  # `num_prefix_query_tokens` when the last run of equal steps began
+        self._end = 0  # the number of the last scheduled end or wake-up; earlier ones have no effect
         self._wakes_s = float("inf")
 
     def power_on(self, worker: Worker, runner: SimulatedRunner) -> None:

@@ -1,7 +1,7 @@
 """Both ends of lanes whose bytes only take time. Links, their opening and transfers are real.
 
-Each instance sends, and receives, one byte after another. Layers are sent as soon as a step has written them, so when a
-prompt's last step ends, only its last layer or one payload remains to be sent.
+An instance sends only one byte at a time, and receives only one at a time. Layers are sent as soon as a step has
+written them, so when a prompt's last step ends, only its last layer or one payload remains to be sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANY_NBYTES = 1 << 62
 
 @dataclass(slots=True)
 class Wires:
-    """When an instance can send and receive further bytes. `step_s`: when its last step began.
+    """When an instance can next send and receive bytes. `step_s`: when its last step began.
 
     `credited_s`: transfer -> when its credit came.
     """

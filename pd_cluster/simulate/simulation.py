@@ -1,6 +1,6 @@
 """Serves a list of arrivals with a simulated cluster. Start reading at `simulate`.
 
-The simulation is deterministic: it uses no clock, no random numbers and no order of sets.
+The simulation is deterministic: it uses no clock and no random numbers, and iterates over no sets.
 """
 
 from __future__ import annotations

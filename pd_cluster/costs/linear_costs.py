@@ -75,7 +75,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """The factors by which a step takes longer while an instance of the other role computes on the same host; 1: none.
+    """The factors by which a step takes longer while an instance of the other role computes on the host; 1: no longer.
 
     `num_cores`: the cores of the host; 0: unknown. If more instances compute than there are cores, they share them.
     """

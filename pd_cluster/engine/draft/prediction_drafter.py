@@ -26,7 +26,7 @@ class PredictionDrafter(Drafter):
 
     While output tokens equal the predicted ones, the position advances. After a deviation, the drafter searches the
     prediction for the longest match of the last output tokens (8 to 2 of them), and the position is the end of that
-    match. Of equal matches, the nearest one at or after the last sure position wins, otherwise the nearest before it.
+    match. Among equal matches, the nearest at or after the last sure position wins, otherwise the nearest before it.
     The 32 nearest positions of the last two tokens are compared on each side. If these two tokens do not occur and the
     deviation is short, the last token alone is searched in the next 16 predicted tokens; this finds the end of a
     deletion or insertion. If that fails too, each output token is assumed to replace a predicted one. A position is

@@ -41,11 +41,11 @@ def _per_call(lengths: Sequence[int]) -> int:
 class TokenHistory:
     """A request's tokens, with indexes of their positions.
 
-    The constructor indexes only the last tokens of the sequence. New tokens are indexed when they arrive. Of the older
-    tokens, each call indexes one slice, so that no step waits for a long prompt; until all are indexed, a draft may
-    miss a position. The older tokens are split into parts. The newest part is indexed first, because positions near the
-    end are better guesses; within a part, slices follow in ascending order, as hash chains require. Virtual tokens of
-    an adapter are not included.
+    The constructor indexes only the last tokens of the sequence. New tokens are indexed when they arrive. Each call
+    also indexes one slice of the older tokens, so that no step waits for a long prompt; until all are indexed, a draft
+    may miss a position. The older tokens are split into parts. The newest part is indexed first, because positions near
+    the end are better guesses; within a part, slices follow in ascending order, as hash chains require. Virtual tokens
+    of an adapter are not included.
     """
 
     def __init__(self, request: Request, lengths: Sequence[int], reach: int) -> None:

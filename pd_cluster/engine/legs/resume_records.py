@@ -244,7 +244,7 @@ class Records:
     def _victim(self, growing: Record) -> Record:
         """Returns the record to drop.
 
-        It belongs to the tenant with the most bytes; on a tie, to the growing record's tenant. Of that tenant's
+        It belongs to the tenant with the most bytes; on a tie, to the growing record's tenant. Among that tenant's
         records, one without a reader is dropped, the first to expire; if all have readers, the largest is dropped.
         There is one exception: if that tenant also owns the growing record, and dropping all its records without a
         reader would not free enough memory, the growing record itself is dropped.

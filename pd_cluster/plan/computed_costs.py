@@ -58,8 +58,8 @@ def computed_costs(
     place = f"{shape.tp_size} x {device.name}"
     if num_blocks <= 0:
         return Infeasible(
-            f"{place}: weights of {needs.weights_nbytes / shape.tp_size / 1e9:.1f} GB a device and a step's numbers "
-            f"leave no memory for a KV pool in {device.memory_nbytes / 1e9:.0f} GB"
+            f"{place}: weights of {needs.weights_nbytes / shape.tp_size / 1e9:.1f} GB a device and a step's "
+            f"activations leave no memory for a KV pool in {device.memory_nbytes / 1e9:.0f} GB"
         )
     if num_blocks * layout.block_size < num_tokens:
         capacity = num_blocks * layout.block_size

@@ -131,7 +131,7 @@ class EncodeWorker:
         try:
             file = self._features_of(item)
         except OSError as error:
-            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder is full: {error.strerror}"))
+            self._post.send(item.conn, wire.EncodeFailed(item.number, f"no space for the features: {error.strerror}"))
             return
         except torch.AcceleratorError:  # the device is lost, so no image can be computed
             raise

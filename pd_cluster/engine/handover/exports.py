@@ -165,7 +165,7 @@ class Exports:
         if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
-            self._ended(export.request, f"{export.request.peer} wants KV cache from token {wanted} on")
+            self._ended(export.request, f"{export.request.peer} sent invalid first tokens: {wanted}")
         else:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):

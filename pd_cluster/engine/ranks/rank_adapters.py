@@ -75,7 +75,7 @@ class LeadAdapters:
         with self._changed:
             while len(self._answers[digest]) < self._num_followers:
                 if not self._changed.wait(deadline_s - time.monotonic()):
-                    raise ModelError(f"adapter {digest[:12]}: some rank did not load it within {self._timeout_s:g} s")
+                    raise ModelError(f"adapter {digest[:12]}: a rank did not load it within {self._timeout_s:g} s")
             for rank, problem in sorted(self._answers[digest].items()):
                 if problem:
                     raise ModelError(f"rank {rank}: {problem}")

@@ -156,10 +156,10 @@ class _Forks:
     def _reason_against(self, request: ForkRequest, files: list[int]) -> str:
         if request.surroundings != (own := surroundings()):
             names = {name for name, _ in request.surroundings.items() ^ own.items()}
-            return f"its {', '.join(sorted(names))} is not the preloader's"
+            return f"the rank and the preloader differ in {', '.join(sorted(names))}"
         names = {name for name, _ in essential(request.env).items() ^ self._environment.items()}
         if names:
-            return f"its environment is not the preloader's: {', '.join(sorted(names)[:5])}"
+            return f"the rank's and the preloader's environments differ in {', '.join(sorted(names)[:5])}"
         if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
             return f"the preloader has {num_threads} threads"
         if len(files) != STDERR + 1 + len(request.numbers) or not request.numbers:

@@ -186,7 +186,7 @@ class Preloader:
         the Fork is closed or this process ends.
         """
         if self.is_silent:
-            raise NotForked("the preloader has not answered before")
+            raise NotForked("the preloader did not answer an earlier request")
         try:
             wanted = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
             request = msgspec.json.encode(wanted)

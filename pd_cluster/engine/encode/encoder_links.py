@@ -93,7 +93,7 @@ class EncoderLinks:
         """Keeps links to exactly these encoders."""
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [peer for peer in self._links if peer not in wanted]:
-            self._close(self._links.pop(peer), "the scheduler no longer wants it")
+            self._close(self._links.pop(peer), "the scheduler no longer needs it")
         for peer, info in wanted.items():
             self._links.setdefault(peer, _Link(info))
         self.tick()

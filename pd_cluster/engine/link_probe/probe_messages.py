@@ -15,7 +15,7 @@ from pd_cluster.types import Role
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64
-NOBODY = "nobody answers on the other host"
+NOBODY = "no process answers on the other host"
 
 
 class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):

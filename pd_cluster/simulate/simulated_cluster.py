@@ -168,7 +168,7 @@ class SimulatedCluster:
 
     def _living(self, name: str) -> SimulatedInstance:
         if (life := self.lives.get(name)) is None:
-            raise InstanceNotFound(f"instance: {name} does not run now", "instance")
+            raise InstanceNotFound(f"instance: {name} is not running", "instance")
         return life
 
     def _kill(self, name: str) -> None:

@@ -106,5 +106,5 @@ class ReceiveWork:
 def _await(store: PrefixStore, key: str, timeout_s: float) -> bytes:
     """Returns a value that the other end has set. Raises RuntimeError."""
     if not poll(lambda: store.check([key]), timeout_s):
-        raise RuntimeError(f"the other end did not come within {timeout_s:g} s")
+        raise RuntimeError(f"the other end did not connect within {timeout_s:g} s")
     return store.get(key)

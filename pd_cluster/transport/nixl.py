@@ -206,7 +206,7 @@ class NixlReceiver:
             value: bytes = self.meeting.store.get(SLOTS)
             slots = msgspec.msgpack.decode(value, type=LaneBuffers)
         except (RuntimeError, msgspec.DecodeError) as error:
-            raise LinkError(f"the prefill instance names no buffers: {first_line(error)}", retry=True) from error
+            raise LinkError(f"the prefill instance's buffers are unknown: {first_line(error)}", retry=True) from error
         if not all(0 <= slot < self._offer.num_buffers for slot in slots):
             raise LinkError(f"the prefill instance names buffers {slots}, but has {self._offer.num_buffers}")
         return slots

@@ -277,4 +277,4 @@ class Agent:
         try:
             self._agent.send_notif(peer.name, notice)
         except Exception as error:
-            raise LinkError(f"the prefill instance's agent gets no notice: {first_line(error)}", retry=True) from error
+            raise LinkError(f"cannot notify the prefill instance's agent: {first_line(error)}", retry=True) from error

@@ -40,7 +40,7 @@ class UnitParts(NamedTuple):
     def group(self, config: WorkerConfig, device: Device, begin: Callable[[], None]) -> AnyUnitGroup:
         """Returns this rank's end of the exchange; the ranks meet later, once weights are loaded.
 
-        The meeting begins with a call of `begin`, which opens the mailbox and reports that the member forms.
+        The meeting begins with a call of `begin`, which opens the mailbox and reports that this member is forming.
         """
 
         def meet() -> UnitEnds:

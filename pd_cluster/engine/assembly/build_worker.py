@@ -49,8 +49,8 @@ def build_worker(
 ) -> tuple[Loop, Mailbox, RankReport]:
     """Binds and loads a worker of any role, and opens its mailbox; the caller runs the loop.
 
-    `tell` sends the parent two kinds of reports: that a member of a unit forms, and which rank or member is lost and
-    why. Other threads may call it, because this process may end before its loop could report the loss.
+    `tell` sends the parent two kinds of reports: that a member of a unit is forming, and which rank or member is lost
+    and why. Other threads may call it, because this process may end before its loop could report the loss.
     """
     device = device_of(config)
     if config.role == "encode":

@@ -32,7 +32,10 @@ class Availability:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the worker drains and can expect no further request: its senders know or are gone, or it sleeps."""
+        """Whether the worker drains and takes no more requests.
+
+        This is so once all senders of requests know of the drain or are gone, or while the worker sleeps.
+        """
         is_deserted = not self.schedulers or not self._clients
         return self.drain.has_begun and (is_deserted or self.drain.is_heard or bool(self.sleep.closed))
 

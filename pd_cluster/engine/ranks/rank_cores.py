@@ -20,7 +20,7 @@ from pd_cluster.settings.process_settings import CoreSharing
 
 log = logging.getLogger(__name__)
 
-LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, a step is mostly the host's work, which more threads delay
+LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, most of a step is bookkeeping, which more threads slow down
 
 
 class HostCores:

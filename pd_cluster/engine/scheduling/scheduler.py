@@ -234,8 +234,8 @@ class StepScheduler:
     def share_tables(self, request: Request) -> list[list[int]]:
         """Returns tables of a request's computed tokens for another sequence, which becomes a holder of these blocks.
 
-        A sequence copies a shared block before it writes to it. So of the sequences that share a state, all but the
-        last one to write copy it.
+        A sequence copies a shared block before it writes to it. So each sequence that shares a state copies the state,
+        except the last one to write.
         """
         return [each.share(request, request.num_computed_tokens) for each in self.groups]
 

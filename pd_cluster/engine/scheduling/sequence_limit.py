@@ -44,7 +44,7 @@ class SequenceLimit:
         return max(0, min(self.most - self.num_taken, self._most_further - self.num_further + 1))
 
     def next(self, waiting: Sequence[Request], at: int = 0) -> int:
-        """Returns the index, from `at` on, of the first request that may take a place, or else the list's length."""
+        """Returns the index, from `at` on, of the first request that may take a place; the list's length if none."""
         if at < len(waiting) and waiting[at].index and self.num_further >= self._most_further:
             return next((each for each in range(at, len(waiting)) if not waiting[each].index), len(waiting))
         return at

@@ -41,7 +41,7 @@ class StepDelay:
     def waits(self) -> bool:
         """Whether the next step waits.
 
-        It never waits if it has prompts or several batches or no batch, or if blocks are short.
+        It never waits if it has prompts, if its requests are not all of one batch, or if blocks are short.
         """
         if self._coming.num_landings != self._num_landings:
             self._num_landings, self._landed_s = self._coming.num_landings, self._clock()

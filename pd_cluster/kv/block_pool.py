@@ -15,7 +15,7 @@ from pd_cluster.types import Retention, Tier
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves this. `take` returns free blocks before cached ones, and cached
+    num_blocks = free + cached + held; `check()` tests this. `take` returns free blocks before cached ones, and cached
     blocks in the order of their last use, retained ones last. With `rests`, `take` returns free blocks in the order of
     their release, so that each stays free as long as possible. Otherwise it returns the block released last, because
     its memory is still in the processor's caches.

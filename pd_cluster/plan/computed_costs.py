@@ -110,7 +110,7 @@ def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> S
 
 
 def _num_blocks(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, layout: KVLayout) -> int:
-    """Counts a rank's blocks as a real device would; below 1 if the weights leave no memory."""
+    """Counts a rank's blocks as a real instance would; below 1 if the weights leave no memory."""
     number = DTYPE_NBYTES[needs.dtype]
     streams = needs.widest // shape.tp_size + STREAMS_WIDE * needs.hidden_size
     of_step = shape.max_num_batched_tokens * streams * number + shape.max_num_seqs * needs.vocab_size * LOGIT_NBYTES

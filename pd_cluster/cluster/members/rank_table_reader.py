@@ -1,5 +1,4 @@
-"""Reads the rank table and the secrets again while instances run, and refuses changes that running instances cannot
-follow.
+"""Rereads the rank table and the secrets while instances run, and refuses changes that running instances cannot follow.
 
 Knows nothing of how instances join and leave (elastic_membership.py).
 """

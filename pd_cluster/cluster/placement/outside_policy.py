@@ -1,6 +1,6 @@
 """Finds the routing policy that a setting names: one of `POLICIES`, or an operator's own function.
 
-The function runs in the processes that route, with all their rights. If it fails, so does the request that it routes.
+The function runs in the processes that route, with all their rights. If it fails, the request that it routes fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Determines whether the cluster would start on a request soon. Pure functions of instance state.
+"""Determines whether the cluster would soon start a request. Pure functions of instance state.
 
 A request that would only wait at an instance is better held in the admission queue (admission_queue.py), where it takes
 its turn among clients, uses no instance memory, and goes to the first instance with room.
@@ -26,7 +26,7 @@ class SpareCapacity(NamedTuple):
 
     for_prompts: bool
     for_sequences: bool
-    for_all: bool  # the reserve for clients with less than their share is not reached
+    for_all: bool  # there is room beyond the reserve for clients with less than their share
     longest: float = math.inf  # tokens of the longest request for which there is room
 
 
@@ -45,7 +45,9 @@ def spare_capacity(instances: Sequence[Instance]) -> SpareCapacity:
 
 
 def _spare_capacity(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> SpareCapacity:
-    """Examines only as many instances as needed: every request asks, and mostly the first ones have room."""
+    """Examines only as many instances as needed, because it runs for every request and the first ones usually have
+    room.
+    """
     for_sequences = for_all = False
     for decode in decodes:
         for_sequences = for_sequences or decodes_soon(decode)

@@ -1,1 +1,3 @@
-"""Checks of the network before the start: `hccn_tool`'s reports on NPUs, and KV blocks sent between real processes."""
+"""Checks the network before the start: with `hccn_tool`'s reports on NPUs, and by sending KV blocks between real
+processes.
+"""

@@ -1,1 +1,1 @@
-"""Processes of one host: ports, start, supervision, end."""
+"""Starts, supervises and ends the processes of one host, and chooses their ports."""

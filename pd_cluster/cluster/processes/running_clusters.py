@@ -1,7 +1,8 @@
-"""Records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin tokens.
+"""Keeps records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin
+tokens.
 
-A record is a file of the user (0600, in a folder of mode 0700) that is valid while its process runs. Another start
-time, boot or PID namespace means another process. Records that other users own or can write are ignored.
+A record is a file of the user (0600, in a folder of mode 0700) that is valid while its process runs. A different start
+time, boot or PID namespace means a different process. Records that other users own or can write are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     """`start_ticks`: when the process started, since `boot`; `pids`: the PID namespace of `pid`."""
 
     admin: str
-    url: str  # "": a Unix socket
+    url: str  # "" if it listens on a Unix socket
     token_file: str
     model: str
     pid: int

@@ -108,7 +108,7 @@ def has_failed(outcome: Outcome) -> bool:
 
 
 def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSpan]:
-    """Returns the spans below the request's own, in order of time. Without an outcome, its error is a span."""
+    """Returns the spans below the request's own, in order of time. Without an outcome, the timeline's error counts."""
     routed_s = next(at_s for at_s, what in timeline.own if what == "routed")
     ended_s = timeline.ended_s if timeline.ended_s is not None else routed_s
     starts_s = [routed_s, *(at_s for at_s, what in timeline.own if what == "replayed")]
@@ -123,7 +123,7 @@ def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSp
             names[Names.ENDED] = timeline.error
         legs = list(_legs(timeline, transfer_id))
         parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
-        if not errors[at]:  # a part that is still open is not an error: an answer can be complete before its handover
+        if not errors[at]:  # a part without an end is then no error: an answer can be complete before its handover is
             parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))
@@ -166,7 +166,9 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
 
 
 def _handover(leg: _Leg, legs: list[_Leg], end_s: float) -> TraceSpan:
-    """Spans offer to confirmation, by the receiver's clock, or the sender's if the receiver reported nothing."""
+    """Returns the span from offer to confirmation, by the receiver's clock, or the sender's if the receiver reported
+    nothing.
+    """
     start_s = leg.first("offered")
     assert start_s is not None
     numbers: dict[str, Value] = {Names.NUM_BYTES: leg.total("landed", "nbytes") or leg.total("sent", "nbytes")}

@@ -35,7 +35,8 @@ class RoleGoals(NamedTuple):
 
 
 class InstanceCost(NamedTuple):
-    """The capacity of an instance: its steps in each role, its slots, and its pool in tokens; 0: unknown."""
+    """The capacity of an instance: the cost of its steps in each role, its slots, and its pool in tokens; 0: unknown.
+    """
 
     prefill: StepCost
     decode: StepCost
@@ -45,7 +46,7 @@ class InstanceCost(NamedTuple):
     tokens_per_step: float = 1.0
 
     def followed_by(self, new: InstanceCost) -> InstanceCost:
-        """Returns the average of this cost and the new one, so that a slow moment of a machine counts little."""
+        """Returns a weighted average of this cost and the new one, so that a slow moment of a machine counts little."""
         left = 1 - NEW_SHARE
         return new._replace(
             prefill=_weighted([(left, self.prefill), (NEW_SHARE, new.prefill)]),
@@ -57,8 +58,8 @@ class InstanceCost(NamedTuple):
         """Returns the cost with which to check whether the needy role really has too few instances.
 
         The estimate for decode steps of more sequences may be too high. If the current steps meet the objective, the
-        result therefore lets steps of any number of sequences take as long as the current ones. So decode instances
-        count as too few only if their current steps exceed the objective, or if seats are short.
+        result therefore assumes that steps with any number of sequences take as long as the current ones. So decode
+        instances count as too few only if their current steps exceed the objective, or if seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self
@@ -77,7 +78,7 @@ class Work(NamedTuple):
 
 
 class RoleNeed(NamedTuple):
-    """The number of instances that each role keeps busy."""
+    """The number of instances that each role's work keeps busy."""
 
     prefill: float
     decode: float
@@ -95,14 +96,14 @@ class Split(NamedTuple):
         return Split(self.prefill + change, self.decode - change)
 
     def drained(self, needy: Role) -> Split:
-        """Returns the split while that instance drains."""
+        """Returns the split while the instance that will change to this role drains."""
         return Split(self.prefill - (needy == "decode"), self.decode - (needy == "prefill"))
 
 
 def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = None) -> InstanceCost | None:
-    """Returns the mean of these instances; None if none has measured its steps.
+    """Returns the mean cost of these instances; None if none has measured its steps.
 
-    Each role's measurements come from its own instances; otherwise from other instances, or from `known`.
+    Each role's measurements come from its own instances; without any, from `known`, or from other instances.
     """
     found = [(each.role, each.load.step_cost) for each in instances]
     prefill = _mean_of([(role == "prefill", cost) for role, cost in found if cost.seconds(A_PROMPT) > cost.step_s])
@@ -234,7 +235,7 @@ def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
 
 
 def best_split(model: RoleModel, need: RoleNeed, present: Split) -> Split:
-    """Returns the split with the same total that serves most; among equals, the nearest to the present one."""
+    """Returns the split with the same total that serves the most work; among equals, the nearest to the present one."""
     num = sum(present)
     splits = [Split(at, num - at) for at in range(1, num)] or [present]
     return max(splits, key=lambda each: (round(model.served(need, each), 3), -abs(each.prefill - present.prefill)))

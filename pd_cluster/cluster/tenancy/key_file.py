@@ -1,8 +1,8 @@
-"""The file of --api-key-file: salted hashes of API keys, each with its tenant, its models and its limits.
+"""Reads and writes the file of --api-key-file: salted hashes of API keys, each with its tenant, models and limits.
 
-It is JSON. One random salt covers the whole file, so that a key is found by one hash. Every error is one line that
-names the file, the entry, the field, its value and the remedy, and never shows a hash. Knows nothing of processes or
-HTTP.
+The file is JSON. The whole file has one random salt, so that looking up a key takes one hash. Every error is one line
+that names the file, the entry, the field, its value and the remedy, and never shows a hash. Knows nothing of processes
+or HTTP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEME = "hmac-sha256"
 KEY_PREFIX = "pdc-"
 KEY_NBYTES = 32
 SALT_NBYTES = 32
-# half the maximum line to an API process (cluster/processes/api_processes.py), which carries the file
+# half the longest line to an API process (cluster/processes/api_processes.py): one line carries the whole file
 MAX_NBYTES = 8 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NAME_EXPECTED = "1 to 64 letters, digits and . _ -"

@@ -20,14 +20,16 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME, pattern=P
 
 
 class StartWeightUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """`mode`: as of /pause, for requests that run when the update finishes. `is_checkpoint_format`: always true."""
+    """`mode`: as for /pause; applies to requests that run when the update finishes. `is_checkpoint_format`: always
+    true.
+    """
 
     mode: Literal["abort", "wait", "keep"] = "wait"
     is_checkpoint_format: Literal[True] = True
 
 
 class TrainerGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's fields. This server is one rank, `rank_offset`; rank 0 of the group sends. `packed`: always false."""
+    """vLLM's fields. This server is a single rank of the group, `rank_offset`; rank 0 sends. `packed`: always false."""
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -56,7 +58,8 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """`folder`: below --weights-dir; or the tensors that the trainer sends next, in vLLM's three lists."""
+    """Either `folder`, which is below --weights-dir, or the tensors that the trainer sends next, in vLLM's three lists.
+    """
 
     folder: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     names: TensorNames = []

@@ -29,7 +29,7 @@ class JobChild:
         await self._writer.drain()
         try:
             answer = await self._reader.readline()
-        except ValueError:  # longer than any valid answer
+        except ValueError:  # the line is longer than any valid answer
             raise EOFError from None
         if not answer.endswith(b"\n"):
             raise EOFError

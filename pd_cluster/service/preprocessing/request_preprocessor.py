@@ -26,8 +26,8 @@ from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.types import Guide, RequestSpec, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
-MAX_PREDICTED_TOKENS = 1 << 20  # tokens of a prediction times the number of prompts; the rest is ignored
-MAX_GUIDES_NUM_CHARS = 1 << 20  # characters of a guide times the number of prompts, which have copies
+MAX_PREDICTED_TOKENS = 1 << 20  # the most tokens of a prediction times the number of prompts; the rest is ignored
+MAX_GUIDES_NUM_CHARS = 1 << 20  # the most characters of a guide times the number of prompts, each of which has a copy
 
 
 class SharedFields(NamedTuple):
@@ -80,7 +80,7 @@ class RequestPreprocessor:
     ) -> SharedFields:
         """Makes the fields that all prompts share. Raises RequestError.
 
-        `markers`: special tokens that a reader needs. `variant`: an in-process caller's; None: that of the adapter that
+        `markers`: special tokens that a reader needs. `variant`: given by an in-process caller; None: the variant that
         the request names as its model.
         """
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
@@ -202,7 +202,7 @@ class RequestPreprocessor:
     def _sequences(
         self, request: GenerationRequest, sampling: Sampling, markers: Collection[str], token_ids: list[int]
     ) -> list[TextSequence]:
-        """Makes the sequences of a prompt. `token_ids`: the prompt's."""
+        """Makes the sequences of a prompt with these tokens."""
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
@@ -222,7 +222,7 @@ class RequestPreprocessor:
         ]
 
     def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
-        """Raises RequestError for parameters that need a tokenizer if there is none."""
+        """Raises RequestError for parameters that need a tokenizer, if the server has none."""
         if self.tokenizer.has_text:
             return
         given = {"stop": request.stops, "bad_words": request.bad_words, "prediction": request.prediction}

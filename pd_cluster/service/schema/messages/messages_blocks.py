@@ -1,4 +1,4 @@
-"""The types of blocks in /v1/messages. Knows nothing of chats."""
+"""Defines the types of blocks in /v1/messages. Knows nothing of chats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_TOOLSET = unless_empty("this server has no toolsets; leave it out")
 
 
 class TextBlock(TypedFields):
-    """A text. `citations` of a text from another server have no effect."""
+    """A text. `citations`, which other servers add to a text, have no effect."""
 
     type: Literal["text"]
     text: str

@@ -1,4 +1,4 @@
-"""The schema of /v2/embed, Cohere's embeddings."""
+"""Defines the schema of /v2/embed, Cohere's embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CohereInput(BaseModel):
 
 
 class CohereEmbedRequest(BaseModel):
-    """`input_type`: the model's prompt to put before each text. `truncate`: the side of a text to cut off."""
+    """`input_type`: selects the model's prompt that precedes each text. `truncate`: the side of a text to cut off."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

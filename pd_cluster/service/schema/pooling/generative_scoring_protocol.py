@@ -1,4 +1,4 @@
-"""The schema of /generative_scoring: the probabilities of given tokens after a query and each item."""
+"""Defines the schema of /generative_scoring: the probabilities of given tokens after a query and each item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema of pooling requests: embeddings, scores, reranking.
+"""Defines the schema of pooling requests: embeddings, scores, reranking.
 
 Fields are OpenAI's and vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
@@ -23,7 +23,9 @@ Texts = Annotated[list[str], FAIL_FAST]
 
 
 class PoolingRequest(BaseModel):
-    """The common fields. `REFUSED`: field -> the values that ask for nothing, and what to do instead."""
+    """The fields that these requests share. `REFUSED`: field -> the values that ask for nothing, and what to do
+    instead.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -50,7 +52,7 @@ OF_PAIRS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class PairsRequest(PoolingRequest):
-    """Fields of scores and reranking. Each limit truncates a text to this many tokens; 0: no limit."""
+    """The fields of scores and reranking. Each limit truncates texts to this many tokens; 0: no limit."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 

@@ -1,4 +1,4 @@
-"""Replays past batches of KV events over a ROUTER that never blocks, for slow readers too.
+"""Replays past batches of KV events over a ROUTER that never blocks, even for slow readers.
 
 A reader receives one replay after another, and one end mark for each of its requests.
 """

@@ -206,7 +206,7 @@ class Mailbox:
                 before_s = self._clock()
                 if self._wake_fd in events:
                     os.eventfd_read(self._wake_fd)
-                self._is_woken = False  # reset after the read, which would swallow a later wake-up
+                self._is_woken = False  # only after the read, which would swallow a wake-up made before it
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:

@@ -22,7 +22,7 @@ SleepLevel = Literal[0, 1, 2]  # 0: awake; 1: without KV cache; 2: also without 
 
 
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
-    """The weights that an instance shall have. `epoch` counts the cluster's changes; 0: the weights of the start.
+    """The weights that an instance must have. `epoch` counts the cluster's changes; 0: the weights of the start.
 
     `name`: the version's name for clients. `digest`: of every byte of the files in the folder `path`.
     """
@@ -36,7 +36,7 @@ class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
 class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
     """`held`: the version that an instance computes with. `checked`: the last epoch whose files it has checked.
 
-    `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it shall have.
+    `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it must have.
     """
 
     held: WeightVersion = WeightVersion()
@@ -46,7 +46,7 @@ class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
-    """How many integers fell into each bucket, and their sum. No `counts`: nothing was counted."""
+    """How many integers fell into each bucket, and their sum. `counts` is empty if nothing was counted."""
 
     counts: tuple[int, ...] = ()
     total: int = 0
@@ -66,7 +66,8 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of a further group of layers, with windows or one state each. Cached states are checkpoints."""
+    """The blocks of a group of layers after the first: a window group or a state group. Cached states are checkpoints.
+    """
 
     rule: RuleName
     num_free: int
@@ -85,7 +86,7 @@ class PromptCosts(NamedTuple):
     overhead_s: float  # the time of such a step without the part that its prompt tokens cost
     token_s: float
     pair_s: float
-    num_earlier: float  # how many tokens a prompt token attends to
+    num_earlier: float  # the mean number of tokens that a prompt token attends to
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -116,7 +117,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_shared_hit_tokens: int = 0  # tokens whose blocks were loaded from the shared store to host memory
     num_lower_written: int = 0  # blocks written to disk and to the shared store
     num_lower_dropped: int = 0  # blocks not written, because too many waited or writing failed
-    num_lower_bad: int = 0  # blocks that a lower tier returned with another content than written
+    num_lower_bad: int = 0  # blocks that a lower tier returned with content that was not written
     tier_token_s: dict[Tier, float] = {}  # measured time to load the KV of a token from each tier, where known
     num_queued_tokens: int = 0  # prompt tokens that wait here to be computed
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
@@ -183,7 +184,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def prompt_costs(self) -> PromptCosts:
-        """Returns the costs of computing prompts here, as one value, because predictions read it of each instance."""
+        """Returns the costs of computing prompts here, as one value, because predictions read it for every instance."""
         work, cost = self.prompt_work, self.step_cost
         overhead_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
         num_earlier = work.num_prompt_pairs / work.num_prompt_tokens if work.num_prompt_tokens else 0.0
@@ -242,8 +243,8 @@ class Welcome(Message, frozen=True):
     node_proofs: NodeProofs = ()
 
 
-GIVEN_UP = "the other end has given the connection up"  # sent by a process that still lives
-PAUSED = "this process itself stood still for too long"  # the other end did nothing wrong
+GIVEN_UP = "the other end has given the connection up"  # sent by a process that is still alive
+PAUSED = "this process itself was stalled for too long"  # the other end did nothing wrong
 
 
 class Gone(Message, frozen=True):
@@ -309,7 +310,7 @@ class WantedAdapters(Message, frozen=True):
 
 
 class AdapterStates(Message, frozen=True):
-    """Digests of the last `WantedAdapters` that requests may use now, and why others cannot be loaded."""
+    """The digests out of the last `WantedAdapters` that requests may use now, and why others cannot be loaded."""
 
     loaded: list[str]
     problems: dict[str, str] = {}
@@ -318,7 +319,7 @@ class AdapterStates(Message, frozen=True):
 class ResetCache(Message, frozen=True):
     """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load confirms it.
 
-    `is_external`: it also has the store that instances share emptied.
+    `is_external`: the store that instances share is emptied, too.
     """
 
     is_external: bool = False
@@ -343,10 +344,10 @@ class ChangeWeights(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """All live workers, including the receiver: roles may change. If a worker is absent or has a new epoch, its earlier
-    process is dead.
+    """Lists all live workers, including the receiver, whose role may have changed. If a worker is absent or has a new
+    epoch, its earlier process is dead.
 
-    A forming worker is listed for its unit alone: it does not send or receive KV cache yet.
+    A forming worker is listed only for its unit: it does not send or receive KV cache yet.
 
     `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler. `number` counts
     the lists of this term on this connection. Only list 1 has all workers. A later list has the changed workers, and

@@ -1,4 +1,4 @@
-"""How tokens are chosen, as a client asks for it."""
+"""The parameters by which a client determines how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # the number of most likely tokens that are returned with each chosen token
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # returned with each chosen token in place of the most likely ones
-    # For each prompt token but the first: tokens whose logprobs there follow those of its most likely ones.
+    # For each prompt token but the first: tokens whose logprobs are returned after those of the most likely tokens
+    # there.
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     beam_width: int = 0  # 0: no beam search
     length_penalty: float = 1.0

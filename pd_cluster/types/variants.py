@@ -13,7 +13,7 @@ from typing import Literal
 PromptKind = Literal["prompt", "prefix"]
 ADAPTER = "^((prompt|prefix)-[1-9][0-9]{0,4}-)?[0-9a-f]{64}$"  # the name of any adapter
 PROMPT = re.compile("(?:prompt|prefix)-([1-9][0-9]{0,4})-[0-9a-f]{64}")
-PLACEHOLDER = 0  # the token id that stands for a virtual token
+PLACEHOLDER = 0  # the token id in place of a virtual token
 
 
 def prompt_variant(kind: PromptKind, num_tokens: int, digest: str) -> str:

@@ -1,6 +1,6 @@
 """Sends a command for one instance to the scheduler's admin address, then polls the list until it is done.
 
-The scheduler's answer names all instances that the command affects: those of a unit change together.
+The scheduler's answer names all instances that the command affects: the members of a unit change together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Command:
     def __init__(self, admin: Admin, name: str) -> None:
         self._admin = admin
         self._name = name
-        self._names = [name]  # of all instances that the command affects
+        self._names = [name]  # the names of all instances that the command affects
         self._last_progress: dict[str, str] = {}
         self._timeout_s = 0.0  # the drain's timeout, as reported by the scheduler
 

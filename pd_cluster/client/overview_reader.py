@@ -9,7 +9,7 @@ from pd_cluster.client.admin_client import Admin, not_an_admin, raise_unauthoriz
 from pd_cluster.errors import PdClusterError
 
 Found = dict[str, Any]
-FINE = "nothing is wrong: every instance serves, and no request failed in the last minute"
+FINE = "no problems: every instance serves, and no request failed in the last minute"
 
 
 async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark: int = 0) -> Found:

@@ -17,7 +17,8 @@ from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
 
 @dataclass(slots=True)
 class Instance:
-    """One entry of the global rank table, or a worker that registered itself (with `joined_as`, join_registrar.py).
+    """One entry of the global rank table, or a worker that registered itself (then `joined_as` is set; see
+    join_registrar.py).
 
     `info` is its process's own description; None while it does not answer.
 
@@ -44,13 +45,13 @@ class Instance:
     num_outstanding: int = 0
     num_long: int = 0  # outstanding long prompts, which give way to shorter prompts (engine/scheduling/step_share)
     long_tokens: int = 0  # the part of outstanding_tokens that belongs to long prompts
-    num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
+    num_sequences: int = 0  # sent by this scheduler for decode and not known to have finished
     num_reported_sequences: int = 0  # num_sequences at its last report of its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
     drain_deadline_s: float = 0.0  # its requests may finish there until this time
-    drain_timeout_s: float = 0.0  # the duration of that deadline
+    drain_timeout_s: float = 0.0  # the time that the drain may take
     adapters: frozenset[str] = frozenset()  # digests of the wanted adapters that it has reported as loaded
     adapter_problems: dict[str, str] = field(default_factory=dict)
     _pool: tuple[InstanceInfo | None, PoolKind | None] = field(
@@ -185,7 +186,7 @@ class Instance:
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns how many of the prompt's tokens its caches spare it; called for each instance and request."""
+        """Returns how many of the prompt's tokens it can take from its caches; called for each instance and request."""
         known = self.known_blocks
         if not known.tiers:
             return 0

@@ -39,7 +39,7 @@ class PoolKind:
     block_size: int
 
 
-_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # after an eviction, prompts' keys are only computed once more
+_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # an eviction only causes keys to be computed again
 
 
 def pool_kind_of(info: InstanceInfo | None) -> PoolKind | None:
@@ -129,8 +129,9 @@ class Prompt:
         self._counts: dict[KnownBlocks, tuple[int, dict[Tier, int]]] = {}
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
-        """Returns how many prompt tokens an instance is known not to need to compute; never the last one, which gives
-        the logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
+        """Returns how many of the prompt's tokens an instance can take from its caches, as far as known; never the last
+        token, which is computed for its logits. A token in a slower tier counts less, by the ratio of its load time to
+        its compute time.
         """
         counts = self._num_known(pool, known)
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
@@ -162,7 +163,7 @@ class Prompt:
             await asyncio.sleep(0)
 
     def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
-        """Returns the prompt's first tokens that are in device or host memory."""
+        """Returns how many of the prompt's first tokens are in device or host memory."""
         counts = self._num_known(pool, known)
         if not counts["disk"]:
             return sum(counts.values()) * pool.block_size

@@ -14,7 +14,7 @@ OPENING = LinkState("opening")  # the state of a link before its first report
 class PeerLinks:
     """Derived from `states` (peer's key -> state); rebuilt when the states change.
 
-    `up` and `open`: the keys of peers whose link can carry KV cache, and of those whose link is open now.
+    `up`: the keys of peers whose link can carry KV cache. `open`: the keys of those whose link is open now.
     """
 
     states: Mapping[str, LinkState]

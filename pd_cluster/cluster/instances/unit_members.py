@@ -50,8 +50,8 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
 
 
 def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
-    """Whether `other` belongs to the unit of a member with this rank, by the distance of their entries in the rank
-    table.
+    """Whether `other` must belong to the unit of a member with this rank, because of the distance of their entries in
+    the rank table.
     """
     if member.is_registered or other.is_registered:
         return False

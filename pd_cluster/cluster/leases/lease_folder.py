@@ -139,7 +139,7 @@ class LeaseFolder:
                     self._file(old).unlink()
 
     def _content(self, version: int) -> bytes:
-        """Raises OSError."""
+        """Returns a version's content. Raises OSError."""
         with reading(self._file(version)) as file:
             return file.read(MAX_RECORD_NBYTES + 1)
 

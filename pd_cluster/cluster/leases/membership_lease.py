@@ -20,7 +20,7 @@ RENEWALS = 5  # how often a lease is renewed within its duration
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the owner of membership wants it: its address, role and service.
+    """An instance's address, role and service as the owner of membership wants them.
 
     `joined_as`: the role with which it registered itself; None: it is in the rank table.
     """
@@ -93,8 +93,8 @@ class Ownership:
         """`least_term`: returns the lowest term of an ownership that begins now."""
         self.own, self.duration_s = own, duration_s
         self.record = LeaseRecord()  # the last record that was read or written
-        # of the records read so far; a term that a worker reports does not count, because a lying worker must not end
-        # an ownership
+        # of the records read so far; terms that workers report do not count, so that a lying worker cannot end an
+        # ownership
         self.highest_term = 0
         self.is_candidate = True  # whether it may become the owner
         self.table = table
@@ -118,7 +118,7 @@ class Ownership:
         if record.term > self._term:
             self._until_s = -math.inf
         self._written_s = now_s
-        is_missing = not record.term  # never written, or removed; if there is an owner, it writes the record again
+        is_missing = not record.term  # never written, or removed; an owner then writes the record again
         if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
             is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
             is_due = is_due or list(members) != record.members or self.table != record.table
@@ -131,9 +131,8 @@ class Ownership:
         return self._next(max(self.highest_term + 1, self._least_term()), members)
 
     def after_write(self, record: LeaseRecord, is_written: bool) -> None:
-        """Takes the outcome of writing the record that `after_read` returned.
-
-        If the write failed, a lease that still runs continues: no other scheduler can own membership before its end.
+        """Takes the outcome of writing the record that `after_read` returned. After a failed write, a lease stays valid
+        until it expires: no other scheduler can own membership before that.
         """
         if not is_written:
             return

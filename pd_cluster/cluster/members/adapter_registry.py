@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 GRACE_S = 1.0  # an adapter is removed this long after its last request, because others may be about to be routed
 RETRY_S = 5.0  # the time until a worker that could not load an adapter tries again
-LOAD_TIMEOUT_S = 300.0  # within this time all workers must have loaded an adapter
+LOAD_TIMEOUT_S = 300.0  # the limit for all workers together
 
 
 class AdapterUsers(Protocol):
@@ -131,7 +131,7 @@ class AdapterBook:
     # ---- one load
 
     def _check(self, name: str, replaces: bool) -> None:
-        """Raises RequestError."""
+        """Raises RequestError if the name cannot be used."""
         try:
             lora_module("lora_name", name, "/")
         except ConfigError as error:
@@ -144,7 +144,7 @@ class AdapterBook:
             )
 
     def _read(self, name: str, path: str) -> AdapterFolder:
-        """Raises RequestError, ModelNotFound."""
+        """Returns the adapter in a folder. Raises RequestError, ModelNotFound."""
         given = Path(path)
         try:
             folder = (given if given.is_absolute() else self._root / given).resolve()
@@ -162,9 +162,7 @@ class AdapterBook:
             raise RequestError(f"lora_path: {told(error.text)}", "lora_path") from None
 
     async def _until_loaded(self, digest: str) -> None:
-        """Waits until all connected workers have the adapter. Raises RequestError with the first worker's reason for
-        failure.
-        """
+        """Waits until all connected workers have the adapter. Raises RequestError with a worker's reason."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while True:

@@ -1,4 +1,4 @@
-"""Brings every instance to the requested level of sleep, by sending it to each instance that reports another level.
+"""Brings every instance to the requested level of sleep: sends this level to each instance that reports another one.
 
 The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py refuses them.
 """

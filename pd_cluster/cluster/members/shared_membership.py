@@ -1,9 +1,9 @@
 """Makes a scheduler one of several over the same workers: it owns membership or follows the owner. Runs on the event
 loop.
 
-membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership`
-act under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
-docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
+membership_lease.py decides the owner; this module keeps the shared record. While this scheduler is the owner,
+`Membership` and `ElasticMembership` act under its fencing number; otherwise this module applies the owner's list of
+instances. The states are in docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOKS = 10  # how often the record is read within a lease's duration
-SETTLE_S = 0.5  # a minimum
+SETTLE_S = 0.5  # the least `settle_s`
 LARGEST_WISH_NBYTES = 96  # an instance's service, next role and time to drain, as JSON
 OTHER_NBYTES = 1024  # the size of a record without its list
 CALL_PART = 1 / 3  # the maximum time for a call to the store, as a share of a lease's duration
@@ -57,7 +57,7 @@ class Lease:
 
 
 class SharedMembership:
-    """Requires a membership that knows this process's name@epoch."""
+    """`membership` must know this process's name@epoch."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SharedMembership:
         self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
         # a separate thread, because look-ups of unresolvable names may occupy all of the loop's threads
         self._thread = ThreadPoolExecutor(1, "lease")
-        self._look_requested = asyncio.Event()  # set to have the record read now
+        self._look_requested = asyncio.Event()  # set to request that the record be read now
         self._look_done = asyncio.Event()  # set after each read, and then replaced
         self._term: int | None = None  # the term of the last orders
         self._followed = LeaseRecord()

@@ -32,8 +32,8 @@ Address = tuple[str, int]
 State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
 LEAVE_S = 1.0  # the longest wait for the scheduler's answer to Leave
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a new scheduler makes requests wait for 3.5 s
-MOST_CUT_ROUNDS = 3  # ends the search after as many rounds in which all addresses accept, but none has a pinned key
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # short: a new scheduler makes requests wait for only 3.5 s
+MOST_CUT_ROUNDS = 3  # the search ends after this many rounds in which all addresses listen, but none has a pinned key
 
 
 class JoiningMailbox(Protocol):

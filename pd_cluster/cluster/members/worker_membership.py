@@ -213,8 +213,8 @@ class Membership(Roster):
             self._show_awaited(instance)
 
     def _until(self, instance: Instance) -> dict[str, str]:
-        """Returns the query, by which a loading or forming instance delays its answer until it no longer loads or
-        forms.
+        """Returns the query parameters with which a loading or forming instance delays its answer until that state
+        ends.
         """
         if instance.state not in ("loading", "forming"):
             return {}

@@ -104,7 +104,7 @@ class RequestHistory:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Interpolates within the bucket that contains the quantile; above the last bound, returns that bound. None without
+    """Returns a quantile, interpolated within its bucket; the last bound if the quantile is above it; None without
     values.
 
     `counts` has one more bucket than `bounds`, for values above all of them.

@@ -17,8 +17,8 @@ Pair = tuple[Instance, Instance]
 
 
 class PairCosts(NamedTuple):
-    """Computes comparable costs: of an instance on either side, and with `joined` of a pair; by default, prefill
-    decides first. `joined` must strictly grow with each of its arguments.
+    """Functions that return comparable costs: `prefill` and `decode` of an instance in that role, `joined` of a pair.
+    By default, the prefill side's cost decides first. `joined` must strictly grow with each of its arguments.
     """
 
     prefill: Callable[[Instance], Any]
@@ -125,7 +125,7 @@ class RankedSides:
             order = sorted(range(len(self._decodes)), key=self._decodes.__getitem__)
             self._keys = [self._sides.decodes[place].key for place in order]
             self._ranks = {key: rank for rank, key in enumerate(self._keys)}
-            self._order = [*order, None]  # the end mark
+            self._order = [*order, None]  # None marks the end
             self._keys.append("")
         keys, avoid = self._keys, self._sides.avoid
         ranks: Iterable[int]

@@ -81,7 +81,7 @@ class PullSources:
         """Returns the tokens that a pull would save, less those that it causes to be computed again.
 
         A pull copies blocks into a second cache, and the blocks that they displace there must be computed again later.
-        So choosing another instance than the prefix's holder pays only if that instance has free blocks.
+        So it pays to choose an instance other than the holder only if that instance has free blocks.
         """
         found, pool = self.to(target), target.pool_kind
         if found is None or pool is None:

@@ -25,8 +25,8 @@ from pd_cluster.types import Leg
 # the most prompt tokens that a decode instance computes itself: more would delay its decoding sequences
 MAX_LOCAL_TOKENS = 256
 ADAPTER_TOKENS = 512  # the cost of loading an adapter, which may evict one that must be loaded again later
-SESSION_SLACK = 2.0  # an instance gets no requests of its sessions while its load exceeds this multiple of the
-SESSION_SLACK_TOKENS = 4096  # least load on its side plus this number of tokens
+SESSION_SLACK = 2.0  # an instance gets no requests of its sessions while its load exceeds its side's least load
+SESSION_SLACK_TOKENS = 4096  # times SESSION_SLACK, plus this number of tokens
 WAKE_SLACK_TOKENS = 4096  # a link at rest is opened only for a pair that has this many fewer tokens ahead
 _MASK = (1 << 64) - 1
 MOST_NAMED = 16  # how many missing instances or links a message names
@@ -255,7 +255,7 @@ def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
 
 
 def is_served(instances: Sequence[Instance]) -> bool:
-    """Whether a request could be served, if only by one instance."""
+    """Whether a request could be served, even if by a single instance."""
     return any(instance.takes_requests and instance.role != "encode" for instance in instances)
 
 
@@ -276,7 +276,7 @@ def why_unavailable(instances: Sequence[Instance]) -> str:
 
 
 def _some(found: Iterator[str]) -> str:
-    """Joins at most MOST_NAMED of the texts, because a request waits for the line and a person reads it."""
+    """Joins at most MOST_NAMED of the texts: a longer line would take long to make and to read."""
     named = list(itertools.islice(found, MOST_NAMED + 1))
     return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
 

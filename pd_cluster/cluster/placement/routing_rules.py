@@ -14,7 +14,7 @@ class ReplayLimits:
 
     max_attempts: int = 6  # after the first
     wait_s: float = 30.0  # how long a request waits for an instance that can continue
-    together_s: float = 3.5  # deaths within this time may share a cause; requests wait so long for a lost instance
+    together_s: float = 3.5  # deaths within this time may share a cause; requests wait this long after a loss
 
 
 @dataclass(frozen=True, slots=True)

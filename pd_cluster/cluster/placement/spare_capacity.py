@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pd_cluster.cluster.instances.instance_state import Instance
 
 BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
-MIN_PROMPTS = 2  # prompts at an instance, regardless of their time: one being computed, and the next
-UNMEASURED_PROMPTS = 16  # prompts at an instance that has not reported its speed yet
+MIN_PROMPTS = 2  # an instance may have this many prompts, however long: one being computed, and the next
+UNMEASURED_PROMPTS = 16  # the same for an instance that has not reported its speed yet
 MIN_WAITING = 2  # sequences that may wait at a decode instance: landed ones wait for a step or two in any case
 WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
 FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
@@ -34,7 +34,9 @@ ANYTHING_FITS = SpareCapacity(True, True, True)
 
 
 def spare_capacity(instances: Sequence[Instance]) -> SpareCapacity:
-    """Returns ANYTHING_FITS if no instance takes requests: waiting does not help then, and other code reports why."""
+    """Returns the spare capacity; ANYTHING_FITS if no instance takes requests: waiting would not help, and other code
+    reports why.
+    """
     prefills = (each for each in instances if each.role == "prefill" and each.takes_requests)
     decodes = (each for each in instances if each.role == "decode" and each.takes_requests)
     prefill, decode = next(prefills, None), next(decodes, None)

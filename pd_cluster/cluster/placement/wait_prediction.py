@@ -122,7 +122,9 @@ def check_goals(
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Drops decode instances that are already too slow, unless all are."""
+    """Returns the instances without decode instances that are already too slow, or all if no decode instance is fast
+    enough.
+    """
     if not goals.tpot_s:
         return list(instances)
     fit = [i for i in instances if i.role != "decode" or predict_tpot_s(i) <= goals.tpot_s]

@@ -1,3 +1,2 @@
-"""Checks the network before the start: with `hccn_tool`'s reports on NPUs, and by sending KV blocks between real
-processes.
+"""Checks the network before the start: reads `hccn_tool`'s reports on NPUs, and sends KV blocks between real processes.
 """

@@ -1,8 +1,8 @@
 """Checks the network of this host's NPUs with `hccn_tool`: link, health, TLS, address, and answers to pings.
 
-`judge_…` are pure functions of the tool's output, in the formats of its public source and command reference. Queries
-cards in parallel, each with one call at a time, because the tool refuses some concurrent calls as busy. Knows nothing
-of torch, and changes no setting of a card.
+The `judge_…` functions are pure; they read the tool's output, in the formats of its public source and command
+reference. Queries cards in parallel, each with one call at a time, because the tool refuses some concurrent calls as
+busy. Knows nothing of torch, and changes no setting of a card.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def judge_health(card: Card, text: str) -> Finding:
 
 
 def parse_tls(text: str) -> bool | None:
-    """Reads the switch from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if it is missing."""
+    """Reads whether TLS is on, from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if this is
+    missing.
+    """
     match = re.search(r"tls switch\[([01])\]", text)
     return match[1] == "1" if match else None
 

@@ -70,8 +70,8 @@ def check_between(
 ) -> list[Finding]:
     """Checks pairs with one end on this host, in the order of the table, which all hosts follow.
 
-    Each host waits for the other end of its next pair; the common order prevents circular waits. The wait for a host
-    that does not connect happens only once.
+    Each host waits for the other end of its next pair; the common order prevents circular waits. If a host does not
+    connect, it is not waited for again.
     """
     found: list[Finding] = []
     absent: set[str] = set()

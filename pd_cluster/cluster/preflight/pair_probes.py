@@ -115,7 +115,7 @@ def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, i
 
 
 def send_blocks(source: RankEndpoint, target: RankEndpoint, num_transfers: int) -> ProbeAnswer:
-    """Sends blocks over a new link and compares what arrived last. Raises LinkError; closes the link."""
+    """Sends blocks over a new link, compares the blocks that arrived last, and closes the link. Raises LinkError."""
     secret = secrets.token_bytes(32)
     there = target.ask(Listen(secret), PAIR_S)
     try:

@@ -1,1 +1,1 @@
-"""Starts, supervises and ends the processes of one host, and chooses their ports."""
+"""Runs one host's processes, and chooses their ports."""

@@ -131,8 +131,8 @@ class Launch:
         return found
 
     def with_lasting_streams(self, env: Mapping[str, str]) -> Launch:
-        """Returns this launch with streams that survive the loss of their scheduler, unless its flags or `env` set
-        this.
+        """Returns this launch, changed so that streams survive the loss of their scheduler, unless its flags or `env`
+        configure this.
         """
         says_so = self._value_of("--resume-window") or variable_of("resume_window") in env
         return self if says_so or not self.openai else replace(self, scheduler_variables=LASTING_STREAMS)

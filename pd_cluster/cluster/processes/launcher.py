@@ -38,7 +38,7 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
 from ranktable_tools.host_addresses import bracketed
 from ranktable_tools.table_files import PRIVATE
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay of the second start in a row, and the longest delay
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay before the second start in a row, and the longest delay
 MOST_KILLED_FOR_MEMORY = 3  # a process that was killed this often in a row is not restarted
 LONG_LIFE_S = 30.0  # after a life of this length, a death counts as the first in a row
 READY_POLL_S = 0.03
@@ -259,13 +259,13 @@ class Cluster:
                 return again
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """Lets this user's commands find the cluster while the context lasts."""
+        """Records the cluster while the context lasts, so that this user's commands find it."""
         launch, url = self.launch, "" if self.launch.uds else self.launch.url
         return recorded(os.environ, launch.admin_url, url, str(self.admin_token_file), launch.model_name)
 
     @property
     def has_served(self) -> bool:
-        """Whether it was ever ready; otherwise there are no requests to finish."""
+        """Whether the cluster was ever ready; if not, it has no requests to finish."""
         return self._was_ready
 
     @property
@@ -292,7 +292,7 @@ class Cluster:
         tables.
         """
         self._stopping.set()
-        if self._preloader is not None:  # first: if it hangs, it may keep a worker's files open
+        if self._preloader is not None:  # first: a preloader that hangs may keep a worker's files open
             self._preloader.close()
         schedulers = [name for name in self.launch.scheduler_names if name in self._processes]
         for group in (schedulers, [name for name in self._processes if name not in schedulers]):

@@ -165,7 +165,7 @@ class _Spawned:
 
 
 class _Forked:
-    """A process forked by the preloader, whose child it is."""
+    """A process that the preloader forked, and whose parent is the preloader."""
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork

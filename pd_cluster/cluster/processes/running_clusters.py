@@ -42,8 +42,8 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has certainly ended; a process of another host or container with the same home may be
-        running.
+        """Whether the cluster's process has certainly ended. A process on another host, or in another container, with
+        the same home may still be running.
         """
         return self._is_near and not self.runs
 

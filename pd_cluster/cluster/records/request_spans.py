@@ -1,12 +1,12 @@
-"""The parts of a request as spans of a trace: its queue, its attempts, and in each attempt prefill, handover and
-decode.
+"""Describes the parts of a request as spans of a trace: its wait, its attempts, and in each attempt prefill, handover
+and decode.
 
 queue
     attempt 0 ─ prefill (at P) · handover (P to D) · decode (at D)
     attempt 1 ─ generate                                             after a replay, both at one instance
 
-Made from a timeline once the request has ended. A part whose end was not reported, because its process was killed, ends
-with its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
+The spans are made from a timeline once the request has ended. If a part's end was not reported, because its process was
+killed, the part ends with its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Times are those of the timeline's clock; `error`: why it failed, or ""; `parts` lie within it."""
+    """Times are by the timeline's clock. `error`: why the span failed, or "". `parts`: spans within this one."""
 
     name: str
     start_s: float
@@ -123,7 +123,7 @@ def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSp
             names[Names.ENDED] = timeline.error
         legs = list(_legs(timeline, transfer_id))
         parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
-        if not errors[at]:  # a part without an end is then no error: an answer can be complete before its handover is
+        if not errors[at]:  # then a part without an end is no error: an answer can be complete before its handover is
             parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))
@@ -199,7 +199,7 @@ def _part(
 
 
 def _within(part: TraceSpan, start_s: float, end_s: float) -> TraceSpan:
-    """Clips a part to its attempt: clocks of two hosts agree only within a message's travel time."""
+    """Clips a part to its attempt, because clocks of two hosts agree only within a message's travel time."""
     begin_s = min(max(part.start_s, start_s), end_s)
     until_s = max(begin_s, min(part.end_s, end_s))
     events = [(min(max(at_s, begin_s), until_s), what, numbers) for at_s, what, numbers in part.events]

@@ -1,7 +1,8 @@
-"""Counters of a process's requests since it started: tokens, ends, durations.
+"""Counts a process's requests since it started: their tokens, ends and durations.
 
-A histogram is a list of counts: a token costs a search among some twenty bounds and two additions, without locks or
-labels. Names and texts for Prometheus are in api/admin/metric_tables.py. Knows nothing of routing, HTTP or Prometheus.
+A histogram is a list of counts, so a token costs only a search among some twenty bounds and two additions, without
+locks or labels. Names and texts for Prometheus are in api/admin/metric_tables.py. Knows nothing of routing, HTTP or
+Prometheus.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _measures(outcome: Outcome) -> dict[str, float]:
 
 
 def added(parts: Iterable[Stats]) -> Stats:
-    """Adds up all parts; a name that a part lacks counts as 0."""
+    """Adds up all parts; where a part lacks a name, 0 is added."""
     counters: dict[str, int] = {}
     buckets: dict[str, Buckets] = {}
     for part in parts:

@@ -1,8 +1,8 @@
-"""The events of the last requests, by this process's clock.
+"""Keeps the events of the last requests, by this process's clock.
 
-Workers report events by their own clocks. A message cannot arrive before it was sent, so the smallest difference seen
-between its arrival by this clock and its sending by the worker's is nearest to the clocks' true offset. Keeps a bounded
-number of requests and events. Knows nothing of HTTP or ZeroMQ.
+Workers report events by their own clocks. A message cannot arrive before it was sent, so of all differences between a
+message's arrival by this clock and its sending by the worker's clock, the smallest is nearest to the clocks' true
+offset. Keeps a bounded number of requests and events. Knows nothing of HTTP or ZeroMQ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TimelineStatus = Literal["running", "finished", "failed"]
 
 
 class RequestFollower(Protocol):
-    """Is notified of requests made in its context; workers may report a request's events after its end."""
+    """Is notified of the requests that are made in its context. Workers may report events even after a request has
+    ended.
+    """
 
     def asks(self, model: str) -> None: ...
 
@@ -233,7 +235,7 @@ class Timelines:
         return arrival_s
 
     def gone(self, conn: str) -> None:
-        """Removes a closed connection; its events keep its clock."""
+        """Removes a closed connection; events that it reported keep its clock."""
         self._clocks.pop(conn, None)
 
     def add(self, conn: str, events: list[TraceEvent]) -> None:

@@ -19,7 +19,7 @@ Held = Literal["silent", "unmeasured", "unsettled", "new", "served", "best", "la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Thresholds; a role with load 1 is at its intended load.
+    """The thresholds. A load of 1 is the intended load of a role.
 
     `low` is far below `high`, so that one change does not cause the opposite one.
     """
@@ -126,7 +126,7 @@ class RoleChooser(Protocol):
 
 
 def busy(sample: RoleSample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
-    """Returns the load of a role, or its load with `num_fewer` instances fewer; 1 is the intended load."""
+    """Returns the load that a role has, or would have with `num_fewer` fewer instances; 1 is the intended load."""
     seen = [each for each in sample.instances if each.role == role]
     num = max(1, len(seen) - num_fewer)
     if role == "prefill":

@@ -1,4 +1,4 @@
-"""Determines which split of instances between prefill and decode serves the arriving requests. Pure arithmetic.
+"""Determines the split of instances between prefill and decode that serves the arriving requests best. Pure arithmetic.
 
 Work is measured in instances: a need of 2.5 keeps two and a half instances busy. Knows nothing of where the counts come
 from or of how a role changes. The rules are in docs/protocol/membership.md.
@@ -158,7 +158,7 @@ class RoleModel:
 
     @classmethod
     def of(cls, usual: Work, cost: InstanceCost, goals: RoleGoals) -> RoleModel:
-        """`usual`: requests of this kind, of which only the means count."""
+        """Makes the model from `usual`, requests of this kind; only their means count."""
         num_prompts, num_answers = usual.num_prompts or 1.0, usual.num_answers or 1.0
         answer_tokens = usual.num_answer_tokens / num_answers
         context = usual.num_prompt_tokens / num_prompts + answer_tokens / 2
@@ -185,7 +185,9 @@ class RoleModel:
         return 1 / max(1.0, *self.loads(need, split))
 
     def _prefill_share(self, num: int) -> float:
-        """Returns the busy share at which nearly all prompts meet their objective (Sakasegawa's wait of M/M/c)."""
+        """Returns how busy prefill may be if nearly all prompts are to meet their objective (Sakasegawa's wait of
+        M/M/c).
+        """
         slack_s = self.goals.ttft_s - self.prompt_s - self.prefill.step_s
         if not self.goals.ttft_s or not self.prompt_s or not num:
             return BUSY_SHARE
@@ -200,7 +202,7 @@ class RoleModel:
         return low
 
     def _decode_share(self, num: int) -> float:
-        """Returns the share of seats that leaves room for the variation of a Poisson load."""
+        """Returns the share of seats that may be taken, which leaves room for the variation of a Poisson load."""
         return max(LEAST_BUSY_SHARE, 1 - 1 / math.sqrt(max(1, num * self.num_seats)))
 
 
@@ -217,7 +219,9 @@ def _load(need: float, num: int, share: float) -> float:
 
 
 def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
-    """Returns how many sequences of this context run at a time. Ignores an objective that one sequence alone misses."""
+    """Returns how many sequences of this context an instance decodes at a time. Ignores the objective if even a single
+    sequence misses it.
+    """
     most = cost.num_seqs or USUAL_SEQS
     if cost.num_cache_tokens:
         most = max(1, min(most, cost.num_cache_tokens // max(1, context)))

@@ -203,7 +203,7 @@ def _errors(come: RoleTraffic) -> RoleNeed:
 def window_of(
     history: TrafficHistory, window_s: float, waiting: Waiting, cost: InstanceCost, goals: RoleGoals
 ) -> Window | None:
-    """Returns None while the history is shorter than the window."""
+    """Returns the need within one window; None while the history is shorter than the window."""
     found = history.work(window_s)
     if found is None:
         return None

@@ -157,7 +157,7 @@ class RolesByCost:
         return None if window is None else self._judge(window, members, cost)
 
     def _judge(self, window: Window, members: RoleMembers, cost: InstanceCost) -> Decision:
-        """Compares the present split with the split one step closer to the best, and allows for noise in the
+        """Compares the present split with the split that is one step nearer to the best; allows for noise in the
         measurements.
         """
         model, need, split = window.model, window.need, members.planned
@@ -197,7 +197,9 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns the net requests that a change gains within the horizon, drain included, in seconds of arrivals."""
+        """Returns how many more requests are served within the horizon because of a change, including its drain; in
+        seconds of arrivals.
+        """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))

@@ -83,7 +83,8 @@ class AdmissionQueue:
     ) -> None:
         """`max_wait_s`: 0 for no limit. `limit_name`: the flag that sets it.
 
-        `has_priorities`: later arrivals may overtake waiting requests, so only elapsed time refuses them.
+        `has_priorities`: later arrivals may overtake waiting requests, so requests are refused only after a wait, not
+        by a prediction.
         """
         self._max_wait_s = max_wait_s or math.inf
         self._limit_name, self._has_priorities = limit_name, has_priorities
@@ -206,7 +207,7 @@ class AdmissionQueue:
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow())
-        self.look()  # earlier requests may not fit, and this one may
+        self.look()  # this request may fit where earlier ones do not
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
             if not turn.done() and not group.has_begun:
@@ -302,7 +303,7 @@ class AdmissionQueue:
         if turn is not None:
             turn.came.cancel()
         self.queue.leave(entry)
-        if entry.has_begun:  # it was just selected
+        if entry.has_begun:  # it was selected just before its caller gave up
             self.ended(entry, 0)
             self.begun(entry)
 
@@ -313,7 +314,7 @@ class AdmissionQueue:
     def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test that tells whether a request may begin now; None if no request may.
 
-        The last slots are reserved for clients that would not exceed their share with the request's sequences. If all
+        The last slots are reserved for clients that stay within their share even with the request's sequences. If all
         slots are taken, prompts of clients below their share may still be computed, so that a client that holds all
         slots cannot shut others out.
         """

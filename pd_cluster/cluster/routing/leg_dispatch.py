@@ -37,7 +37,7 @@ class LegDispatch:
             self._release(stream, end.then)
 
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
-        """Submits both legs, each with the name of the other leg's instance, or one leg that prefills and decodes.
+        """Submits a prefill and a decode leg, each of which names the other's instance, or one leg that does both.
 
         `deadline_s`: seconds from now; 0: none.
         """
@@ -80,7 +80,7 @@ class LegDispatch:
             self._send(instance.conn, submit)
 
     def _pull(self, stream: RequestStream) -> PrefixPull | None:
-        """Returns the peer to pull the prompt's prefix from; None if computing it is quicker."""
+        """Returns a pull of the prompt's prefix from a peer; None if computing the prefix is quicker."""
         prefill, instances = stream.prefill, self._membership.instances
         if prefill is stream.decode or stream.ask.is_pooling or not are_linked(instances, prefill):
             return None

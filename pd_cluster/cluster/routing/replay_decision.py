@@ -23,7 +23,9 @@ def check_replay(stream: RequestStream, setback: Setback, instances: list[Instan
 
 
 def next_pair(stream: RequestStream, instances: list[Instance], choose: Policy) -> Pair:
-    """Chooses where a request continues: once it has begun, one instance computes the rest. Raises Unavailable."""
+    """Chooses the instances where a request continues; if it has begun, one instance computes the rest. Raises
+    Unavailable.
+    """
     instances = _alive_after(stream, instances)
     pair = choose(instances, stream.ask)
     return single_instance(instances) if stream.resumed() else pair

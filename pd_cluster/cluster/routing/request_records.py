@@ -34,7 +34,7 @@ class RequestRecords:
         self._timelines.routed(*names, origin.received_s, num_tokens, prefill, decode)
 
     def _on_begun(self, stream: RequestStream) -> None:
-        heard_s = stream.heard_s + stream.held_s  # the hold for decode is not the reader's delay
+        heard_s = stream.heard_s + stream.held_s  # the hold for decode does not count as a delay in this process
         self._timelines.first_token(stream.request_id, heard_s, stream.first_s if stream.order.gathers else None)
         self._adapters.begins(stream.order.variant)
 

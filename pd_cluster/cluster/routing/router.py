@@ -84,7 +84,7 @@ class Router:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
 
         If the request loses an instance or a link, it continues elsewhere after the delivered tokens: the next token
-        depends only on these and the RequestSpec.
+        depends only on the RequestSpec and these tokens.
 
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` received; the iterator ends when all sequences have ended. `prompted` is called before the first token.

@@ -20,7 +20,9 @@ class PromptGroup:
 
 
 class RequestOwner(NamedTuple):
-    """The client that a request counts for, and how long it may wait in the queue. `group`: the request's prompts."""
+    """The client for which a request is counted, and how long the request may wait in the queue. `group`: the request's
+    prompts.
+    """
 
     client: str = ""
     client_timeout_s: float = math.inf

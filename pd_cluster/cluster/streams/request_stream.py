@@ -28,7 +28,7 @@ MAX_UNREAD_TOKENS = 4096
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
 MAX_WEIGHED_TOKENS = 256  # each sequence of an answer counts as at most this many tokens of load
-NUM_GATHERED = 64  # this many tokens wake a reader of whole answers
+NUM_GATHERED = 64  # with this many tokens waiting, a reader that gathers is woken
 
 Send = Callable[[str, wire.Body], None]  # to a connection
 Ending = Literal["answered", "left", "failed"]  # "left": its client left before the end
@@ -102,7 +102,7 @@ class TokenSequence:
     index: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("i"))  # delivered; compact, for many long answers
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
-    is_finished: bool = False  # its last token has arrived, perhaps before others; or it was stopped
+    is_finished: bool = False  # its last token has arrived, perhaps before earlier ones; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
     num_taken: int = 0  # tokens that the reader has taken
     last_s: float = 0.0  # when a token was last delivered; 0: none yet
@@ -266,7 +266,8 @@ class RequestStream:
                 self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
-        """Accepts the vector that ends a pooling request; drops it if the request is over or asked for none."""
+        """Accepts the vector that ends a pooling request; drops it if the request is over or is not a pooling request.
+        """
         (sequence, *_) = self.sequences
         if self.order.pooling is None or sequence.is_over:
             return
@@ -358,8 +359,7 @@ class RequestStream:
             self.weight_marks.append((name, [each.num_delivered for each in self.sequences]))
 
     def weight_spans(self, index: int) -> list[tuple[str, int, int]]:
-        """Returns the versions that computed a sequence's tokens, each with its first token and the one after its
-        last.
+        """Returns (version, start, stop) for each version that computed a part of a sequence: its tokens [start, stop).
         """
         marks = [("", 0), *((name, counts[index]) for name, counts in self.weight_marks)]
         ends = [start for _, start in marks[1:]] + [self.sequences[index].num_taken]
@@ -377,7 +377,7 @@ class RequestStream:
 
     @property
     def owner(self) -> bytes:
-        """Identifies the client of a request with an adapter."""
+        """A pseudonym of the client of a request with an adapter; b"" without an adapter."""
         return wire.owner_of(self.origin.owner.client) if self.order.variant else b""
 
     @property

@@ -113,7 +113,7 @@ class StreamTable:
         stream.inbox.put(taken)
 
     def end(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Ends a stream whose reader has ended; does nothing if it was taken over."""
+        """Ends a stream whose reader has finished or left; does nothing if the stream was taken over."""
         stream.drop_hold()
         if stream in self:
             self._forget(stream, end)

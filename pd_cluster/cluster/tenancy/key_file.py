@@ -79,7 +79,7 @@ def write_key_file(file: Path, known: KeyFile) -> None:
 
 
 class _Field(NamedTuple):
-    """One field of an entry. `name`: its name in ApiKey."""
+    """One field of an entry. `name`: the field's name in ApiKey."""
 
     name: str
     expected: str
@@ -128,7 +128,7 @@ TOP_FIELDS = ("scheme", "salt", "keys")
 
 
 def checked(name: str, value: Any, place: str) -> Any:
-    """Returns a field's value as in ApiKey. Raises ConfigError that begins with `place`."""
+    """Returns a field's value in the form that ApiKey has. Raises ConfigError that begins with `place`."""
     field = FIELDS[name]
     found = field.read(value)
     if found is None:
@@ -138,7 +138,7 @@ def checked(name: str, value: Any, place: str) -> Any:
 
 
 def _entry_of(key: ApiKey) -> dict[str, Any]:
-    """Returns an entry as in the file, without unset fields."""
+    """Returns an entry in the form that the file has, without unset fields."""
     values = {name: getattr(key, field.name) for name, field in FIELDS.items()}
     if key.expires_s is not None:
         values["expires"] = text_of(key.expires_s)

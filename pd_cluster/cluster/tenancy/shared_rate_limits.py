@@ -57,9 +57,8 @@ class SharedRateLimits:
         return memory
 
     def take(self, slot: int, tag: int, num_requests: int = 0, num_tokens: int = 0) -> tuple[bool, KeyBuckets] | None:
-        """Takes all of this or nothing; returns whether it took it, and the new buckets.
-
-        None: the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
+        """Takes all requests and tokens, or none; returns whether it took them, and the new buckets. Returns None if
+        the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
         """
         with self._locked(slot):
             now_ns = self._clock()
@@ -73,7 +72,8 @@ class SharedRateLimits:
             return is_there, found
 
     def give_back(self, slot: int, tag: int, num_tokens: int) -> KeyBuckets | None:
-        """Gives unused tokens back. Returns the new buckets; None: another key has the record. Raises Unavailable."""
+        """Gives unused tokens back. Returns the new buckets, or None if another key has the record. Raises Unavailable.
+        """
         with self._locked(slot):
             now_ns = self._clock()
             found = self._read(slot, tag, now_ns)

@@ -45,7 +45,7 @@ class Bucket:
         return self._with(self.units + self.limit * min(max(elapsed_ns, 0), MINUTE_NS))
 
     def less(self, num_tokens: int) -> Bucket:
-        """Returns the bucket without this many tokens, which it must have. Negative numbers add tokens, up to the
+        """Returns the bucket without this many tokens, which it must have. A negative number adds tokens, up to the
         limit.
         """
         return self._with(self.units - num_tokens * MINUTE_NS)

@@ -29,7 +29,7 @@ class StartWeightUpdate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TrainerGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's fields. This server is a single rank of the group, `rank_offset`; rank 0 sends. `packed`: always false."""
+    """vLLM's fields. This server is one rank, `rank_offset`; rank 0 of the group sends. `packed`: always false."""
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -43,7 +43,7 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
     init_info: TrainerGroup
 
     def trainer(self) -> JoinTrainer:
-        """Raises RequestError."""
+        """Returns the trainer's group. Raises RequestError."""
         info = self.init_info
         if info.rank_offset >= info.world_size:
             raise RequestError(f"rank_offset: {info.rank_offset}; give less than world_size", "init_info")
@@ -58,8 +58,7 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """Either `folder`, which is below --weights-dir, or the tensors that the trainer sends next, in vLLM's three lists.
-    """
+    """Either `folder`, below --weights-dir, or the tensors that the trainer sends next, in vLLM's three lists."""
 
     folder: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     names: TensorNames = []

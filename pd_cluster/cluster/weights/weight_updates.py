@@ -56,7 +56,8 @@ class RequestControl(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightRules:
-    """`root`: the folder below which versions lie. `base`: the model's folder. `hosts`: the trainers' addresses; None:
+    """`root`: the folder that contains all versions. `base`: the model's folder. `hosts`: the trainers' addresses;
+    None:
     any. `received`: the folder for tensors; None: `root`.
     """
 
@@ -197,8 +198,8 @@ class WeightUpdates:
     async def finish(self, name: str = "") -> wire.WeightVersion:
         """Changes the weights of all instances, and returns their new version.
 
-        Raises Refused. Raises DeadlineExceeded if requests do not end in time (then nothing has changed), or an
-        instance does not load the weights in time (then it takes no requests until it has).
+        Raises Refused; also DeadlineExceeded, if requests do not end in time (then nothing has changed) or an instance
+        does not load the weights in time (then it takes no requests until it has).
         """
         async with self._one_at_a_time:
             if self._received is not None:
@@ -263,7 +264,7 @@ class WeightUpdates:
                 raise Refused(f"{instance.name} encodes pictures with weights of its own; stop it first")
 
     def _folder(self, name: str) -> Path:
-        """Raises RequestError, ModelNotFound."""
+        """Returns a version's folder. Raises RequestError, ModelNotFound."""
         try:
             folder = (self._root / name).resolve()
             is_there = folder.is_dir()  # raises for names that no file system accepts

@@ -84,8 +84,8 @@ class ServingContext(Generic[RosterT]):
     """Must be created on its event loop. Raises ConfigError for a model that cannot be served.
 
     `roster_of` makes the list of instances for requests: membership in the scheduler, its mirror in an API process.
-    `index` distinguishes the processes of one scheduler, which have different names for workers and different random
-    seeds.
+    `index` distinguishes the processes of one scheduler, which have different names towards workers and different
+    random seeds.
     """
 
     def __init__(

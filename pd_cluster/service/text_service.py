@@ -75,7 +75,7 @@ class TextService:
             partial(tokenizer.encode, add_special_tokens=False),
         )
         self._chats = chats_of(self.intake, self._pictures, form, settings)
-        self.guard = self._chats.guard  # keeps control tokens out of chats; None where chats may have them
+        self.guard = self._chats.guard  # keeps control tokens out of chats; None if chats may contain them
         self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
         self.embedder = self.scorer.embedder
         self.classifier = Classifier(self.embedder, checkpoint.path)

@@ -73,9 +73,7 @@ class ChatCompletionChunk(Struct, omit_defaults=True):
 
 
 class ChatAnswer(Answer):
-    """Answers a chat. `_texts` splits each choice's text into content, reasoning and calls; it is empty if all text is
-    content.
-    """
+    """Answers a chat. `_texts` splits each choice's text into content, reasoning and calls; empty: all is content."""
 
     prefix = "chatcmpl"
 

@@ -44,8 +44,8 @@ def _piece(generation: Generation, sequence: TextSequence, choice: DerenderedCho
 
 
 def _texts(sequence: TextSequence, choice: DerenderedChoice, reason: FinishReason) -> list[str]:
-    """Adds the tokens until one ends the answer, and returns their texts. A stop string ends the answer by its text,
-    not by its last token.
+    """Adds tokens until one ends the answer; returns their texts. A stop string ends it by its text, not by its last
+    token.
     """
     told, texts, num_tokens = choice.told, [], len(choice.token_ids)
     if told is not None and len(told) != num_tokens:

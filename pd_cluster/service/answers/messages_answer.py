@@ -199,8 +199,8 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts tokens as Anthropic's API does: `input_tokens` are those after the last cache_control that were not
-        cached.
+        """Counts tokens as Anthropic's API does: `input_tokens` are the tokens after the last cache_control that were
+        not cached.
         """
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
         num_written, num_long = (max(0, end - num_cached) for end in self._cache_ends)

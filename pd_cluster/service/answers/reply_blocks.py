@@ -67,7 +67,7 @@ class BlockReader:
         self._num_reasoning_tokens = 0
         self._later: list[
             tuple[Part, Sequence[TokenLogprobs]]
-        ] = []  # content that the model wrote between a call's arguments; it is moved behind the call
+        ] = []  # content that the model wrote between a call's arguments; it follows the call
         self.blocks: list[Block] = []
 
     @property
@@ -76,7 +76,7 @@ class BlockReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens before the answer, including the marks around reasoning; 0 without reasoning."""
+        """The number of tokens before the answer: the reasoning and the marks around it; 0 without reasoning."""
         return self._num_reasoning_tokens if self._has_reasoned else 0
 
     def read(self, piece: Piece) -> Iterator[BlockChange]:

@@ -84,7 +84,7 @@ class ResponseStore:
             raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the call on the store's own thread, and returns its result."""
+        """Runs the call on one of the store's own threads, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def keep(self, owner: str, kept: KeptResponse) -> bool:

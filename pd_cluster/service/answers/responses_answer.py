@@ -321,7 +321,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def _opened(self, request: ResponsesRequest, model: str, is_stored: bool) -> ResponseObject:
-        """Returns the response object before any output, with the fields that repeat the request's."""
+        """Returns the response object before any output; many of its fields repeat the request's."""
         sampling, choice, reasoning = self.generation.sampling, request.tool_choice, request.reasoning
         text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
         return ResponseObject(

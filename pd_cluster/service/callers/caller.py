@@ -1,4 +1,4 @@
-"""The sender of a request: its fair share, its timeout, its permitted models and its cached prompts.
+"""Describes the sender of a request: its fair share, its timeout, its permitted models and its cached prompts.
 
 Knows nothing of keys (api_key_auth.py) or of how prompts are cached.
 """

@@ -129,7 +129,7 @@ class Meter:
         self._is_left = True
 
     def ends(self) -> None:
-        """Notes the end of the request, for whatever reason."""
+        """Notes the end of the request, whatever ended it."""
         self.settle()
         if self._is_counted:
             self._counts.ended(self._tenant, self._outcome())

@@ -194,7 +194,7 @@ class ChildPool:
         return await self._later(job)
 
     async def _quickly(self, job: _Job) -> bytes:
-        """Runs a job. If an idle child has failed earlier, a new one repeats the job. Raises _NoSlowPlace."""
+        """Runs a job. If an idle child turns out to have failed, a new child repeats the job. Raises _NoSlowPlace."""
         # The last idle child is reserved for clients without slow jobs, because starting another child takes long.
         is_others = len(self.idle) == 1 and any(each.client == job.client for each in self.slow)
         child = self.idle.pop() if self.idle and not is_others else None
@@ -278,7 +278,7 @@ class ChildPool:
         raise self._too_long()
 
     def _slow_turn(self, client: str) -> asyncio.Future[None]:
-        """Returns a turn for a slow place, which is done if a place is free. Raises NoCapacity."""
+        """Returns a future that is done once the client has a place for a slow job. Raises NoCapacity."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.slow_turns.join(client, turn)
         _give(self.slow_turns)
@@ -356,7 +356,9 @@ class _NoSlowPlace(Exception):
 
 
 class _Job:
-    """`answer`: the caller's result. `is_wanted`: the caller has not left. `has_place`: a place for quick jobs."""
+    """`answer`: the caller's result. `is_wanted`: the caller has not left. `has_place`: the job has a place for quick
+    jobs.
+    """
 
     def __init__(self, client: str, line: bytes) -> None:
         self.client, self.line = client, line
@@ -367,4 +369,4 @@ class _Job:
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # retrieved here, since the caller may have left
+            self.answer.exception()  # marks the error as retrieved, since the caller may have left

@@ -43,7 +43,7 @@ class JobChild:
         self._nice = nice
 
     def is_quick(self) -> bool:
-        """Whether the child has the priority of quick jobs, which a process may lack the right to restore."""
+        """Whether the child has the priority of quick jobs; restores it, if this process has the right to do so."""
         if self._nice == NICE:
             return True
         try:

@@ -23,7 +23,7 @@ class ClusterCapacity(NamedTuple):
 
 
 class BatchThrottle:
-    """The caller reads the clock. A stream is one prompt of a request."""
+    """The caller passes the time. A stream is one prompt of a request."""
 
     def __init__(self, most: int) -> None:
         """`most`: the most batch requests at a time."""

@@ -97,7 +97,7 @@ class FileStore:
             ) from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the call on the store's own thread and returns its result."""
+        """Runs the call on one of the store's own threads and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class Usage(Struct, omit_defaults=True):
 
 @dataclass(slots=True)
 class Generation:
-    """The progress of one request: its parameters, the state of its sequences, and the stream that serves it."""
+    """The progress of one prompt: its parameters, the state of its sequences, and the stream that serves it."""
 
     order: RequestSpec
     sequences: list[TextSequence]

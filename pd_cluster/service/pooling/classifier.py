@@ -33,7 +33,7 @@ class Classifier:
 
     @cached_property
     def _head(self) -> ClassificationHead | None:
-        """The checkpoint's head; None if it has none. Raises ModelError."""
+        """The checkpoint's head, or None. Raises ModelError."""
         return head_of(self._folder)
 
     @property
@@ -46,7 +46,7 @@ class Classifier:
 
     @property
     def head(self) -> ClassificationHead:
-        """The checkpoint's head. Raises RequestError for a model without one."""
+        """The head. Raises RequestError for a model without one."""
         try:
             head = self._head
         except ModelError as error:

@@ -109,7 +109,7 @@ class Embedder:
         return prompt
 
     async def generation(self, ask: EmbeddingInput, kind: PoolingKind | None = None) -> Generation:
-        """Prepares one prompt. `kind`: of pooling; None: the model's own. Raises RequestError."""
+        """Prepares one prompt. `kind`: the kind of pooling; None: the model's own. Raises RequestError."""
         if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
             raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
         check_priority(ask.priority, self._rules.has_priorities)

@@ -1,5 +1,4 @@
-"""Implements vLLM's generative scoring: the probabilities of given tokens after a prompt, relative to each other or to
-all tokens.
+"""Implements vLLM's generative scoring: probabilities of given tokens after a prompt, among these or all tokens.
 
 Knows nothing of HTTP.
 """
@@ -60,7 +59,7 @@ class LabelScorer:
         return found
 
     async def _tokens(self, ask: LabelInput, given: str | list[int], special: bool, place: str) -> list[int]:
-        """Raises RequestError."""
+        """Returns a text's token ids, or given ids. Raises RequestError."""
         param = place.partition("[")[0]
         if isinstance(given, str):
             (found,) = await self._encoder.encode([given], special, True, param, ask.caller)

@@ -23,7 +23,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # the least that a template adds to each further message
 OF_TEXT = ("json_object", "json_schema")  # constrain text only, so clients may combine them with required calls
-NUM_END_TOKENS = 256  # as many of a prompt's last tokens are decoded, to find out if the answer begins within reasoning
+NUM_END_TOKENS = 256  # this many last tokens of a prompt are decoded, to find out if the answer begins within reasoning
 
 
 class _Plan(NamedTuple):
@@ -144,7 +144,7 @@ class ChatPreprocessor:
     ) -> PromptWithMedia:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
-        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        `may_be_cut`: the prompt will be truncated, so it may exceed the context.
         """
 
         def check(num_chars: int) -> None:

@@ -179,7 +179,7 @@ class RequestPreprocessor:
         param: str,
         shared: SharedFields,
     ) -> int:
-        """`num_tokens`: the prompt's. Raises RequestError."""
+        """Returns the maximum output tokens after a prompt of `num_tokens`. Raises RequestError."""
         limit = self._limit() - num_virtual_tokens(shared.variant)
         wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
         if self._most_tokens is not None:  # limits every request, as in vLLM's server
@@ -194,7 +194,7 @@ class RequestPreprocessor:
         return wanted
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, num_tokens: int, shared: SharedFields) -> Sampling:
-        """`num_tokens`: the prompt's. Raises RequestError."""
+        """Returns the sampling parameters after a prompt of `num_tokens`. Raises RequestError."""
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
         sampling = request.sampling(max_tokens, seed, self._sampling_defaults, shared.bad_words, shared.guide)
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)

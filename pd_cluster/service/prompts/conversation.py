@@ -124,7 +124,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
     """Maps an effort to the template's variable for efforts, or to its switch for thinking.
 
-    Clients send efforts to every model, so they are ignored if the template has neither.
+    Clients send efforts to every model, so an effort is ignored if the template has neither.
     """
     if effort is None:
         return {}

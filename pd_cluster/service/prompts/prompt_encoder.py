@@ -87,7 +87,7 @@ class PromptEncoder:
         return await self._pool.run(caller.client, work, num_chars)
 
     def check(self, num_chars: int, may_be_cut: bool, param: str) -> None:
-        """Raises RequestError for a text of `num_chars` characters that is too long in any case."""
+        """Raises RequestError if a text of `num_chars` characters is certainly too long."""
         limit, longest = self.limit(), self.tokenizer.max_chars_per_token
         most = limit * longest
         if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):

@@ -75,7 +75,7 @@ class TaggedTypes:
 
 
 def read_as(model: type[TypedFields], value: Any, place: str) -> TypedFields:
-    """Raises RequestError."""
+    """Returns the object as this model. Raises RequestError."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

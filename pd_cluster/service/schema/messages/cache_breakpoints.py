@@ -13,7 +13,7 @@ from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt,
 
 Json = dict[str, Any]
 Part = Literal["tools", "system", "messages"]
-TTLS = ("5m", "1h")  # the default first
+TTLS = ("5m", "1h")  # the default comes first
 ADDED = "\ue000"  # a private-use character: ordinary texts do not continue with it
 
 

@@ -59,7 +59,7 @@ class CohereEmbedRequest(BaseModel):
 
 
 def _text(at: int, given: CohereInput) -> str:
-    """Raises RequestError for content other than text."""
+    """Returns an input's text. Raises RequestError for other content."""
     for part, each in enumerate(given.content):
         if each.type != "text" or each.text is None:
             raise RequestError(f"inputs[{at}].content[{part}]: only texts can be embedded; send texts", param="inputs")

@@ -128,7 +128,8 @@ class ClassifyRequest(InputRequest):
 
 
 class ScoreRequest(PairsRequest):
-    """vLLM's scores: one text with several, or texts in pairs, under any of four pairs of field names."""
+    """vLLM's scores, of one text with several, or of texts in pairs. Clients may use any of four pairs of field names.
+    """
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -174,7 +175,7 @@ class RerankRequest(PairsRequest):
     return_documents: bool | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Raises RequestError."""
+        """Returns (query, document) of each pair. Raises RequestError."""
         if not self.documents:
             raise RequestError("documents: empty; give a list of texts", param="documents")
         _check_pairs(len(self.documents), "documents")

@@ -35,7 +35,7 @@ def items_of(request: ResponsesRequest) -> list[Json]:
 
 
 def listed(items: list[Json]) -> list[Json]:
-    """Returns a chat's items in the form of a list: each item has an id, and contents are lists of parts."""
+    """Returns items in the form that lists of items show: each item has an id, and contents are lists of parts."""
     return [_listed(item) for item in items]
 
 

@@ -55,7 +55,7 @@ _NAMES = frozenset(GuideFields.__annotations__)
 
 
 def guide_of(request: GuideFields) -> Asked | None:
-    """Returns the guide of the output, and the field that asks for it. Raises RequestError."""
+    """Returns the guide that the output must follow, and the field that asks for it. Raises RequestError."""
     if _NAMES.isdisjoint(request.model_fields_set):
         return None
     backend = request.guided_decoding_backend

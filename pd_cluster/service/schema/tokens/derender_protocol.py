@@ -36,7 +36,7 @@ class OtherLogprob(BaseModel):
 
 
 class DerenderedLogprob(OtherLogprob):
-    """The logprob of a chosen token, with those of alternatives."""
+    """The logprob of a chosen token, and the logprobs of alternatives."""
 
     top_logprobs: Annotated[list[OtherLogprob], FAIL_FAST] = []
 

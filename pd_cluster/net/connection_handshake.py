@@ -32,7 +32,7 @@ NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 # between a scheduler and a worker these refusals last as long as both processes live
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)
-PERIOD_S, MOST_LINES = 10.0, 20  # limits the log lines about refused peers, which may connect at any rate
+PERIOD_S, MOST_LINES = 10.0, 20  # the most log lines per period about refused peers: peers may connect at any rate
 
 
 @dataclass(frozen=True, slots=True)

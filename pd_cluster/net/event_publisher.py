@@ -165,7 +165,8 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers, or to no subscriber if a queue is full."""
+        """Sends to all subscribers and returns True; sends to none and returns False if a subscriber's queue is full.
+        """
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

@@ -1,4 +1,4 @@
-"""The open connections of one mailbox: lookup, sending, loss.
+"""Keeps the open connections of one mailbox: finds them, sends over them, and drops lost ones.
 
 Used on the mailbox's thread. Knows nothing of how a connection opens, or of when its peer is presumed dead.
 """

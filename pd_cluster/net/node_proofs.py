@@ -1,8 +1,8 @@
 """Makes a process's proofs of its own node, and checks those of its peers.
 
 The tables are in docs/protocol/pairs.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the
-other process's key share (X25519). So only the owner of the node's private key can make it, and it is valid only for
-this connection. Files are reread when they change. Knows nothing of sockets.
+other process's key share (X25519). So only the owner of the node's private key can make the proof, and the proof is
+valid only for this connection. Files are reread when they change. Knows nothing of sockets.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PayloadReceiver:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Answers ZAP's question about a client's public key, on a thread of its own."""
+        """Answers ZAP's question about a client's public key; runs on the authenticator's thread."""
         return decode_key(key) == self._peer_key
 
     def accept(self, timeout_s: float) -> None:

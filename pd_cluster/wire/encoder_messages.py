@@ -26,8 +26,8 @@ class EncoderOpen(Message, frozen=True):
 class EncoderAnswer(Message, frozen=True):
     """`problem`: why the two cannot work together; if empty, the other fields say how features are sent.
 
-    `address`: the socket that serves features on the same host. `group`: the name of a pair over `transport`. An empty
-    string means that this path is not allowed.
+    `address`: the socket that serves features on the same host. `group`: the name of a pair over `transport`. If one of
+    them is "", features are not sent that way.
     """
 
     problem: str = ""

@@ -17,7 +17,7 @@ from pd_cluster.wire.message_base import (
     TransportName,
 )
 
-RuleName = Literal["all", "window", "state"]  # whose KV a group of layers keeps; see kv/group_rule.py
+RuleName = Literal["all", "window", "state"]  # which tokens a group of layers keeps; see kv/group_rule.py
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):

@@ -22,9 +22,8 @@ SleepLevel = Literal[0, 1, 2]  # 0: awake; 1: without KV cache; 2: also without 
 
 
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
-    """The weights that an instance must have. `epoch` counts the cluster's changes; 0: the weights of the start.
-
-    `name`: the version's name for clients. `digest`: of every byte of the files in the folder `path`.
+    """The weights that an instance must have. `epoch` counts the cluster's changes; 0: the weights at the start.
+    `name`: the version's name for clients. `digest`: the digest of all bytes of the files in the folder `path`.
     """
 
     epoch: int = 0
@@ -83,7 +82,7 @@ class PromptCosts(NamedTuple):
     """An instance's costs of computing prompts, from its recent steps. `step_tokens` 0: it has computed no prompts."""
 
     step_tokens: int  # prompt tokens of a step
-    overhead_s: float  # the time of such a step without the part that its prompt tokens cost
+    overhead_s: float  # the part of such a step's time that does not depend on its prompt tokens
     token_s: float
     pair_s: float
     num_earlier: float  # the mean number of tokens that a prompt token attends to
@@ -92,7 +91,7 @@ class PromptCosts(NamedTuple):
 class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group.
 
-    Rates are derived once and cached, because each request reads them of every instance.
+    Rates are derived once and cached, because every request reads them for every instance.
     """
 
     num_running: int = 0
@@ -128,7 +127,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
     num_landings: int = 0
-    num_rounds: int = 0  # rounds of its unit that it took part in
+    num_rounds: int = 0  # rounds of its unit in which it took part
     num_idle_rounds: int = 0  # rounds in which it had no rows to compute
     exchange_s: float = 0.0  # the seconds that these rounds spent exchanging rows
     kv_sent_nbytes: int = 0
@@ -160,10 +159,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sleep_level: SleepLevel = 0  # the level that the worker has reached
     weights: WeightStatus = WeightStatus()
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the summed weights of its unfinished legs
-    links: dict[str, LinkState] = {}  # by the peer's name@epoch; a message has only those that have changed
+    links: dict[str, LinkState] = {}  # by the peer's name@epoch; a message has only links that have changed
     gone_links: tuple[str, ...] = ()  # links that no longer exist
     links_number: int = 0  # the number of this change on its connection: 1 lists all links, 0 none
-    adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all existing ones
+    adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all are in memory
 
     def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
         """Returns this load with constant rates for all steps, for tests; 0: unknown."""
@@ -199,7 +198,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def shown_now(self) -> tuple[object, ...]:
         """Returns the figures whose changes are reported at once; block counts are in thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
-        part = max(1, self.num_blocks // 1000)  # block counts grow with nearly every step
+        part = max(1, self.num_blocks // 1000)  # exact block counts change in nearly every step
         used = self.num_held_blocks // part, self.num_cached_blocks // part, self.num_free_swap_blocks
         blocks = *used, self.num_leaked_blocks, self.num_quarantined_blocks
         groups = [each.num_held // max(1, each.num_blocks // 1000) for each in self.groups]
@@ -243,7 +242,7 @@ class Welcome(Message, frozen=True):
     node_proofs: NodeProofs = ()
 
 
-GIVEN_UP = "the other end has given the connection up"  # sent by a process that is still alive
+GIVEN_UP = "the other end has given up the connection"  # sent by a process that is still alive
 PAUSED = "this process itself was stalled for too long"  # the other end did nothing wrong
 
 
@@ -304,7 +303,7 @@ class AdapterLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WantedAdapters(Message, frozen=True):
-    """All adapters that the receiver must have; it drops others once no request uses them."""
+    """All adapters that the receiver must have; it drops its other adapters once no request uses them."""
 
     adapters: list[AdapterLocation]
 
@@ -317,7 +316,7 @@ class AdapterStates(Message, frozen=True):
 
 
 class ResetCache(Message, frozen=True):
-    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load confirms it.
+    """The receiver empties its prefix cache; `num_cache_resets` in its load confirms this.
 
     `is_external`: the store that instances share is emptied, too.
     """
@@ -326,19 +325,21 @@ class ResetCache(Message, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """The sleep level that the receiver must reach; `sleep_level` of its load confirms it. Level 0 wakes it up."""
+    """The sleep level that the receiver must reach; `sleep_level` in its load confirms it. Level 0 wakes the receiver
+    up.
+    """
 
     level: SleepLevel
 
 
 class CheckWeights(Message, frozen=True):
-    """The receiver checks the files of a version, without changing anything; `weights` of its load has the result."""
+    """The receiver checks the files of a version, without changing anything; `weights` in its load has the result."""
 
     version: WeightVersion
 
 
 class ChangeWeights(Message, frozen=True):
-    """The receiver loads this version once it has no requests; `weights` of its load confirms it."""
+    """The receiver loads this version once it has no requests; `weights` in its load confirms this."""
 
     version: WeightVersion
 

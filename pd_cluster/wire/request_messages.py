@@ -34,7 +34,7 @@ class Submit(Message, frozen=True):
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    adapters are loaded for clients in turn. `pull`: the peer whose caches may have the prompt's prefix.
+    clients take turns in having adapters loaded. `pull`: the peer whose caches may have the prompt's prefix.
     `weights_epoch`: the version of both legs; an instance with another version refuses the leg.
     """
 
@@ -58,7 +58,7 @@ class Submit(Message, frozen=True):
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
-    index: int = -1  # one sequence of the leg; -1: all
+    index: int = -1  # the sequence of the leg to abort; -1: all
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):

@@ -38,8 +38,8 @@ OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its s
 class Request:
     """One sequence in one engine. `order` and the output tokens suffice to resume it elsewhere.
 
-    Other parts of the engine store state that they derive from it (masks, guides, beam searches), keyed weakly by
-    request.
+    Other parts of the engine derive state from a request (masks, guides, beam searches), and store it keyed weakly by
+    the request.
 
     With `sampling.n` above 1 the sequence of index 0 computes the prompt; the others are forked from it. Fields of the
     request spec that every step reads are repeated here.
@@ -81,7 +81,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # the blocks of its table that the prefix cache knows
     num_preemptions: int = field(default=0, metadata=OWN)  # how often it was preempted here
-    is_resumed: bool = field(default=False, metadata=OWN)  # its siblings were resumed with it, not forked from it
+    is_resumed: bool = field(default=False, metadata=OWN)  # it and its siblings were resumed separately, not forked
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they were forked
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ def sibling(request: Request, **own: Any) -> Request:
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """Returns this sequence of the request with the tokens that it had elsewhere. Siblings share only the prompt."""
+    """Returns the request as this sequence, with the tokens that it had elsewhere. Siblings share only the prompt."""
     return sibling(
         request,
         index=resumed.index,

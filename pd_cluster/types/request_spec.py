@@ -21,9 +21,9 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `kind`: the final hidden state (after the last norm) of the last token, or the mean over all tokens. `dimensions`:
     how many of the first elements are kept; None: all. Then `normalizes` divides the vector by its length (L2).
 
-    For kind "logits" the vector has the logits of `token_ids` as the token after the prompt, in this order; the caller
-    compares their likelihoods. This vector is neither cut nor normalized. `tells_total`: the vector ends with the
-    logarithm of the sum of exp(logit) over the whole vocabulary.
+    For kind "logits", the vector has the logits that `token_ids`, in this order, have as the token after the prompt;
+    the caller compares their likelihoods. This vector is neither cut nor normalized. `tells_total`: the vector ends
+    with the logarithm of the sum of exp(logit) over the whole vocabulary.
     """
 
     kind: PooledKind = "last"

@@ -1,8 +1,8 @@
-"""Names of adapted forms of a model, as in `RequestSpec.variant`: they determine what a request's tokens mean.
+"""Defines the names of adapted forms of a model, as in `RequestSpec.variant`: the form determines what a request's
+tokens mean.
 
-"" is the model itself; the digest of a LoRA adapter (64 hex digits) is the model with this adapter. A prompt adapter
-is KIND-N-DIGEST: N virtual tokens precede the prompt, as embeddings (`prompt`) or as computed keys and values
-(`prefix`).
+"" is the model itself; the digest of a LoRA adapter (64 hex digits) is the model with this adapter. A prompt adapter is
+KIND-N-DIGEST: N virtual tokens precede the prompt, as embeddings (`prompt`) or as computed keys and values (`prefix`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ IsDone = Callable[[Entry | None], bool]  # takes an instance's entry in the list
 
 
 def is_here(entry: Entry | None) -> bool:
-    """Returns whether the instance serves, or waits only for its unit, whose members are added one by one.
+    """Returns whether the instance serves, or waits only for other members of its unit, which are added one by one.
 
     Raises PdClusterError if the instance can never join this cluster.
     """
@@ -58,7 +58,7 @@ class Command:
         self._timeout_s = 0.0  # the drain's timeout, as reported by the scheduler
 
     def send(self, command: str, body: dict[str, Any]) -> Entry:
-        """Sends the command and returns the instance's entry at that time; the command "" adds an instance.
+        """Sends the command, and returns the entry that the instance then has; the command "" adds an instance.
 
         Raises PdClusterError with the scheduler's message.
         """

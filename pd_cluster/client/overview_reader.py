@@ -48,7 +48,7 @@ def is_critical(found: Found) -> bool:
 
 
 def seconds(value: float | None) -> str:
-    """Returns 0.0012 as 1.2 ms, 0.0123 as 12 ms and 1.5 as 1.50 s."""
+    """Formats a duration: 0.0012 becomes 1.2 ms, 0.0123 becomes 12 ms, and 1.5 becomes 1.50 s."""
     if value is None:
         return "-"
     return f"{value * 1e3:.{int(value < 0.01)}f} ms" if value < 1 else f"{value:.2f} s"

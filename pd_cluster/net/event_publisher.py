@@ -124,7 +124,7 @@ class EventPublisher:
             except Exception as error:  # the thread's outermost loop: an exception here would stop all events
                 if time.monotonic() > self._logged_s + LOG_AGAIN_S:
                     self._logged_s = time.monotonic()
-                    log.exception("KV events: an error; publishing continues")
+                    log.exception("KV events: an error occurred; publishing continues")
                 self._is_broken = self._is_broken or isinstance(error, zmq.ZMQError)
                 time.sleep(BIND_RETRY_S)
 
@@ -165,8 +165,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers and returns True; sends to none and returns False if a subscriber's queue is full.
-        """
+        """Sends to all subscribers, returns True; if a subscriber's queue is full, sends to none and returns False."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

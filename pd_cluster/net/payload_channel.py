@@ -69,7 +69,7 @@ class PayloadReceiver:
     def receive(self, nbytes: int, tag: int, timeout_s: float) -> memoryview:
         """Returns the next payload, which must have this tag and size. Raises PayloadError."""
         if not self._socket.poll(int(1000 * timeout_s)):
-            raise PayloadError(f"nothing came within {timeout_s:g} s")
+            raise PayloadError(f"nothing arrived within {timeout_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
         if len(frames) != 2 or frames[0].bytes != tag.to_bytes(TAG_NBYTES, "big"):
             raise PayloadError("a payload arrived that is not the announced one")

@@ -128,8 +128,7 @@ class RequestTrace:
 
 
 class Tracing:
-    """Must be created on the event loop of the serving process. A separate thread exports spans from a bounded queue.
-    """
+    """Must be created on the serving process's event loop. A separate thread exports spans from a bounded queue."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ConfigError if packages are missing."""

@@ -127,8 +127,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def encode_body(body: Body) -> msgspec.Raw:
-    """Encodes a body. The sender's thread calls it, so that an encoding error reaches the sender and not the mailbox.
-    """
+    """Encodes a body. The sender's thread calls it, so that an encoding error reaches the sender, not the mailbox."""
     return msgspec.Raw(_encoder.encode(body))
 
 

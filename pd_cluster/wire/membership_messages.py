@@ -65,8 +65,7 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of a group of layers after the first: a window group or a state group. Cached states are checkpoints.
-    """
+    """The blocks of a group of layers after the first: a window or state group. Cached states are checkpoints."""
 
     rule: RuleName
     num_free: int

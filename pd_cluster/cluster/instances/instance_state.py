@@ -102,8 +102,7 @@ class Instance:
 
     @property
     def is_returning(self) -> bool:
-        """Whether it may become ready soon: it is starting, or its connection was closed although its process is alive.
-        """
+        """Whether it may soon be ready: it is starting, or its connection was closed although its process is alive."""
         is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
         return is_alive or self.state in ("loading", "forming", "connecting")
 

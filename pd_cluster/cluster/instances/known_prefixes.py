@@ -138,8 +138,7 @@ class Prompt:
         return int(saved * pool.block_size)
 
     def _num_known(self, pool: PoolKind, known: KnownBlocks) -> dict[Tier, int]:
-        """Counts the prompt's known blocks. Keeps the counts of long prompts, since each request needs them repeatedly.
-        """
+        """Counts the prompt's known blocks. Keeps long prompts' counts, since each request needs them repeatedly."""
         keys = self.keys[pool]
         if len(keys) > SLICE_NUM_BLOCKS and known in self._counts:
             num_changes, counts = self._counts[known]

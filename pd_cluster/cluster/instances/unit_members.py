@@ -33,7 +33,7 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
             covers = _covers(instance, info.unit_rank, info.unit_size, other)
             if covers or _covers(other, other.unit_rank, other.unit_size, instance):
                 return (
-                    f"it is in {info.unit or 'no unit'}, and {other.name}, with the same entries of the rank table, "
+                    f"it is in {info.unit or 'no unit'}, but {other.name}, in the same unit by the rank table, "
                     f"is in {other.unit or 'no unit'}; start both with the same --data-parallel-size"
                 )
         elif info.unit and other.unit_size != info.unit_size:
@@ -43,7 +43,7 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
             )
         elif info.unit and other.unit_rank == info.unit_rank:
             return (
-                f"it has rank {info.unit_rank} in {info.unit}, and so has {other.name}; give each its own "
+                f"it and {other.name} both have rank {info.unit_rank} in {info.unit}; give each its own "
                 "--data-parallel-rank, or its own entry of the rank table"
             )
     return ""

@@ -154,8 +154,7 @@ class ClusterControl:
             self._post.send(conn, wire.ResetCache(is_external))
 
         def lacking() -> list[str]:
-            """Returns the instances that have not confirmed, except those that are gone: they have lost their caches.
-            """
+            """Returns the instances that have not confirmed, except gone ones, which have lost their caches."""
             here = {i.name: (i.conn, i.load.num_cache_resets) for i in self._roster.instances if i.is_ready}
             return [name for name, (conn, num) in asked.items() if name in here and here[name] == (conn, num)]
 

@@ -206,7 +206,7 @@ class ElasticMembership:
         for instance in leaving:
             self._leave(instance, None)
         left = [instance.name for instance in leaving]
-        return f"{', '.join(joining) or 'nobody'} joins, {', '.join(left) or 'nobody'} leaves"
+        return f"joining: {', '.join(joining) or 'none'}; leaving: {', '.join(left) or 'none'}"
 
     def follow(self, members: Sequence[DesiredInstance]) -> None:
         """Adopts the list of instances and the operators' requests of the scheduler that owns membership."""

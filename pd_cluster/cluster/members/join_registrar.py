@@ -203,8 +203,7 @@ def _is_same(known: Registration, join: wire.Join) -> bool:
 
 
 class JoinPort:
-    """The mailbox at which workers register. Must be created on its event loop. Raises ConfigError for a port in use.
-    """
+    """A mailbox where workers register. Must be created on its event loop. Raises ConfigError if the port is in use."""
 
     def __init__(self, membership: Membership, credentials: Credentials, timeouts: Timeouts, host: str, port: int):
         self._loop = asyncio.get_running_loop()

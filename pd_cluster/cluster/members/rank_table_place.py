@@ -236,7 +236,7 @@ def _read_ports(file: str) -> str:
 def _variable(env: Mapping[str, str], name: str) -> Path:
     value = env.get(name, "").strip()
     if not value:
-        raise ConfigError(f"{name} is not set: it names a rank table, see pd-ranktable gen")
+        raise ConfigError(f"{name} is not set: it must name a rank table; see pd-ranktable gen")
     path = Path(value)
     if not _may_be_file(path):
         other = path.with_name(path.name.replace("rank_table", "ranktable"))  # the documentation uses both spellings

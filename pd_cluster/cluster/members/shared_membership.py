@@ -154,8 +154,7 @@ class SharedMembership:
             self._thread.shutdown(wait=False)
 
     async def _look(self) -> None:
-        """Reads the record; writes it if this scheduler owns membership or may become the owner; otherwise follows it.
-        """
+        """Reads the record; writes it if this scheduler is the owner or may become it; otherwise follows it."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
@@ -190,8 +189,7 @@ class SharedMembership:
         return is_written
 
     async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Calls the store on its thread. If the caller is cancelled, the call continues, and `_release` waits for it.
-        """
+        """Calls the store on its thread. If the caller is cancelled, the call continues; `_release` waits for it."""
         asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         self._asking = asking
         return await asyncio.shield(asking)

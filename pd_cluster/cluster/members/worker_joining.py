@@ -91,8 +91,7 @@ class WorkerJoining:
         return self.state == "seeking" and self._clock() >= self._next_s
 
     def connect(self, *hosts: str) -> None:
-        """Opens a connection to the next address. `hosts`: its numeric addresses, of which each attempt uses the next.
-        """
+        """Opens a connection to the next address. `hosts`: its numeric addresses; each attempt uses the next."""
         (_, port), key = self._targets[self._at]
         host = sorted(hosts)[self._num_tried[self._at] % len(hosts)]  # sorted, because name servers change the order
         self._num_hosts[self._at] = len(hosts)
@@ -196,8 +195,7 @@ class JoinMailbox:
         self._answered = asyncio.Event()
 
     async def run(self) -> None:
-        """Registers the worker, and again after each loss, until cancelled. Raises ConfigError for a permanent refusal.
-        """
+        """Registers the worker, also after each loss, until cancelled. Raises ConfigError for a permanent refusal."""
         self._mailbox.start(self)
         while True:
             if self._joining.is_due:

@@ -233,8 +233,7 @@ class Membership(Roster):
         return ""
 
     def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
-        """Returns why the answering process does not belong to this entry of the table or registration; "" if it does.
-        """
+        """Returns why the answering process does not match this entry of the table or registration; "" if it does."""
         if instance.is_registered:
             if info.name == instance.name:
                 return ""
@@ -449,7 +448,7 @@ class Membership(Roster):
             self._mailbox.send(conn, order)
 
     def _is_named_early(self, instance: Instance) -> bool:
-        """Whether peers are told of the instance before it can serve, because its unit needs that."""
+        """Whether orders name the instance to its peers before it can serve, because its unit needs that."""
         return instance.conn in self._forming or (bool(instance.unit) and instance.conn in self._loading)
 
     def on_stale_order(self, conn: str, term: int) -> None:

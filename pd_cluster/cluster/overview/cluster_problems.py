@@ -96,7 +96,7 @@ def _full(instance: Instance) -> Iterator[Problem]:
     for what, num_held, num_blocks in kinds:
         if load.num_waiting and num_blocks and num_held >= FULL_SHARE * num_blocks:
             text = f"{instance.name}: {load.num_waiting} requests wait for {what}; {num_held} of {num_blocks} are held"
-            way_out = "add an instance of its role, or bound max_tokens; `--slo-ttft` refuses early"
+            way_out = "add an instance of its role, or limit max_tokens; `--slo-ttft` refuses early"
             yield Problem("warning", text, way_out, instance.name)
 
 

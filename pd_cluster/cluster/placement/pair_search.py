@@ -28,8 +28,7 @@ class PairCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The instances that take requests, each side in the order of the table. `avoid`: pairs of keys not to be chosen.
-    """
+    """The instances that take requests, each side in the order of the table. `avoid`: pairs of keys not to choose."""
 
     prefills: list[Instance]
     decodes: list[Instance]

@@ -145,8 +145,7 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
-    """Returns the instance with the earliest time that is part of a pair; among equals, the one whose pair comes first.
-    """
+    """Returns the instance with the earliest time that is part of a pair; among equals, the one with the first pair."""
     found, least = None, (math.inf, 0)
     for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
         if each_s > least[0] or least == (each_s, 0):
@@ -260,8 +259,7 @@ def is_served(instances: Sequence[Instance]) -> bool:
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
-    """Returns one line that names the instances that are not ready, or the links that are not up; at most MOST_NAMED.
-    """
+    """Returns a line that names the instances that are not ready, or the links that are not up; at most MOST_NAMED."""
     missing = [
         role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
     ]

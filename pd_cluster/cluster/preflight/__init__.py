@@ -1,2 +1,1 @@
-"""Checks the network before the start: reads `hccn_tool`'s reports on NPUs, and sends KV blocks between real processes.
-"""
+"""Checks the network before the start: reads reports of `hccn_tool` on NPUs; sends KV blocks between real processes."""

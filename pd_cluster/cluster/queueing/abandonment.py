@@ -119,8 +119,7 @@ class Abandonment:
         return (own if own.num_known >= LEAST_LEFT else self.everybody).median_s(now_s)
 
     def most_wait_s(self, own: AbandonmentTimes, num_tokens: int, now_s: float) -> float:
-        """Returns how long a request may wait and still be answered in time; inf: its client is not expected to leave.
-        """
+        """Returns how long a request may wait and still be answered in time; inf: its client is expected to stay."""
         abandon_after_s = self.abandon_after_s(own, now_s)
         if abandon_after_s == math.inf:
             return math.inf

@@ -74,8 +74,7 @@ class QueueEntry:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens that other requests may have to wait for; 0 for a batch's request, which comes after all others.
-        """
+        """The tokens that other requests may have to wait for; 0 for a batch's request, which comes last."""
         return self.num_tokens if self.priority <= INT32_MAX else 0
 
 
@@ -86,8 +85,7 @@ class SlotShares(NamedTuple):
     num_sequences: int
 
     def excess(self, entry: QueueEntry) -> int:
-        """Returns how far the entry's client would exceed the average number of sequences, times the number of clients.
-        """
+        """Returns how far the entry's client would exceed the mean number of sequences, times the number of clients."""
         own = entry.client.num_sequences + entry.num_sequences
         return own * self.num_clients - (self.num_sequences + entry.num_sequences)
 

@@ -35,8 +35,7 @@ class RoleGoals(NamedTuple):
 
 
 class InstanceCost(NamedTuple):
-    """The capacity of an instance: the cost of its steps in each role, its slots, and its pool in tokens; 0: unknown.
-    """
+    """An instance's capacity: the cost of its steps in each role, its slots, and its pool in tokens; 0: unknown."""
 
     prefill: StepCost
     decode: StepCost

@@ -57,7 +57,7 @@ class PauseControl:
         for request_id, setback in kept.items():
             if setback is not None:
                 stream = self._streams.find(request_id)
-                assert stream is not None, "its end would have been noted here"
+                assert stream is not None, "the end of a stream removes its entry"
                 stream.inbox.put(setback)
 
     def keeps(self, stream: RequestStream, setback: Setback | None = None) -> bool:

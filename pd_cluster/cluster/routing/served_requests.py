@@ -24,8 +24,7 @@ MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """`keys`: a number for each block of the prompt; the last block may be shorter. Times are by this process's clock.
-    """
+    """`keys`: a number per block of the prompt; the last block may be shorter. Times are by this process's clock."""
 
     received_s: float
     num_prompt_tokens: int

@@ -12,8 +12,7 @@ from pd_cluster.cluster.streams.stream_records import KeptStream
 
 
 class PromptGroup:
-    """The prompts of one client request. They are useful only together, so once the first has begun, none is refused.
-    """
+    """The prompts of one client request. They are useful only together: once the first has begun, none is refused."""
 
     def __init__(self) -> None:
         self.is_let_in = self.has_begun = False

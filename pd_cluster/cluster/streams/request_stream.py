@@ -266,8 +266,7 @@ class RequestStream:
                 self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
-        """Accepts the vector that ends a pooling request; drops it if the request is over or is not a pooling request.
-        """
+        """Accepts the vector that ends a pooling request; drops it if the request is over or not a pooling request."""
         (sequence, *_) = self.sequences
         if self.order.pooling is None or sequence.is_over:
             return
@@ -359,8 +358,7 @@ class RequestStream:
             self.weight_marks.append((name, [each.num_delivered for each in self.sequences]))
 
     def weight_spans(self, index: int) -> list[tuple[str, int, int]]:
-        """Returns (version, start, stop) for each version that computed a part of a sequence: its tokens [start, stop).
-        """
+        """Returns (version, start, stop) for each version that computed part of a sequence: tokens [start, stop)."""
         marks = [("", 0), *((name, counts[index]) for name, counts in self.weight_marks)]
         ends = [start for _, start in marks[1:]] + [self.sequences[index].num_taken]
         spans = [(name, start, stop) for (name, start), stop in zip(marks, ends, strict=True)]

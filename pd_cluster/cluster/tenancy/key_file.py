@@ -162,7 +162,7 @@ def _read(file: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as stream:
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"{file}: owned by user {status.st_uid}, who could let anybody in; this process is user "
+                f"{file}: owned by user {status.st_uid}, who could give others access; this process is user "
                 f"{os.geteuid()}: chown {os.geteuid()} {file}"
             )
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:

@@ -72,8 +72,7 @@ class SharedRateLimits:
             return is_there, found
 
     def give_back(self, slot: int, tag: int, num_tokens: int) -> KeyBuckets | None:
-        """Gives unused tokens back. Returns the new buckets, or None if another key has the record. Raises Unavailable.
-        """
+        """Gives back unused tokens. Returns the new buckets; None: another key has the record. Raises Unavailable."""
         with self._locked(slot):
             now_ns = self._clock()
             found = self._read(slot, tag, now_ns)

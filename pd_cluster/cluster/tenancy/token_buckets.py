@@ -36,8 +36,7 @@ class Bucket:
         return self.wait_ns(self.limit)
 
     def wait_ns(self, num_tokens: int) -> int:
-        """Returns the nanoseconds until the bucket has this many tokens, if nothing is taken; 0 if it already has them.
-        """
+        """Returns the nanoseconds until the bucket has this many tokens, if nothing is taken; 0 if it has them."""
         missing = num_tokens * MINUTE_NS - self.units
         return -(-missing // self.limit) if self.limit and missing > 0 else 0
 

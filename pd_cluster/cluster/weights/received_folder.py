@@ -1,5 +1,4 @@
-"""Makes the server's own folders of versions, from tensors that a trainer sends or links to the files of its folders.
-"""
+"""Makes the server's own folders of versions, from tensors that a trainer sends or links to files of its folders."""
 
 from __future__ import annotations
 

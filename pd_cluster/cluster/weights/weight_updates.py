@@ -116,8 +116,7 @@ class WeightUpdates:
         await (self._take_tensors(tensors) if tensors else self._take_folder(folder))
 
     async def _take_folder(self, name: str) -> None:
-        """Checks a folder on every instance, without changing weights. Raises Refused, RequestError, DeadlineExceeded.
-        """
+        """Checks a folder on every instance; changes no weights. Raises Refused, RequestError, DeadlineExceeded."""
         async with self._one_at_a_time:
             if self.phase not in ("started", "checked"):
                 raise Refused("no update has been started; POST /start_weight_update first")
@@ -311,8 +310,7 @@ class WeightUpdates:
             raise Refused("the cluster has no instances; GET /instances shows them")
 
     async def _change(self, version: wire.WeightVersion) -> None:
-        """Changes all instances. Raises DeadlineExceeded; late instances take no requests until they have this version.
-        """
+        """Changes all instances. Raises DeadlineExceeded; late instances get no requests until they have it."""
         self._membership.change_weights(version)
         try:
             await self._until(self._membership.lacking_weights, CHANGE_TIMEOUT_S)

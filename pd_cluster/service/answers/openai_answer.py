@@ -208,8 +208,7 @@ class Answer(ABC):
         return event(chunk)
 
     def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any, Any]:
-        """Returns finish_reason, token_ids, stop_reason and weight_versions of a choice's piece, as far as it has them.
-        """
+        """Returns finish_reason, token_ids, stop_reason and weight_versions of a choice's piece, if it has them."""
         if piece is None:
             return None, None, UNSET, None
         reason = self._finish_reason(piece)

@@ -80,7 +80,8 @@ class ServedNames:
         if name == self.model and self._may_use(name, caller):
             return name
         raise ModelNotFound(
-            f"the model {reprlib.repr(name)} does not exist; this server has {', '.join(names) or 'none for you'}",
+            f"the model {reprlib.repr(name)} does not exist; this server has "
+            f"{', '.join(names) or 'none that this key may use'}",
             param="model",
             code="model_not_found",
         )

@@ -108,7 +108,7 @@ class ChildPool:
         finally:
             job.is_wanted = False
             if not job.has_place:
-                job.fail(NoCapacity(f"nobody waits for this {self._name}"))
+                job.fail(NoCapacity(f"the request for this {self._name} was cancelled"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -190,7 +190,7 @@ class ChildPool:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
             self._gives_place_up(job)
         if not job.is_wanted:
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         return await self._later(job)
 
     async def _quickly(self, job: _Job) -> bytes:
@@ -252,7 +252,7 @@ class ChildPool:
             raise self._too_long()
         if not job.is_wanted:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         turn = self._slow_turn(job.client)
         try:
             if not turn.done():
@@ -274,7 +274,7 @@ class ChildPool:
         if task.done():
             return task.result()
         if job.answer.done():
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         raise self._too_long()
 
     def _slow_turn(self, client: str) -> asyncio.Future[None]:

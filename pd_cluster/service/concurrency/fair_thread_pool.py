@@ -70,8 +70,7 @@ class FairThreadPool(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
     def close(self) -> None:
-        """Cancels waiting work, and does not wait for running work. If no work runs, all threads have ended on return.
-        """
+        """Cancels waiting work; does not wait for running work. If no work runs, all threads have ended on return."""
         with self._lock:
             is_idle, self._is_closed = not self._clients.num_held, True
             if self._giving_back is not None:
@@ -121,8 +120,7 @@ class FairThreadPool(ThreadPoolExecutor):
 
 
 def give_memory_back() -> None:
-    """Returns the memory that threads have freed, but glibc keeps, to the system; other C libraries have no such call.
-    """
+    """Returns to the system the memory that threads have freed but glibc keeps; other C libraries lack such a call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -61,8 +61,7 @@ class TextSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, token: TokenOutput) -> str:
-        """Adds a token; returns the text that is final now. If this sets `finish_reason`, the token was the last one.
-        """
+        """Adds a token; returns the text that is final now. If this sets `finish_reason`, the token was the last."""
         self.num_tokens += 1
         if token.drafts is not None:
             self.note_drafts(token.drafts)

@@ -49,7 +49,7 @@ class PixelBudget:
                     f"{nbytes} bytes of pictures are more than this server holds; send fewer, or smaller"
                 )
             raise NoCapacity(
-                f"{memory.taken_nbytes} bytes of pictures are waiting for their answers, {memory.of(client)} of them "
+                f"{memory.taken_nbytes} bytes of pictures belong to unfinished requests, {memory.of(client)} of them "
                 f"yours; try again"
             )
         return PixelHold(memory, client, nbytes)

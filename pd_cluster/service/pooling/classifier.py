@@ -17,7 +17,7 @@ from pd_cluster.service.pooling.pooled_prompts import numbers_of
 from pd_cluster.types import PooledOutput
 
 NO_HEAD = (
-    "this model is no classifier (its config.json names no architecture …ForSequenceClassification); "
+    "this model is not a classifier (its config.json names no architecture …ForSequenceClassification); "
     "/generative_scoring gives the probabilities of a generating model's tokens"
 )
 

@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     ) -> Sampling:
         """Returns the sampling within the limits, for one of `num_prompts` prompts. Raises RequestError."""
         if not self.generates:
-            raise RequestError("model: a classifier, which generates nothing; ask /classify", param="model")
+            raise RequestError("model: a classifier, which does not generate text; use /classify", param="model")
         if sampling.extra_args and not self.has_processors:
             shown = reprlib.repr(request.vllm_xargs)
             raise RequestError(

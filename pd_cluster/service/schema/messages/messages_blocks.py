@@ -86,7 +86,9 @@ UNSUPPORTED_BLOCKS = {
     **dict.fromkeys(("code_execution_tool_result", "bash_code_execution_tool_result"), NOT_RUN),
     **dict.fromkeys(("text_editor_code_execution_tool_result", "tool_search_tool_result"), NOT_RUN),
     **dict.fromkeys(("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"), NOT_RUN),
-    **dict.fromkeys(("tool_addition", "tool_removal", "tool_reference"), "the model has all of tools; leave it out"),
+    **dict.fromkeys(
+        ("tool_addition", "tool_removal", "tool_reference"), "the model has all of `tools`; leave this out"
+    ),
     "browser_state": "send it as text",
     "compaction": "compaction is not supported; send the messages that it replaces, or a summary as text",
     "container_upload": "files are not kept here; send its text",

@@ -128,8 +128,7 @@ class ClassifyRequest(InputRequest):
 
 
 class ScoreRequest(PairsRequest):
-    """vLLM's scores, of one text with several, or of texts in pairs. Clients may use any of four pairs of field names.
-    """
+    """vLLM's scores of a text with several, or of pairs of texts. Clients may use any of four pairs of field names."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None

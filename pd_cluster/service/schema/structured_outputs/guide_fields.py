@@ -143,8 +143,7 @@ def _response_format(request: GuideFields) -> list[Asked]:
 
 
 def compact(asked: Asked) -> Asked:
-    """Returns a guide that allows no whitespace between the parts of JSON, unless the request gives a pattern for it.
-    """
+    """Returns a guide without whitespace between the parts of JSON, unless the request gives a pattern for it."""
     if asked.guide.kind not in ("json", "json_object"):
         return asked
     schema = msgspec.json.decode(asked.guide.text or '{"type":"object"}')
@@ -249,7 +248,7 @@ def _decoded(field: str, value: Any) -> Any:
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _wrong(field, f"no JSON: {str(error)[:120]}") from None
+        raise _wrong(field, f"not JSON: {str(error)[:120]}") from None
 
 
 def _encoded(value: Any) -> str:

@@ -69,9 +69,7 @@ class ClusterView:
 
 class ApiExtension(Protocol):
     def admin_routes(self, seen: Sequence[APIRouter]) -> APIRouter:
-        """Returns the admin port's routes, which check access themselves. `seen`: routes to add that have no such
-        check.
-        """
+        """Returns the admin port's routes, which check access themselves. `seen`: routes to add, without a check."""
 
     def public_layers(self, file_keys: FileKeys | None) -> Iterable[Middleware]:
         """Returns layers in front of the public port's API, innermost first. They also see requests without a key."""

@@ -1,7 +1,7 @@
 """Resources that requests hold before the router has them: a reserved place in the queue, and memory for bodies.
 
-A generating request that would wait too long is refused before its body is read. Bodies share a memory budget: a client
-may take at most as much as remains free afterwards. Knows nothing of routes.
+A generating request that would wait too long is refused before its body is read. Bodies share a memory budget, in which
+one client's share is at most what remains free for others. Knows nothing of routes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Traces each request that generates or embeds: reads `traceparent` and `tracestate`, and answers with its own
-`traceparent`.
+"""Traces each request that generates or embeds: reads `traceparent` and `tracestate`, and sends its own in the answer.
 
 Only active with --otlp-traces-endpoint. Runs after the key check, so that only valid callers cause traces.
 """

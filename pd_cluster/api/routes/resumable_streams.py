@@ -22,9 +22,7 @@ ERROR = b'data: {"error"'
 def ticket_for(
     http: Request, service: TextService, request: GenerationRequest, generations: list[Generation]
 ) -> StreamTicket | None:
-    """Returns the ticket to resume this request's stream, which fixes the ids of tool calls; None: no stream to
-    resume.
-    """
+    """Returns the ticket to resume this request's stream, which fixes ids of tool calls; None: it cannot resume."""
     if not service.resumption.is_on or not request.stream:
         return None
     if request.kv_transfer_params or request.include_metrics or not may_resume(generations):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class TensorPlace(NamedTuple):
-    """`name`: in the model. `pieces`: [start, stop) along the stored dimension `dim`, joined; None: all of it.
+    """`name`: the tensor's name in the model. `pieces`: the ranges [start, stop) of the stored dimension `dim` that
+    form it; None: the whole dimension.
 
     `is_turned`: the stored tensor is transposed.
     """

@@ -65,7 +65,7 @@ class _RoleReader:
                 if self._is_role(one):
                     yield from self._constants(other)
         elif op in ("in", "notin"):
-            if self._is_role(left) and _constant(right) is None:  # `role in "text"` looks for part of a text, not for a role
+            if self._is_role(left) and _constant(right) is None:  # not `role in "some text"`
                 yield from self._constants(right)
             elif _lists_roles(right):
                 yield from self._constants(left)

@@ -120,7 +120,7 @@ class Tokenizer:
 
     def beginning(self, text: str, most: int) -> str:
         """Returns the text's beginning with at most this many tokens, without special tokens; 0: the whole text."""
-        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # doubled, as the cut affects tokens near it
+        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # doubled: the cut affects tokens near it
         _, offsets = self.encode_with_offsets(shorter, False)
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
@@ -179,9 +179,7 @@ class Tokenizer:
 
 
 def _bytes_of_characters() -> dict[str, bytes]:
-    """Maps the characters of GPT-2's byte-level BPE to bytes. Bytes that are not printable have characters from U+0100
-    on.
-    """
+    """Maps the characters of GPT-2's byte-level BPE to bytes; unprintable bytes have characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     found = {chr(byte): bytes([byte]) for byte in shown}

@@ -96,7 +96,7 @@ class SplitCluster:
         return AdapterBook(self.context.roster, self.context.router.adapters, self.context.adapters, rules)
 
     async def close(self) -> None:
-        """Ends the processes by signals, then kills the rest. Removes the rank tables. A second Ctrl-C kills at once."""
+        """Ends the processes by signals, then kills the rest. Removes the rank tables. A second Ctrl-C kills now."""
         try:
             for task in self._working:
                 task.cancel()

@@ -2,8 +2,7 @@
 
 const DATA = "api";
 let commandToken = null;
-export const view = { isWhole: true, takesKeys: false }; // whether this port shows everything, and whether users may
-log in with API keys
+export const view = { isWhole: true, takesKeys: false }; // takesKeys: users may log in with API keys
 
 export class Refused extends Error {
   constructor(message, status) {

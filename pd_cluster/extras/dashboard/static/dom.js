@@ -4,8 +4,8 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element[name] = value; // a property, which update() can copy else if (value === true)
-    element.setAttribute(name, "");
+    if (name.startsWith("on")) element[name] = value; // a property, which update() can copy
+    else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));

@@ -160,8 +160,8 @@ class Pane {
       } catch (error) {
         this.path.replaceChildren(h("p", { class: "quiet" }, error.message));
       }
-      await new Promise((resolve) => setTimeout(resolve, TIMELINE_PAUSE_MS)); // workers report events with their
-      heartbeats }
+      await new Promise((resolve) => setTimeout(resolve, TIMELINE_PAUSE_MS)); // workers report events with their heartbeats
+    }
   }
 }
 
@@ -209,9 +209,9 @@ export class PlaygroundPage {
     try {
       const { data } = await (await send("/models", { headers: this.key() })).json();
       const adapters = data.filter((each) => each.parent);
-      this.panes.forEach((pane, at) => pane.offer(data, adapters[at - 1]?.id)); // the second pane selects the first
-      adapter this.note.textContent = adapters.length ? "Adapters are in the list of models; compare two settings to see
-      one beside its model." : ""; } catch (error) {
+      this.panes.forEach((pane, at) => pane.offer(data, adapters[at - 1]?.id)); // the second pane selects the first adapter
+      this.note.textContent = adapters.length ? "Adapters are in the list of models; compare two settings to see one beside its model." : "";
+    } catch (error) {
       this.note.textContent = error.message;
     }
   }

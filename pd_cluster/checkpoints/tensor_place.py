@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 
 class TensorPlace(NamedTuple):
-    """`name`: the tensor's name in the model. `pieces`: the ranges [start, stop) of the stored dimension `dim` that
-    form it; None: the whole dimension.
+    """`name`: the model's name. `pieces`: [start, stop) along the stored dimension `dim`, joined; None: all of it.
 
     `is_turned`: the stored tensor is transposed.
     """

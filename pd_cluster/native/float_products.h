@@ -1,6 +1,7 @@
 // Multiplies a few float32 rows with a weight that oneDNN has packed for AVX-512: [line of 64 outputs][input][output],
-// inputs padded to a multiple of 16. Each result is one chain over the inputs of a span; spans are added in order, then
-// the bias. oneDNN adds in the same order, so the bits are equal. This is faster: weights are prefetched meanwhile.
+// inputs padded to a multiple of 16. Each result is one chain of additions over the inputs of a span; spans are added
+// in order, then the bias. oneDNN adds in the same order, so the bits are equal. This code is faster, because it
+// prefetches weights.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
@@ -10,13 +11,13 @@
 #define LINE_INPUTS 16
 #define MOST_ROWS_OF_FLOATS 96
 #define ROWS_AT_ONCE 7 // rows whose sums fit in registers, together with a line of weights
-#define PART 64        // inputs that are multiplied with all rows before the next inputs: they stay in the L1 cache
+#define PART 64        // inputs that are multiplied with all rows before the next inputs, so that they stay in the L1 cache
 #define FAR_PART 32    // the same if the next ones are prefetched to the L2 cache only
-#define LEAST_FAR 5    // FAR_PART is faster for 5 to 18 rows, where multiplying takes about as long as reading
+#define LEAST_FAR 5    // FAR_PART is faster for 5 to 18 rows, for which multiplying takes about as long as reading
 #define MOST_FAR 18
 #define PAGE 1024      // floats per page of memory
-#define PAGES_AHEAD 32 // how early addresses are translated, because a prefetch would wait for the translation
-#define SHARES 6       // shares of a thread's lines: other threads take the remaining shares of a late thread
+#define PAGES_AHEAD 32 // distance at which addresses are translated in advance, because a prefetch would wait for the translation
+#define SHARES 6       // a thread's lines are divided into shares, so that other threads can take over the rest of a late thread's
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs

@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --shape mla-1B`: steps of a model with latent attention (MLA) and random weights.
 
-Compares them to reading weights and latents, to the same modules of transformers, and to a dense model of as many
-parameters. Both models are made in this process, one after the other.
+Compares steps to reading weights and latents, to transformers' modules, and to a dense model with as many parameters.
+Both models are made in this process, one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(rounds: int, quick: bool) -> Iterator[Result]:
     latents_nbytes = 4 * model.config.num_hidden_layers * 512 * (512 + 64)
     read_ms = 1e3 * (nbytes + latents_nbytes) / read_bandwidth(1 << (24 if quick else 30))
     plain, served = PlainCausalLM(model), Served(caches_of(model))
-    of = 64 if quick else 1  # of the numbers of tokens
+    of = 64 if quick else 1  # divisor of the numbers of tokens
     modules = [step_ms(plain, 2048 // of, 1) for _ in range(rounds)]
     ours = fused(model, served)
     del plain

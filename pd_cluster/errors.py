@@ -39,8 +39,7 @@ Naming = Callable[[str], str]  # a setting's name -> the user's spelling of it
 
 
 def called(setting: str) -> str:
-    """Returns a placeholder for a setting's name in an error's text; users see their own name for the setting.
-    """
+    """Returns a placeholder for a setting's name in an error's text; users see their own name for the setting."""
     return f"{MARK}{setting}{MARK}"
 
 

@@ -35,8 +35,7 @@ class HostMemory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """A controller's file names in one version. `total`: prefix of entries in memory.stat that include child groups.
-    """
+    """A controller's file names in one version. `total`: prefix of entries in memory.stat that include child groups."""
 
     limits: tuple[str, ...]
     usage: str

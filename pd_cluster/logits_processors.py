@@ -136,8 +136,7 @@ class LogitsProcessor(_Processor):
 
     @abstractmethod
     def update_state(self, batch_update: Any) -> None:
-        """Called with a BatchUpdate before the sequence's first row here, and with None before each later row.
-        """
+        """Called with a BatchUpdate before the sequence's first row here, and with None before each later row."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

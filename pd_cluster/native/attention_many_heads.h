@@ -27,7 +27,7 @@ INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
 
 #if VL == 16
 #define TQ 6 // query heads whose sums fit in registers: four vectors each
-#define LEAST_TO_TRANSPOSE 18 // minimum number of query heads for which keys are transposed; TQ if keys do not stay in the cache
+#define LEAST_TO_TRANSPOSE 18 // fewest query heads for which keys are transposed; TQ if keys leave the cache
 
 // Writes VL keys as [dim][key].
 static __attribute__((noinline)) void transpose_keys(int64_t dim, const char **k, int64_t at, float (*to)[VL]) {

@@ -11,13 +11,13 @@
 #define LINE_INPUTS 16
 #define MOST_ROWS_OF_FLOATS 96
 #define ROWS_AT_ONCE 7 // rows whose sums fit in registers, together with a line of weights
-#define PART 64        // inputs that are multiplied with all rows before the next inputs, so that they stay in the L1 cache
+#define PART 64        // inputs that are multiplied with all rows before the next ones; they stay in the L1 cache
 #define FAR_PART 32    // the same if the next ones are prefetched to the L2 cache only
 #define LEAST_FAR 5    // FAR_PART is faster for 5 to 18 rows, for which multiplying takes about as long as reading
 #define MOST_FAR 18
 #define PAGE 1024      // floats per page of memory
-#define PAGES_AHEAD 32 // distance at which addresses are translated in advance, because a prefetch would wait for the translation
-#define SHARES 6       // a thread's lines are divided into shares, so that other threads can take over the rest of a late thread's
+#define PAGES_AHEAD 32 // how far ahead addresses are translated; a prefetch would wait for the translation
+#define SHARES 6       // shares of a thread's lines; other threads take the remaining shares of a late thread
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs

@@ -35,7 +35,7 @@ typedef struct {
 // The lanes of one item: rows of one sequence, each a head and a token.
 typedef struct {
     int64_t seq, num_rows, head[LANES], token[LANES]; // each lane's head and token (index in the step)
-    const int32_t *chosen;                            // keys visible to the only token; null: each token sees all keys before it
+    const int32_t *chosen;                            // keys that the only token sees; null: all before each token
 } Rows;
 
 static void keep_token(const LatentWork *w, int64_t token) {

@@ -13,7 +13,7 @@
 #ifndef MANY_PANELS
 #define MANY_PANELS 8 // maximum number of panels of an item
 #endif
-#define PART_WORDS 128 // words of a span that are multiplied with all rows before the next words; 2 panels stay in the L1 cache
+#define PART_WORDS 128 // words of a span that are multiplied with all rows before the next; 2 panels stay in L1
 #define FEW_BLOCKS 3   // with more blocks, parts are twice as long; with fewer, short parts are prefetched in time
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 

@@ -42,8 +42,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.endpoint, *([self.replay_endpoint] if self.replay_endpoint else []))
 
     def of_instance(self, number: int) -> KVEventsConfig:
-        """Returns the settings of one of a host's instances; as in vLLM, its number is added to ports and paths.
-        """
+        """Returns the settings of one of a host's instances; as in vLLM, its number is added to ports and paths."""
         moved = [_moved(each, number) for each in self.endpoints]
         return msgspec.structs.replace(self, endpoint=moved[0], replay_endpoint=moved[1] if moved[1:] else None)
 

@@ -1,8 +1,7 @@
 """Reads the reasoning before a reply's content, such as `<think>…</think>`.
 
-Blanks around the reasoning are markup and are dropped, as is a closing mark without an opening one. Reasoning that
-never ends is reasoning up to the first call in it; a later pair of marks is content. Of calls, knows only their first
-texts.
+Blanks around the reasoning are markup and are dropped, as is a closing mark without an opening one. Reasoning without a
+closing mark ends at the first call in it; a later pair of marks is content. Knows only the texts that begin calls.
 """
 
 from __future__ import annotations

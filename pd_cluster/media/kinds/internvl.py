@@ -28,7 +28,7 @@ class TileRules(ImageRules, frozen=True):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the rows and columns whose shape is nearest to the picture's.
 
-        Of two grids with equally near shapes, takes the larger one if its area is less than twice the picture's.
+        If two grids have equally near shapes, takes the larger one if its area is less than twice the picture's.
         """
         best, least = (1, 1), float("inf")
         sides = range(1, self.most_tiles + 1)

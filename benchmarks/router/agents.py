@@ -35,7 +35,7 @@ COMPACT_SHARE = 0.008  # share of turns that replace the context by a summary
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Medians, in tokens and seconds. `num_open`: sessions at a time. The number of turns is geometric."""
+    """Medians, in tokens and seconds. `num_open`: open sessions. The number of turns is geometrically distributed."""
 
     num_open: int = 48
     num_turns: int = 64

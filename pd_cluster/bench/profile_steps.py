@@ -149,7 +149,7 @@ async def measure_beside(
 
 
 def _prompt_within(alone: StepSamples, most_s: float) -> Steps:
-    """Returns the prompt whose step is nearest to 512 tokens among those within the time limit, or else the quickest
+    """Returns the prompt whose step is nearest to 512 tokens among those within the time limit; otherwise the quickest
     one.
     """
     took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}

@@ -60,7 +60,7 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
     start = start_of(options, env)
     start.process.logs.begin()
     is_one_of_several = DIE_WITH_PARENT in env and start.place.role != "scheduler"
-    for warning in () if is_one_of_several else warnings:  # of several that one command starts, one warns
+    for warning in () if is_one_of_several else warnings:  # only one of a command's instances warns
         log.warning("%s", warning)
     credentials = credentials_of(start.place, start.files)
     if start.files.derives:
@@ -206,7 +206,7 @@ def _why_not_shared(start: Start, num_threads: int) -> str:
 
 
 def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering] | None:
-    """Returns what makes, on the event loop, a worker's registration; None for a worker in a rank table."""
+    """Returns a function that makes a worker's registration on the event loop; None for a worker in a rank table."""
     if start.join.role is None:
         return None
     from pd_cluster.cluster.members.worker_joining import JoinMailbox  # imports zmq, which the parent needs only here

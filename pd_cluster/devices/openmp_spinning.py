@@ -29,8 +29,8 @@ OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variabl
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25  # the time over which waiting is measured
 MOST_COST = 0.01  # maximum share of the time that measuring may take
-# Spinning is suppressed above the first share of a window that the longest-waiting thread had no core, and allowed
-# again below the second.
+# Limits for the share of a window in which the longest-waiting thread had no core: spinning is suppressed above the
+# first, and allowed again below the second.
 BEGINS, ENDS = 0.2, 0.1
 QUIET_S = 10.0  # minimum time before spinning is allowed again
 

@@ -1,7 +1,7 @@
 """vLLM's environment variables that have an equivalent flag here, with that flag.
 
 This program does not read them. The only vLLM variable that it reads is VLLM_API_KEY (http_settings.py). Another
-program's variable must not silently change this one, and a variable that a script sets for this program must not be
+program's variable must not silently change this program, and a variable that a script sets for this program must not be
 silently ignored: a warning names the flag.
 """
 

@@ -158,9 +158,9 @@ class ConnectionLimiter:
         return True
 
     def _breaks_up_a_crowd(self, admitted: AdmittedConnection) -> bool:
-        """If most connections are idle, they hold the low descriptors: closes the one that has been idle longest.
+        """If most connections are idle, they hold the low descriptors; then closes the one that has been idle longest.
 
-        If most have requests, returns False: the few idle ones are new or are probes.
+        Returns whether it did. If most connections have requests, the few idle ones are new or are probes.
         """
         is_crowd = len(self._idle) > 2 * self.num_busy and next(iter(self._idle)) is not admitted
         return is_crowd and self._evict(self._idle)

@@ -91,7 +91,7 @@ class BatchService:
 
 
 def chosen(running: Sequence[RunningBatch], mine: dict[str, RunningBatch], most: int) -> list[RunningBatch]:
-    """Returns batches to start, of which other processes may already run some. Owners take turns, each with its oldest
+    """Returns batches to start; other processes may already run some of them. Owners take turns, each with its oldest
     batch first.
 
     Batches that are about to end come first, without a limit.

@@ -140,16 +140,19 @@ INLINE void load_queries(Tile *t, int lv, const LatentWork *w, const Rows *rows)
 
 INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, const Rows *rows, int64_t stop, int64_t least) {
     const Latents *y = w->layer;
-    const char *stored_k[CHUNK], *stored_r[CHUNK];
+    const char *stored_k[2][CHUNK], *stored_r[2][CHUNK]; // of this chunk and of the next
     const float *k[CHUNK], *r[CHUNK];
     float *numbers = POOL == POOL_FLOAT32 ? 0 : alloca((size_t)(CHUNK * (y->width + y->rope_width)) * 4);
-    for (int64_t at = y->first_key; at < stop; at += CHUNK) {
-        int64_t n = MIN(CHUNK, stop - at);
+    int which = 0;
+    locate_latents(w, rows, y->first_key, MIN(CHUNK, stop - y->first_key), stored_k[0], stored_r[0]);
+    for (int64_t at = y->first_key; at < stop; at += CHUNK, which = !which) {
+        int64_t n = MIN(CHUNK, stop - at), next = stop - at - n;
         vf fade[2];
-        locate_latents(w, rows, at, n, stored_k, stored_r);
-        as_numbers(y->width, stored_k, n, numbers, k);
-        as_numbers(y->rope_width, stored_r, n, numbers + CHUNK * y->width, r);
-        score_lanes(t, lv, k, r, y->rope_width, n);
+        as_numbers(y->width, stored_k[which], n, numbers, k);
+        as_numbers(y->rope_width, stored_r[which], n, numbers + CHUNK * y->width, r);
+        if (next) locate_latents(w, rows, at + n, MIN(CHUNK, next), stored_k[!which], stored_r[!which]);
+        const float **ahead = (const float **)stored_k[next >= CHUNK ? !which : which];
+        score_lanes(t, lv, k, r, y->rope_width, n, POOL == POOL_FLOAT32 ? ahead : 0);
         if (at + n - 1 > least) mask_lanes(t, lv, at, n, 0);
         UNROLL for (int c = 0; c < lv; c++) soften_lanes(t, c, n, fade);
         add_lanes(t, lv, k, n, fade);

@@ -61,7 +61,7 @@ INLINE void score_keys(int64_t tiles, int64_t width, float (*q)[LANES], float (*
         for (int64_t tile = 0; tile < tiles; tile++) {
             vf sum[KR][2];
             UNROLL for (int i = 0; i < KR; i++) sum[i][0] = sum[i][1] = (vf){0};
-            dot_lanes(q + tile * width, 2, key + j, width, sum);
+            dot_lanes(q + tile * width, 2, key + j, width, 0, sum);
             UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < 2; c++)
                 total[i] += vmax((vf){0}, sum[i][c]) * load(weight[tile] + c * VL);
         }

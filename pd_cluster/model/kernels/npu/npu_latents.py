@@ -1,9 +1,10 @@
-"""Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries, latents as keys and as values.
+"""Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The pool's two planes are what the operator reads: latents, and the rotated parts beside them. It takes one width of
-each, and a power of two of heads; further heads are zeros, whose results are dropped. A step's sequences go in one
-packed call (TND); a longer chunk of a prompt goes as several sequences of 16 tokens, the most that all versions of the
-operator take. `problem` reports at load what the operator does not support. Nothing here has run on hardware.
+The operator reads the pool's two planes as they are: latents, and their rotated parts. It supports one width of each,
+and only powers of two of heads, so heads of zeros are added and their results dropped. All sequences of a step are
+computed in one packed call (TND). A chunk of a prompt is split into sequences of at most 16 tokens, the most that all
+versions of the operator support. `problem` reports at load what the operator does not support. Nothing here has run on
+hardware.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pd_cluster.model.layers.ops import Latents, Rope
 WIDTHS = (512, 64)  # of the latent and its rotated part
 BLOCK_SIZES = (16, 128)
 MAX_HEADS = 128
-MAX_QUERIES = 16  # tokens of one sequence in a call
+MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator takes a model's latents, if the settings fit."""
+    """Whether the operator supports the widths of a model's latents; `problem` checks the rest."""
     return tuple(plane.width for plane in layout.planes) == WIDTHS
 
 
@@ -77,7 +78,7 @@ class NpuLatentOps(NpuOps):
     ) -> torch.Tensor:
         """Returns the weighted sums of latents, [num_tokens, num_heads, width]."""
         latent_pool, rope_pool = (pool.flatten(2) for pool in batch.pool.layer(latents.layer_idx))
-        # Without a mask single tokens see all keys: some versions of the operator take no mask for them.
+        # For single tokens some versions of the operator accept no mask; without one, they see all keys.
         is_decode = len(step.query_ends) == len(absorbed)
         found: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
             absorbed,
@@ -100,7 +101,7 @@ class NpuLatentOps(NpuOps):
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to a power of two."""
+    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros added up to a power of two."""
     num_tokens, num_heads, width = x.shape
     whole = 1 << (num_heads - 1).bit_length()
     if whole == num_heads:
@@ -111,14 +112,14 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_pieces(step: PlannedStep, batch: ForwardBatch) -> PlannedStep:
-    """Returns the plan of a step whose sequences with more than MAX_QUERIES tokens are cut."""
+    """Returns the plan with sequences of more than MAX_QUERIES tokens split into pieces."""
     lens = np.asarray(batch.query_lens)
     if lens.max() <= MAX_QUERIES:
         return step
     counts = -(-lens // MAX_QUERIES)
     owners = np.repeat(np.arange(len(lens)), counts)  # [num_pieces]
     stops = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + 1) * MAX_QUERIES
-    stops = np.minimum(stops, lens[owners])  # in tokens of the piece's sequence
+    stops = np.minimum(stops, lens[owners])  # counted in tokens of the sequence that the piece belongs to
     ends = stops + (np.cumsum(lens) - lens)[owners]
     context_lens = np.asarray(step.context_lens)[owners] - lens[owners] + stops
     there = on_device({"owners": owners}, batch.pool.device)["owners"]

@@ -1,8 +1,8 @@
-"""Chooses the keys that a token attends to in sparse latent attention (DSA), with the indexer's own keys.
+"""Chooses the keys that a token attends to in sparse latent attention (DSA), by separate keys of an indexer.
 
 A key's score is the sum over the indexer's heads of the head's weight times relu(query · key), in float32. A token
-attends to the `index_topk` keys with the highest scores; of equal scores the first wins. With at most `index_topk` keys
-it attends to all.
+attends to the `index_topk` keys with the highest scores; if scores are equal, to the earlier key. A token with at most
+`index_topk` visible keys attends to all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class IndexNorm:
 
 @dataclass(slots=True, eq=False)
 class Indexer:
-    """The indexer of one layer. The first `rope_width` features of its queries and keys are rotated as halves."""
+    """The indexer of one layer. The first `rope_width` features of its queries and keys are rotated, as halves."""
 
     layer_idx: int
     queries: Linear  # from the input of the attention's query projection, to [num_rows, num_heads * width]
@@ -41,11 +41,11 @@ class Indexer:
     norm: IndexNorm
     scaling: float
     rope_width: int
-    index_topk: int  # smaller during the proof at load
+    index_topk: int  # the proof at load sets a smaller value
     ops: SparseOps
 
     def choose(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:
-        """Sets `batch.chosen` for the attention of this layer, and of later layers without an indexer.
+        """Sets `batch.chosen` for this layer's attention, and for later layers without an indexer.
 
         `residual` [num_tokens, …]: the input of the attention's query projection.
         """

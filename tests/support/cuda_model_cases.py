@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
@@ -30,7 +31,9 @@ from pd_cluster.model.kernels.cuda.linear.quantized_linear import E2M1, INT4, RO
 from pd_cluster.model.language_model.cache_declaration import caches_of, layout_of
 from pd_cluster.model.language_model.causal_lm import PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.language_model.overwrite_tensors import CannotOverwrite
 from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling
@@ -39,7 +42,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.coded_cache import generated
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import Noted, choose_device
-from tests.support.quantized import FORMATS, W8A8, rewritten
+from tests.support.quantized import FORMATS, INT8_FORMATS, W8A8, rewritten
+from tests.support.weight_versions import make_version
 
 choose_device()
 
@@ -256,3 +260,52 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()
     assert torch.isfinite(by_kernels).all()
     assert error_of_kernels < 1.5 * error_of_modules + 1e-3, (float(error_of_kernels), float(error_of_modules))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", ""),
+        *(pytest.param(name, "", marks=pytest.mark.slow) for name in ("mixtral", "deepseek_v3", "gpt_oss", "gemma2")),
+        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("gptq asymmetric", "mxfp4", "awq")),
+        pytest.param("mixtral", "awq", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_overwritten_where_graphs_read_them(
+    architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused, packed and quantized forms, made again layer by layer; tokens are those of an engine that began so."""
+    as_cuda(monkeypatch)
+    base = make_checkpoint(tmp_path / "made", architecture, **(SHALLOW if architecture in ALWAYS and not name else {}))
+    other = make_version(base, tmp_path / "other", 1)
+    if name:
+        base, other = (rewritten(each, tmp_path / f"coded-{each.name}", FORMATS[name])[0] for each in (base, other))
+    core, runner, graphs = with_graphs(base)
+    before, num_captured = generate(core, prompts_of(), GREEDY), graphs.num_captured
+    assert isinstance(runner.model, FusedCausalLM)
+    checkpoint = Checkpoint.open(str(other))
+    model_loader.overwrite_weights(runner.model, checkpoint, "float32", CPU, SingleRank(), None)
+    core.scheduler.forget()
+    after = generate(core, prompts_of(), GREEDY)
+    assert graphs.num_captured == num_captured > 0
+    assert after != before
+    assert after == generate(with_graphs(other)[0], prompts_of(), GREEDY)
+
+
+@pytest.mark.slow
+def test_scales_that_launches_contain_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs contain a static scale of activations as a number."""
+    as_cuda(monkeypatch)
+    base = make_checkpoint(tmp_path / "made", "llama", **SHALLOW)
+    static = INT8_FORMATS["msmodelslim static"]
+    folder, _ = rewritten(base, tmp_path / "base", static)
+    other, _ = rewritten(make_version(base, tmp_path / "other", 1), tmp_path / "changed", static)
+    model = with_graphs(folder)[1].model
+    assert isinstance(model, FusedCausalLM)
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    scales = {key: 2 * each for key, each in tensors.items() if key.endswith("input_scale")}
+    assert scales
+    save_file({**tensors, **scales}, file)
+    with pytest.raises(CannotOverwrite, match=r"inputs\[0\] is"):
+        model_loader.overwrite_weights(model, Checkpoint.open(str(other)), "float32", CPU, SingleRank(), None)

@@ -42,9 +42,10 @@ from pd_cluster.model.language_model.cache_declaration import (
     least_layouts,
 )
 from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.language_model.fuse_model import can_fuse, fuse, is_known, why_not_deterministic
+from pd_cluster.model.language_model.fuse_model import can_fuse, fuse, fused_parts, is_known, why_not_deterministic
 from pd_cluster.model.language_model.fuse_states import has_kernels
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.language_model.overwrite_tensors import overwrite
 from pd_cluster.model.layers.attention.latent_attention import UpProjection
 from pd_cluster.model.layers.expert_share import ExpertBlocks, ExpertShare
 from pd_cluster.model.layers.linear_weight import LinearWeight
@@ -308,6 +309,23 @@ def _modules_of(
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
             vision_experts.install_vision_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
     return model
+
+
+def overwrite_weights(
+    fused: FusedCausalLM, checkpoint: Checkpoint, dtype: str, device: Device, group: Group, experts: ExpertShare | None
+) -> None:
+    """Copies a checkpoint's weights into the memory of a model's, which graphs refer to.
+
+    The host holds the weights until they are copied, the device one more layer. `experts` as at the first load; not of
+    a unit. Raises ModelError, and CannotOverwrite if a part of the model depends on its weights in another way; the
+    model is then unusable.
+    """
+    share = _share_of(checkpoint, group, experts is not None)
+    modules = _modules_of(checkpoint, dtype, CPU, share, group, _experts_of(checkpoint, experts))
+    with torch.inference_mode():
+        for old, new in fused_parts(modules, fused, device, share, experts):
+            overwrite(old, new)
+            del new
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:

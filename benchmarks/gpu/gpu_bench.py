@@ -53,6 +53,7 @@ PARTS = (
     Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
     Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 120),
     Part("speedups", ("engine",), "gpu_engine", (PDL, SKINNY_GATE, PROMPT_GRAPHS), 30, 120),
+    Part("states", ("engine",), "gpu_states", (), 15, 60, False),
 )
 
 

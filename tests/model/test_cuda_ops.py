@@ -26,7 +26,7 @@ CASES = [
     ("cuda_draw_cases.py",),
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
     ("cuda_lora_cases.py",),
-    ("cuda_states_cases.py",),
+    ("cuda_states_cases.py", "cuda_fla_cases.py"),
     ("cuda_deterministic_cases.py",),
     ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py"),
 ]

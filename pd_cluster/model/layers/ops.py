@@ -108,6 +108,10 @@ class Ops(Gates, Protocol):
     attention: str  # name of the attention in use, for the log
     is_capturable: bool
 
+    @property
+    def prompt_states(self) -> str:
+        """Returns the library that computes prompts in recurrent layers; "": the kernels for single tokens do."""
+
     def linear(self, weight: LinearWeight) -> Linear:
         """Returns the layer that computes with this weight; the caller drops its own references to the weight."""
 
@@ -173,6 +177,7 @@ class TorchOps:
 
     name = "torch"
     attention = "SDPA"
+    prompt_states = ""
     is_capturable = False  # SDPA reads lengths on the host
     wide_latents = True
 

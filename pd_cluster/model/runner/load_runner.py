@@ -189,11 +189,12 @@ def _prove(plan: LoadPlan, model: CausalLM, pools: Sequence[KVPool]) -> LoadProo
 def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
     """Returns the name of everything that changes the loaded model's numerics."""
     config, checkpoint, on_host = plan.config, plan.checkpoint, not plan.device.is_accelerator
+    kernels = numerics_name(model.attention, plan.speedups, model.prompt_states)
     coded = checkpoint.quantization
     return Numerics(
         device=plan.device.kind,
         dtype=plan.dtype,
-        attention_backend=config.attention_backend if on_host else numerics_name(model.attention, plan.speedups),
+        attention_backend=config.attention_backend if on_host else kernels,
         deterministic=config.deterministic,
         quantization="" if coded is None else coded.numerics_name(on_host),
         quantize_head=checkpoint.head_scheme,

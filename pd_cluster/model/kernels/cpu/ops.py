@@ -157,6 +157,7 @@ class CpuOps:
 
     name = "C"
     attention = "C"
+    prompt_states = ""
     is_capturable = False  # there are no graphs on a CPU
     wide_latents = True
 

@@ -38,6 +38,7 @@ class DeterministicOps(CudaOps):
     name = "deterministic Triton"
     few_gated = sys.maxsize
     has_one_tile = True
+    scans_chunks = False
 
     def linear(self, weight: LinearWeight) -> Linear:
         """Multiplies by the weight's codes if it is quantized, otherwise by the weight itself."""

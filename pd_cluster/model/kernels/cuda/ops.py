@@ -23,6 +23,7 @@ from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import DTYPES as DTYPES_16
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
 from pd_cluster.model.kernels.cuda.states import triton_states
+from pd_cluster.model.kernels.cuda.states.chunk_choice import ChunkChoice
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, FewRows
@@ -47,12 +48,18 @@ class CudaOps:
     wide_latents = False
     few_gated = FEW_GATED
     has_one_tile = False  # products of latents have the same tile for every number of rows
+    scans_chunks = True  # other kernels may compute recurrent layers over prompts
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
         """`attention`: its name, for the log. `speedups`: see model/kernels/cuda_speedups.py."""
         self._attend = attend_paged
         self.attention = attention
         self._pdl, self._has_skinny_gate = PDL in speedups, SKINNY_GATE in speedups
+        self._chunks = ChunkChoice()
+
+    @property
+    def prompt_states(self) -> str:
+        return self._chunks.name
 
     def linear(self, weight: LinearWeight) -> Linear:
         return linear_of(weight) or weight.linear()
@@ -113,7 +120,10 @@ class CudaOps:
         return triton_states.takes(shape)
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        return triton_states.TritonStates(convolution, recurrence)
+        chunks = None
+        if recurrence is not None and self.scans_chunks:
+            chunks = self._chunks.kernel_for(convolution, recurrence)
+        return triton_states.TritonStates(convolution, recurrence, chunks)
 
 
 def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) -> torch.Tensor:

@@ -234,6 +234,28 @@ def test_attention_to_latents_compiles_and_fits(
 ) -> None:
     """In the widths of DeepSeek, Kimi and GLM."""
     shape = {"num_heads": 128, "widths": (512, 64), "pool_dtype": pool_dtype, "is_uniform": is_uniform}
+    check_latents(compiler, arch, dtype, **shape)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "is_uniform", "arch"),
+    [
+        ("bfloat16", False, 90),
+        *(pytest.param("bfloat16", True, arch, marks=pytest.mark.slow) for arch in (80, 90)),
+        pytest.param("bfloat16", False, 80, marks=pytest.mark.slow),
+        *(pytest.param("float32", False, arch, marks=pytest.mark.slow) for arch in (80, 90)),
+    ],
+)
+def test_attention_to_listed_latents_compiles_and_fits(
+    compiler: TritonChild, dtype: str, is_uniform: bool, arch: int
+) -> None:
+    """In the widths of DeepSeek-V3.2 and GLM-5; each token has a list of slots."""
+    shape = {"num_heads": 128, "widths": (512, 64), "is_uniform": is_uniform, "has_lists": True}
+    check_latents(compiler, arch, dtype, **shape)
+
+
+def check_latents(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "latents_compiled", arch=arch, dtype=dtype, **shape)
     assert set(found) == {"prefill_kernel", "decode_kernel"}
     for name, takes in found.items():

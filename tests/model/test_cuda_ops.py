@@ -27,6 +27,7 @@ CASES = [
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
     ("cuda_lora_cases.py",),
     ("cuda_states_cases.py",),
+    ("cuda_sparse_cases.py", "cuda_sparse_model_cases.py"),
     ("cuda_deterministic_cases.py",),
     ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py"),
 ]
@@ -93,6 +94,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         *("linear_product", "sum_pairs", "skinny_gate_product", "coded_linear_product", "round_rows", "decode_rows"),
         *("lora_shrink", "lora_expand"),
         *("convolve_rows", "keep_inputs", "delta_rule", "mamba_scan", "gated_norm"),
+        *("prepare_latents", "heads_product", "prepare_index", "keep_index_keys", "score_keys", "list_keys"),
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")

@@ -32,7 +32,7 @@ from pd_cluster.model.kernels.cuda.sampling.triton_draw import draw_rows
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
-from tests.support import compile_coded, compile_states
+from tests.support import compile_coded, compile_latents, compile_states
 from tests.support.ptx import order_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -159,6 +159,7 @@ FEW: dict[str, Callable[[], None]] = {
     "draw, 128 rows": lambda: draw(128, 151936, BF16),
     **compile_coded.FEW,
     **compile_states.FEW,
+    **compile_latents.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "gate, many rows": lambda: gate(4096, 14336, BF16),
@@ -186,6 +187,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "draw, float32": lambda: draw(256, 262144, FP32),
     **compile_coded.OTHERS,
     **compile_states.OTHERS,
+    **compile_latents.OTHERS,
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class CudaOps:
     ) -> torch.Tensor:
         attend = self._attend
         if batch.chosen is not None:
-            attend = partial(listed_keys.attend_listed, is_uniform=self.has_one_tile, pdl=self._pdl)
+            attend = partial(listed_keys.attend_listed, may_split=not self.has_one_tile, pdl=self._pdl)
         return attend_latents(attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
 
     def prepare_index(

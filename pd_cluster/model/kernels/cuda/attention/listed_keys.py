@@ -158,19 +158,19 @@ def attend_listed(
     rope_pool: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
-    is_uniform: bool = False,
+    may_split: bool = True,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attends to the keys in `batch.chosen`; see `attend`. `is_uniform`: a token's program does not depend on the
-    number of tokens.
+    """Attends to the keys in `batch.chosen`; see `attend`. `may_split`: decode steps may use another kernel than
+    prompts.
     """
     assert batch.chosen is not None
     num_tokens, most = batch.chosen.shape
     lists = _lists(batch, most)
     shape = AttentionShape.of_latents(query.shape[1], batch.pool.layout)
-    by_splits = not is_uniform and num_tokens == batch.num_seqs  # each sequence has one token
+    by_splits = may_split and num_tokens == batch.num_seqs  # each sequence has one token
     key = ("plan of lists", most, shape)
-    plan, arrivals, tiles = _kept(batch, key, lambda: _planned(query, batch, shape, most, by_splits, is_uniform))
+    plan, arrivals, tiles = _kept(batch, key, lambda: _planned(query, batch, shape, most, by_splits))
     metadata = BatchMetadata(
         *(lists.starts, lists.nums_listed, batch.chosen.view(-1), lists.table_starts),
         *(tiles[:0, 0], tiles, arrivals),
@@ -180,7 +180,7 @@ def attend_listed(
 
 
 def _planned(
-    query: torch.Tensor, batch: ForwardBatch, shape: AttentionShape, most: int, by_splits: bool, is_uniform: bool
+    query: torch.Tensor, batch: ForwardBatch, shape: AttentionShape, most: int, by_splits: bool
 ) -> tuple[AttentionPlan, torch.Tensor, torch.Tensor]:
     """Returns the plan for one list per token, counters of completed splits, and the tiles on the device."""
     num_tokens, device = len(query), batch.pool.device
@@ -189,7 +189,7 @@ def _planned(
         plan = plan_decode(num_tokens, most, shape.num_kv_heads, configs, num_multiprocessors(device))
         nothing = batch.query_starts.new_zeros(0, 2)
         return plan, batch.query_starts.new_zeros(plan.num_arrivals(shape.num_kv_heads)), nothing
-    configs = replace(with_whole_tiles(configs, shape.num_heads), is_uniform=is_uniform)
+    configs = with_whole_tiles(configs, shape.num_heads)
     tiles = np.stack((np.arange(num_tokens), np.zeros(num_tokens, dtype=np.int64)), axis=1).astype(np.int32)
     there = torch.arange(num_tokens, dtype=torch.int32, device=query.device)
     plan = AttentionPlan(configs, num_tokens, 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
@@ -197,10 +197,13 @@ def _planned(
 
 
 def with_whole_tiles(configs: AttentionConfigs, num_heads: int) -> AttentionConfigs:
-    """Returns the configs whose tiles have heads of one token in all rows: tokens have lists of their own."""
+    """Returns the configs whose tiles have heads of one token in all rows: tokens have lists of their own.
+
+    All tiles of keys are masked: with loops for both kinds, the addresses of single keys would spill registers.
+    """
     assert configs.latent is not None
     group = largest_divisor(num_heads, configs.prefill.rows)
-    return replace(configs, latent=replace(configs.latent, group=group))
+    return replace(configs, is_uniform=True, latent=replace(configs.latent, group=group))
 
 
 def _lists(batch: ForwardBatch, most: int) -> _Lists:

@@ -134,7 +134,8 @@ class ForwardBatch:
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces the function in layers/attention/sdpa.py
     # Layer without keys -> the earlier layer whose keys it reads.
     reads: Mapping[int, int] = field(default_factory=dict)
-    # [num_tokens, most] int32, see layers/attention/sparse_selection.py; None: all keys are visible.
+    # [num_tokens, most] int32: see layers/attention/sparse_selection.py, and on CUDA kernels/cuda/attention/
+    # listed_keys.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
     further: tuple[GroupSlotMapping, ...] = ()  # those of the other groups that keep tokens, from group 1 on
     # This batch for each of these groups, after a layer has requested it.

@@ -16,7 +16,7 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.activations import gelu_tanh, sigmoid, silu
 from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.model.layers.attention.latent_attention import attend_latents, write_latents
-from pd_cluster.model.layers.attention.sparse_selection import IndexRows, choose_keys
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows, choose_keys
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
@@ -157,13 +157,21 @@ class LatentOps(Ops, Protocol):
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
         It norms and rotates `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token attends
-        to the keys in `batch.chosen`.
+        to the keys in `batch.chosen`, which the same operations have chosen.
         """
 
 
 @runtime_checkable
 class SparseOps(LatentOps, Protocol):
     """`LatentOps` whose tokens may attend to some keys only: those in `ForwardBatch.chosen`, if it is set."""
+
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms an indexer's keys [num_tokens, width]; rotates the first features of these and of its queries.
+
+        `queries` [num_tokens, num_heads, width] may be overwritten; their first features are as many as `rope` has.
+        """
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         """Writes the index keys to the layer's third plane; returns the new value of `ForwardBatch.chosen`.
@@ -226,6 +234,11 @@ class TorchOps:
         output = attend_latents(latents.layer_idx, latents.keys, latents.values, whole, batch, latents.scaling)
         return output.reshape(len(queries), -1)
 
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return prepared_index(queries, keys, norm, rope)
+
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         return choose_keys(rows, batch)
 
@@ -235,6 +248,15 @@ class TorchOps:
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
         """Returns the C kernel, since a torch loop over tokens would take minutes."""
         return NativeStates.of(convolution, recurrence)
+
+
+def prepared_index(
+    queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `SparseOps.prepare_index`."""
+    width, keys = rope.cos.shape[1], norm(keys)[:, None]
+    queries, keys = (torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1) for x in (queries, keys))
+    return queries, keys[:, 0]
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -37,7 +37,6 @@ from pd_cluster.model.kernels.cuda_speedups import sped_up
 from pd_cluster.model.language_model.cache_declaration import (
     caches_of,
     has_states,
-    is_indexed,
     layout_of_states,
     least_layouts,
 )
@@ -241,12 +240,7 @@ def _check_of(
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
-    """Raises ConfigError for features that only CPUs support: sparse attention, and products of some weights."""
-    if device.is_accelerator and is_indexed(transformers_modules.config_of(checkpoint)):
-        raise ConfigError(
-            f"{called('device')} {device.kind}: {checkpoint.model_type} uses sparse attention, which only "
-            f"CPUs support; use cpu"
-        )
+    """Raises ConfigError for products of some weights, which only CPUs support."""
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
     if found is not None:

@@ -7,6 +7,7 @@ current stream, and its sizes depend on shapes only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -14,6 +15,7 @@ import triton
 from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cuda import elementwise_kernels as kernels
+from pd_cluster.model.kernels.cuda.attention import listed_keys
 from pd_cluster.model.kernels.cuda.attention.latent_heads import Attend, attend_latents
 from pd_cluster.model.kernels.cuda.attention.quantized_kv import codes_of
 from pd_cluster.model.kernels.cuda.dependent_launch import launched
@@ -24,6 +26,7 @@ from pd_cluster.model.kernels.cuda.linear.skinny_gate import DTYPES as DTYPES_16
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
 from pd_cluster.model.kernels.cuda.states import triton_states
 from pd_cluster.model.kernels.cuda.states.chunk_choice import ChunkChoice
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, FewRows
@@ -47,7 +50,8 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    has_one_tile = False  # products of latents have the same tile for every number of rows
+    # Products of latents have the same tile for every number of rows; with an indexer, all tokens attend to lists.
+    has_one_tile = False
     scans_chunks = True  # other kernels may compute recurrent layers over prompts
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
@@ -114,7 +118,18 @@ class CudaOps:
     def attend_latents(
         self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
     ) -> torch.Tensor:
-        return attend_latents(self._attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
+        attend = self._attend
+        if batch.chosen is not None:
+            attend = partial(listed_keys.attend_listed, may_split=not self.has_one_tile, pdl=self._pdl)
+        return attend_latents(attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
+
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return listed_keys.prepare_index(queries, keys, norm, rope, self._pdl)
+
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        return listed_keys.choose_keys(rows, batch, self.has_one_tile, self._pdl)
 
     def takes_states(self, shape: StateShape, device: torch.device) -> bool:
         return triton_states.takes(shape)

@@ -34,7 +34,7 @@ class BatchMetadata:
     """A batch's metadata on the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]).
 
     Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has context_len 0 and no blocks; its
-    output is zero.
+    output is zero. `has_slots`: the table has the slot of each key instead of blocks.
     """
 
     query_starts: torch.Tensor  # [num_seqs + 1]
@@ -47,6 +47,7 @@ class BatchMetadata:
     # whose launches are consecutive; graphs use memory outside of their shared pool for them.
     arrivals: torch.Tensor
     key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
+    has_slots: bool = False
 
 
 class _ValueHeads(NamedTuple):
@@ -259,6 +260,7 @@ def _prefill(
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
         HAS_LIMITS=batch.key_limits is not None,
+        HAS_SLOTS=batch.has_slots,
         UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -318,6 +320,7 @@ def _decode(
         MERGED=merged,
         CHUNK=max(1, MERGED_ELEMENTS // (merged * d)),
         ALL_DECODE=plan.all_decode,
+        HAS_SLOTS=batch.has_slots,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring, pool_dtype, shape),

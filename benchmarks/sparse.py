@@ -1,8 +1,8 @@
 """`python -m benchmarks engine --parts sparse`: compares sparse to dense latent attention, in a layer with V3.2's
 widths.
 
-Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Numbers are
-random.
+Indexing and attention together: of one token after a long context, and of a prompt's last tokens. Numbers are random.
+peers/gpu_sparse.py measures the same on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from benchmarks.figures import begin, finish, result
 from pd_cluster.kv.kv_layout import INDEX, KVLayout, latents
 from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
 from pd_cluster.model.kernels.cpu.ops import CpuOps
 from pd_cluster.model.layers.attention.sparse_selection import IndexRows
-from pd_cluster.model.layers.ops import Latents, Norm, Rope
+from pd_cluster.model.layers.ops import Latents, Norm, Rope, SparseOps
 from pd_cluster.result_tables import Report, Result
 from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import Plane
@@ -36,13 +37,13 @@ def run(rounds: int, threads: int, quick: bool, json: str) -> None:
     torch.set_num_threads(threads)
     started_s, ops = time.monotonic(), CpuOps(has_latents=True)
     context = CONTEXT // 16 if quick else CONTEXT
-    layout = KVLayout(1, 1, (*latents(LATENT, ROPE), Plane(INDEX, INDEX_WIDTH)), BLOCK_SIZE, "float32")
+    layout = layout_of("float32")
     found: list[dict[str, float]] = [{} for _ in range(rounds)]
     with KVPool(layout, context // BLOCK_SIZE) as pool:
         for plane in pool.memory.planes(0):
             plane.normal_()
         counts = {"decode": 1, "prefill": PROMPT}
-        steps = {name: _Step(ops, pool, context, count) for name, count in counts.items()}
+        steps = {name: SparseStep(ops, pool, context, count) for name, count in counts.items()}
         for each in found:
             for name, step in steps.items():
                 each |= {f"{name}_dense": _took_ms(step.dense), f"{name}_index": _took_ms(step.choose)}
@@ -52,27 +53,43 @@ def run(rounds: int, threads: int, quick: bool, json: str) -> None:
     finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
-class _Step:
-    """The last tokens of one sequence in a layer. The calls `dense`, `choose` and `chosen` are timed."""
+def layout_of(dtype: str) -> KVLayout:
+    return KVLayout(1, 1, (*latents(LATENT, ROPE), Plane(INDEX, INDEX_WIDTH)), BLOCK_SIZE, dtype)
 
-    def __init__(self, ops: CpuOps, pool: KVPool, context: int, num_tokens: int) -> None:
-        order = RequestSpec([5] * context, Sampling())
-        request = Request("r", order, num_computed_tokens=context - num_tokens, tables=[[*range(pool.num_blocks)]])
-        self._ops, self._batch = ops, build_batch([(request, num_tokens)], pool)
+
+class SparseStep:
+    """The last tokens of sequences in a layer. `dense`, `choose`, `chosen` are the calls that are timed."""
+
+    def __init__(self, ops: SparseOps, pool: KVPool, context: int, num_tokens: int, num_seqs: int = 1) -> None:
+        """`context`, `num_tokens`: of each sequence."""
+        order, num_blocks, chunks = RequestSpec([5] * context, Sampling()), -(-context // BLOCK_SIZE), []
+        for at in range(num_seqs):
+            table = [*range(at * num_blocks, (at + 1) * num_blocks)]
+            request = Request(f"{at}", order, num_computed_tokens=context - num_tokens, tables=[table])
+            chunks.append((request, num_tokens))
+        self._ops, self._batch = ops, build_batch(chunks, pool)
+        device, dtype = pool.device.torch_name, TORCH_DTYPES[pool.layout.dtype]
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
         self._layer = Latents(
             layer_idx=0,
-            norm=Norm(torch.ones(LATENT), 1e-6),
-            keys=torch.randn(NUM_HEADS, QUERY, LATENT) * LATENT**-0.5,
-            values=torch.randn(NUM_HEADS, LATENT, VALUE) * LATENT**-0.5,
+            norm=Norm(torch.ones(LATENT, device=device).to(dtype), 1e-6),
+            keys=randn(NUM_HEADS, QUERY, LATENT) * LATENT**-0.5,
+            values=randn(NUM_HEADS, LATENT, VALUE) * LATENT**-0.5,
             rope_width=ROPE,
             scaling=(QUERY + ROPE) ** -0.5,
         )
-        self._queries = torch.randn(num_tokens, NUM_HEADS * (QUERY + ROPE))
-        self._kept = torch.randn(num_tokens, LATENT + ROPE)
-        self._rope = Rope(torch.ones(num_tokens, ROPE), torch.zeros(num_tokens, ROPE))
-        shapes = ((num_tokens, INDEX_HEADS, INDEX_WIDTH), (num_tokens, INDEX_HEADS), (num_tokens, INDEX_WIDTH))
-        queries, weights, keys = (torch.randn(shape) for shape in shapes)
-        self._rows = IndexRows(0, queries, weights, keys, context // SHARE)
+        rows = num_tokens * num_seqs
+        self._queries, self._kept = randn(rows, NUM_HEADS * (QUERY + ROPE)), randn(rows, LATENT + ROPE)
+        self._rope = Rope(*(torch.full((rows, ROPE), value, device=device).to(dtype) for value in (1.0, 0.0)))
+        queries, weights, keys = (
+            randn(rows, INDEX_HEADS, INDEX_WIDTH),
+            randn(rows, INDEX_HEADS),
+            randn(rows, INDEX_WIDTH),
+        )
+        self._rows = IndexRows(0, queries, weights.float(), keys, context // SHARE)
         self._chosen = ops.choose_keys(self._rows, self._rope, self._batch)
 
     def dense(self) -> None:

@@ -53,8 +53,10 @@ PARTS = (
     Part("engine", ("engine",), "gpu_engine", ENGINE, 40, 180),
     Part("handover", ("cluster",), "", (gpu_handover.CHECKED, gpu_handover.UNCHECKED), 15, 45, False),
     Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
+    Part("sparse", ("engine",), "gpu_sparse", ("decode 1", "decode 32", "prefill"), 10, 40, False),
     Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 120),
     Part("speedups", ("engine",), "gpu_engine", (PDL, SKINNY_GATE, PROMPT_GRAPHS), 30, 120),
+    Part("states", ("engine",), "gpu_states", (), 15, 60, False),
 )
 
 

@@ -219,6 +219,7 @@ class SchedulerServer:
     def _weight_updates(self, control: ClusterControl) -> WeightUpdates:
         root, hosts = self._weights
         rules = WeightRules(Path(root), self._edge.checkpoint.path, hosts, may_change=self._shared is None)
+        self.membership.weight_sources.send_from(Path(root).resolve())
         return WeightUpdates(self.membership, self._edge.mailbox.send, control, rules)
 
     def _adapter_book(self, root: str) -> AdapterBook:

@@ -1,8 +1,8 @@
 """`pd-cluster profile`: measures a model's steps, alone and in pairs, fits costs to them, and writes a file.
 
-Two engine processes share the host's cores like a prefill and a decode instance. They run steps of known work, first
-one process alone, then both together. Then a cluster of two instances serves requests one by one. All processes end
-with the command.
+Two engine processes share the host's cores like a prefill and a decode instance, and run steps of known work, first
+one process alone, then both. Then a cluster of two instances serves requests, one by one and several at once; its steps
+correct the costs of prompts. All processes end with the command.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _show(profile: Profile, costs: Costs) -> None:
     rows[0][3] = _percent(costs.error["step"])
     if costs.step.num_flat_rows:
         rows.append(["", "rows at no extra cost", str(costs.step.num_flat_rows), ""])
+    if "served_prompts" in costs.error:
+        rows.append(["", "prompts that a cluster served", "", _percent(costs.error["served_prompts"])])
     if "handover" in costs.error:
         handover, host = costs.handover, costs.host
         rows.append(["handover", "setup", _time(handover.setup_s), _percent(costs.error["handover"])])

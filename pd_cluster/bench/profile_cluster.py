@@ -1,7 +1,8 @@
-"""Measures a cluster of two instances for `pd-cluster profile`: the handover, and the host's own work."""
+"""Measures a cluster of two instances for `pd-cluster profile`: served prompts, handovers, and the host's own work."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import defaultdict
@@ -15,20 +16,24 @@ from msgspec.structs import replace
 
 from pd_cluster.bench.profile_messages import EngineReady
 from pd_cluster.bench.serve_bench import NUM_TOKEN_IDS, SEED, running
+from pd_cluster.bench.served_steps import Timeline, served_steps, with_served
 from pd_cluster.client.admin_client import Admin
 from pd_cluster.client.streaming_client import Sample, make_client, measure
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.costs.cost_fit import Sample as StepSample
 from pd_cluster.costs.cost_fit import fit_step
 from pd_cluster.costs.linear_costs import Costs, HandoverCost, HostCost, StepCost, StepWork
 from pd_cluster.errors import GenerationError
 from pd_cluster.result_tables import progress
 
 LENGTHS = (16, 128, 512, 1024)
+LOADED_LENGTH = 512
 LONG_ANSWER = 64
 SHORT_ANSWER = 2
 NUM_EACH = 3  # minimum number of requests of each kind
 MOST_EACH = 40
+AT_ONCE, AT_ONCE_SHARE = 4, 0.4  # requests at a time under load, and that part's share of the time
 
 
 class Handovers(NamedTuple):
@@ -37,37 +42,48 @@ class Handovers(NamedTuple):
 
 
 class ClusterCosts(NamedTuple):
+    """`alone`, `beside`: see `served_steps.with_served`."""
+
     handover: Handovers
     host: HostCost
+    alone: list[StepSample]
+    beside: list[StepSample]
 
     def add_to(self, costs: Costs) -> Costs:
         error = {**costs.error, "handover": self.handover.error}
-        return replace(costs, handover=self.handover.cost, host=self.host, error=error)
+        costs = replace(costs, handover=self.handover.cost, host=self.host, error=error)
+        return with_served(costs, self.alone, self.beside)
 
 
 async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, seconds: float) -> ClusterCosts:
-    """Starts one prefill and one decode instance, and sends them one request at a time. Raises PdClusterError."""
+    """Starts one prefill and one decode instance; sends them one request at a time, then several.
+
+    Raises PdClusterError.
+    """
     longest = ready.max_model_len - LONG_ANSWER
     lengths = [each for each in LENGTHS if each <= min(longest, ready.max_num_batched_tokens)] or [max(1, longest // 2)]
-    async with running(launch) as cluster, make_client() as client:
+    async with running(launch) as cluster, make_client(AT_ONCE) as client:
         asked = _Asked(cluster, client)
         for length in (lengths[0], lengths[-1]):
             await asked.send(length, SHORT_ANSWER)  # not counted, because it opens links
         handovers: defaultdict[int, list[float]] = defaultdict(list)
-        short, long = SpentTime(), SpentTime()
-        ends_s, num_done = time.monotonic() + seconds, 0
+        short, long, timelines = SpentTime(), SpentTime(), list[Timeline]()
+        ends_s, num_done = time.monotonic() + (1 - AT_ONCE_SHARE) * seconds, 0
         with progress("requests to two instances", NUM_EACH * (len(lengths) + 1)) as advance:
             while num_done < NUM_EACH or (time.monotonic() < ends_s and num_done < MOST_EACH):
                 for length in lengths:
                     spent = short if length == lengths[0] else SpentTime()
                     await asked.counted(length, SHORT_ANSWER, spent)
-                    if (took_s := await asked.handover_s()) is not None:
+                    timelines += (found := await asked.timelines(1))
+                    if found and (took_s := _between(list(_moments(found[0])))) is not None:
                         handovers[length * ready.kv_token_nbytes].append(took_s)
                     advance() if num_done < NUM_EACH else None
                 await asked.counted(lengths[0], LONG_ANSWER, long)
                 advance() if num_done < NUM_EACH else None
                 num_done += 1
-    return ClusterCosts(fit_handover(handovers), host_cost(short, long, step, lengths[0]))
+        beside = await asked.at_once(min(lengths, key=lambda each: abs(each - LOADED_LENGTH)), AT_ONCE_SHARE * seconds)
+    host = host_cost(short, long, step, lengths[0])
+    return ClusterCosts(fit_handover(handovers), host, served_steps(timelines), served_steps(beside))
 
 
 def fit_handover(found: Mapping[int, list[float]]) -> Handovers:
@@ -138,13 +154,24 @@ class _Asked:
         spent.num_tokens += sample.num_output_tokens
         spent.gaps_s += sample.itl_s[1:]
 
-    async def handover_s(self) -> float | None:
-        """Returns the time from the last step of the last request's prompt until its decode began; None if unknown."""
-        listed = (await self._admin.ask("/requests?limit=1")).json()["requests"]
-        if not listed:
-            return None
-        answer = (await self._admin.ask(f"/requests/{listed[0]['request_id']}/timeline")).json()
-        return _between(list(_moments(answer)))
+    async def at_once(self, num_prompt_tokens: int, seconds: float) -> list[Timeline]:
+        """Sends long answers AT_ONCE at a time, so that prompts are computed beside them; returns their timelines."""
+        ends_s, num_sent = time.monotonic() + seconds, 0
+
+        async def sends() -> None:
+            nonlocal num_sent
+            while num_sent < AT_ONCE * NUM_EACH or time.monotonic() < ends_s:
+                num_sent += 1
+                await self.send(num_prompt_tokens, LONG_ANSWER)
+
+        await asyncio.gather(*(sends() for _ in range(AT_ONCE)))
+        found = await self.timelines(min(num_sent, AT_ONCE * MOST_EACH))
+        return found[: max(1, len(found) - AT_ONCE)]  # without the oldest, beside which nothing was decoded
+
+    async def timelines(self, num: int) -> list[Timeline]:
+        """Returns the timelines of the last requests, the newest first."""
+        listed = (await self._admin.ask(f"/requests?limit={num}")).json()["requests"]
+        return [(await self._admin.ask(f"/requests/{each['request_id']}/timeline")).json() for each in listed]
 
 
 def _moments(timeline: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.checkpoints.plain_files import open_plain, read_plain
 from pd_cluster.checkpoints.safetensors_header import read_header
-from pd_cluster.checkpoints.weight_files import QUANTIZERS_FILES, weight_files, whole_digest
+from pd_cluster.checkpoints.weight_files import INDEX, QUANTIZERS_FILES, weight_files, whole_digest
 from pd_cluster.errors import ModelError
 
 # Fields of config.json that do not affect results.
@@ -46,6 +46,18 @@ def stamp_of(folder: Path) -> Stamp:
             raise ModelError(f"{file}: cannot be read: {error.strerror}; copy it again") from error
         found.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(found)
+
+
+def version_files(folder: Path) -> list[str]:
+    """Returns the names of the files that make up a version: all that `check_replacement` reads. Raises ModelError."""
+    found = {file.name for pattern in ("config.json", INDEX, *QUANTIZERS_FILES) for file in folder.glob(pattern)}
+    for file in (*folder.glob("*.safetensors"), *weight_files(folder)):
+        if file.parent != folder:
+            raise ModelError(f"{file}: is not beside config.json, so it cannot be sent; put all weights in one folder")
+        found.add(file.name)
+    if "config.json" not in found:
+        raise ModelError(f"{folder / 'config.json'}: missing")
+    return sorted(found)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pd_cluster.commands import load_options as opt
 from pd_cluster.commands.instances_command import ADMIN, TOKEN_FILE
-from pd_cluster.commands.settings_flags import HELP_ALL, given_model
+from pd_cluster.commands.load_options import takes_load
+from pd_cluster.commands.settings_flags import given_model
 
 if TYPE_CHECKING:
     from pd_cluster.bench.load.scenario_file import LoadRow
@@ -22,6 +22,7 @@ LENGTHS = ("input_len", "sigma", "num_prefixes", "prefix_share", "num_turns", "p
 TRACE = ("trace_limit", "trace_lengths", "trace_time", "trace_repeat")
 
 
+@takes_load
 def load(
     url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
     admin: Annotated[str, ADMIN] = "",
@@ -29,26 +30,13 @@ def load(
     model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a started cluster.")] = "",
     prefill: int = 1,
     decode: int = 1,
-    workload: opt.WorkloadName = "fixed",
-    trace: opt.TraceFile = "",
+    flags: Annotated[str, typer.Option(help="Flags of `serve` for a started cluster, as in a shell.")] = "",
+    guidellm: Annotated[
+        str, typer.Option(help="The guidellm executable; default: next to this Python, or on PATH.")
+    ] = "",
     prompts: Annotated[
         str, typer.Option(help='Send the prompts of this file: lines of {"prompt": …} or {"messages": …}.')
     ] = "",
-    num_requests: opt.NumRequests = 100,
-    rate: opt.Rate = 1.0,
-    arrivals: opt.Arrivals = "poisson",
-    input_len: opt.InputLen = 512,
-    output_len: opt.OutputLen = 128,
-    sigma: opt.Sigma = 0.6,
-    num_prefixes: opt.NumPrefixes = 4,
-    prefix_share: opt.PrefixShare = 0.5,
-    num_turns: opt.NumTurns = 4,
-    pause: opt.Pause = 5.0,
-    seed: opt.Seed = 0,
-    trace_limit: opt.TraceLimit = None,
-    trace_lengths: opt.TraceLengths = 1.0,
-    trace_time: opt.TraceTime = 1.0,
-    trace_repeat: opt.TraceRepeat = 1,
     profile: Annotated[
         str,
         typer.Option(help="A guidellm profile, which sets the arrival times: kind=sweep,sweep_size=5.", hidden=True),
@@ -56,25 +44,17 @@ def load(
     max_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds after which each guidellm run ends; 0: no limit.", hidden=True)
     ] = 0.0,
-    slo_ttft: opt.SloTtft = 0.0,
-    slo_tpot: opt.SloTpot = 0.0,
-    slo_e2e: opt.SloE2e = 0.0,
-    guidellm: Annotated[
-        str, typer.Option(help="The guidellm executable; default: next to this Python, or on PATH.")
-    ] = "",
     client_processes: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of guidellm that send requests.", hidden=True)
     ] = 1,
-    flags: Annotated[str, typer.Option(help="Flags of `serve` for a started cluster, as in a shell.")] = "",
     folder: Annotated[
         str, typer.Option(help="Keep guidellm's scenario, data, report and HTML here.", hidden=True)
     ] = "",
-    picture: opt.Picture = "",
-    json: opt.ReportFile = "",
-    help_all: Annotated[bool, HELP_ALL] = False,
+    **given: Any,
 ) -> None:
     """Send an open-loop load by guidellm: goodput, percentiles, requests in prefill, handover and decode, KV pools."""
-    _run(locals())
+    own = locals()
+    _run(own | own.pop("given"))
 
 
 def _run(given: dict[str, Any]) -> None:

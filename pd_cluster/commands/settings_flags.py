@@ -55,20 +55,25 @@ def takes(
     """
 
     def decorate(command: Command) -> Command:
-        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"]
-        at = next(at for at, each in enumerate(own, 1) if each.name == after)
         options = [
             _parameter(
                 each, show_envvar, (choices or {}).get(each.name, ""), usual is not None and each.name not in usual
             )
             for each in settings
         ]
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own[:at], *options, *own[at:])]
-        command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
-        return command
+        return with_options(command, options, after)
 
     return decorate
+
+
+def with_options(command: Command, options: Iterable[inspect.Parameter], after: str) -> Command:
+    """Gives a function with `**given` these options in its place, after the parameter `after`."""
+    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"]
+    at = next(at for at, each in enumerate(own, 1) if each.name == after)
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own[:at], *options, *own[at:])]
+    command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
 
 def _show_all(context: typer.Context, value: bool) -> None:

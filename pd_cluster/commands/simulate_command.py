@@ -6,34 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from pd_cluster.commands import load_options as opt
 from pd_cluster.commands.bench_load_command import asked_arrivals, changed_flags
-from pd_cluster.commands.settings_flags import HELP_ALL
+from pd_cluster.commands.load_options import takes_load
 
 
+@takes_load
 def simulate(
     layout: Annotated[str, typer.Option(help="Such as 2P1D, or 1H (hybrid).")],
     costs: Annotated[str, typer.Option(metavar="FILE", help="Costs of `pd-cluster profile`.")],
-    workload: opt.WorkloadName = "fixed",
-    trace: opt.TraceFile = "",
-    num_requests: opt.NumRequests = 100,
-    rate: opt.Rate = 1.0,
-    arrivals: opt.Arrivals = "poisson",
-    input_len: opt.InputLen = 512,
-    output_len: opt.OutputLen = 128,
-    sigma: opt.Sigma = 0.6,
-    num_prefixes: opt.NumPrefixes = 4,
-    prefix_share: opt.PrefixShare = 0.5,
-    num_turns: opt.NumTurns = 4,
-    pause: opt.Pause = 5.0,
-    seed: opt.Seed = 0,
-    trace_limit: opt.TraceLimit = None,
-    trace_lengths: opt.TraceLengths = 1.0,
-    trace_time: opt.TraceTime = 1.0,
-    trace_repeat: opt.TraceRepeat = 1,
-    slo_ttft: opt.SloTtft = 0.0,
-    slo_tpot: opt.SloTpot = 0.0,
-    slo_e2e: opt.SloE2e = 0.0,
     routing_policy: Annotated[str, typer.Option(help="Routing policy, as in `up`.")] = "prefix-aware",
     auto_role: Annotated[str, typer.Option(help="Role changes: cost or rules.")] = "",
     prefix_pull: Annotated[bool, typer.Option("--prefix-pull", help="As in `up`.")] = False,
@@ -44,15 +24,14 @@ def simulate(
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="KV blocks per instance; default: as in the costs.")
     ] = None,
-    picture: opt.Picture = "",
-    json: opt.ReportFile = "",
-    help_all: Annotated[bool, HELP_ALL] = False,
+    **given: Any,
 ) -> None:
     """Serve a trace or a workload with a simulated cluster: the real scheduler and engines, with simulated time.
 
     Needs no devices; the report is that of `pd-cluster bench load`.
     """
-    _run(locals())
+    own = locals()
+    _run(own | own.pop("given"))
 
 
 def _run(given: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ def read_costs(path: str | Path, flag: str = "--costs") -> Costs:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not JSON: {first_line(error)}") from None
     costs = _read(Costs, found, where, "")
-    for work in (StepWork(num_rows=1 + costs.step.num_flat_rows, num_context_tokens=1), StepWork(num_prompt_tokens=1)):
+    num_tokens = 1 + costs.step.num_flat_rows
+    for work in (StepWork(num_rows=num_tokens, num_context_tokens=1), StepWork(num_prompt_tokens=num_tokens)):
         if not costs.step.seconds(work):
             raise ConfigError(f"{where}: step: a step of {_words(work)} takes no time at all; expected more than 0 s")
     return costs
@@ -80,4 +81,4 @@ def _short(value: object) -> str:
 
 
 def _words(work: StepWork) -> str:
-    return f"{work.num_prompt_tokens} prompt token" if work.num_prompt_tokens else f"{work.num_rows} decoding rows"
+    return f"{work.num_prompt_tokens} prompt tokens" if work.num_prompt_tokens else f"{work.num_rows} decoding rows"

@@ -23,9 +23,9 @@ Matrix = list[list[float]]
 
 
 def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
-    """Returns the factor by which a step's work multiplies each of `TERMS`."""
-    num_rows = max(0, work.num_rows - num_flat_rows)
-    return work.num_prompt_tokens, 1.0, num_rows, work.num_context_tokens, work.num_prompt_pairs
+    """Returns the factor of each of `TERMS`."""
+    num_rows, num_tokens = work.num_rows_beyond(num_flat_rows), work.num_prompt_tokens_beyond(num_flat_rows)
+    return num_tokens, 1.0, num_rows, work.num_context_tokens, work.num_prompt_pairs
 
 
 def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
@@ -40,7 +40,7 @@ def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
     for num_flat_rows in _breakpoints(counted):
         score, terms = _fit(counted, num_flat_rows)
         if best is None or score < best[0]:
-            kept = terms.get("row_s", 0.0) > 0
+            kept = any(terms.get(name, 0.0) > 0 for name in ("row_s", "prompt_token_s"))
             best = score, StepCost(**terms, num_flat_rows=num_flat_rows if kept else 0)
     assert best is not None
     return best[1], mean_error(best[1], counted)
@@ -53,8 +53,12 @@ def mean_error(cost: StepCost, samples: Sequence[Sample]) -> float:
 
 
 def _breakpoints(samples: Sequence[Sample]) -> list[int]:
-    """Returns candidates for the number of free rows: 0, and the measured numbers of rows except the two largest."""
-    measured = sorted({work.num_rows for work, _ in samples if work.num_rows})[:-2]
+    """Returns candidates for the number of free rows: 0, and measured numbers of rows and of prompt tokens.
+
+    The two largest of each kind are left out, since a slope needs them.
+    """
+    rows, tokens = ({getattr(work, name) for work, _ in samples} - {0} for name in ("num_rows", "num_prompt_tokens"))
+    measured = sorted({*sorted(rows)[:-2], *sorted(tokens)[:-2]})
     return [0, *measured[:: -(-len(measured) // MOST_BREAKPOINTS) or 1]]
 
 

@@ -21,6 +21,13 @@ class StepWork(NamedTuple):
     num_prompt_tokens: int = 0  # prompt tokens that are computed
     num_prompt_pairs: int = 0  # pairs of a prompt token and a token it attends to, summed over chunks
 
+    def num_rows_beyond(self, num_flat_rows: int) -> int:
+        return max(0, self.num_rows - num_flat_rows)
+
+    def num_prompt_tokens_beyond(self, num_flat_rows: int) -> int:
+        """Counts the prompt tokens beyond those that are free, because there are fewer rows than free ones."""
+        return max(0, self.num_prompt_tokens - max(0, num_flat_rows - self.num_rows))
+
 
 def num_pairs_of(num_tokens: int, num_before: int) -> int:
     """Returns the number of pairs of a chunk's tokens with each other and with `num_before` earlier tokens."""
@@ -30,7 +37,8 @@ def num_pairs_of(num_tokens: int, num_before: int) -> int:
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """The time of a step: a + b * rows + c * context + d * prompt tokens + e * pairs.
 
-    The first `num_flat_rows` rows are free: they add nothing to `step_s`.
+    The first `num_flat_rows` rows cost nothing beyond the step itself, which reads the weights for any number of them.
+    If there are fewer rows, as many of the prompt tokens cost nothing, too.
     """
 
     step_s: Seconds = 0.0  # a
@@ -46,9 +54,9 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
             return 0.0
         return (
             self.step_s
-            + self.row_s * max(0, work.num_rows - self.num_flat_rows)
+            + self.row_s * work.num_rows_beyond(self.num_flat_rows)
             + self.context_token_s * work.num_context_tokens
-            + self.prompt_token_s * work.num_prompt_tokens
+            + self.prompt_token_s * work.num_prompt_tokens_beyond(self.num_flat_rows)
             + self.prompt_pair_s * work.num_prompt_pairs
         )
 

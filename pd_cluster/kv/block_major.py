@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pd_cluster.kv.device_copy import copy_blocks, warm
+from pd_cluster.kv.device_copy import as_words, copy_blocks, warm
 from pd_cluster.kv.kv_layout import DTYPE_NBYTES, AlikeLayers, KVLayout
 from pd_cluster.kv.pool_memory import Memory, Move, Seen, ids_on, paired_runs, runs, slots_of
 from pd_cluster.native.streaming_copy import streaming_copy
@@ -213,7 +213,7 @@ class DeviceBlocks(BlockMajor):
             copy_blocks(blocks, blocks, sources, targets, paired_runs(sources, targets))
             return
         if kind == "clear":
-            blocks.index_fill_(0, ids_on(self.device, torch.tensor([target for _, target in pairs])), 0)
+            as_words(blocks).index_fill_(0, ids_on(self.device, torch.tensor([target for _, target in pairs])), 0)
             return
         to, of = (host, blocks) if kind == "out" else (blocks, host)
         for source, target in pairs:

@@ -164,16 +164,13 @@ class BlockPool:
         return known if self.tier is None else {**self.tier.contents, **known}
 
     def changes(self) -> dict[bytes, Tier | None]:
-        """Returns contents that appeared, disappeared or changed tiers since the last call. None: in no tier now."""
-        changes = self._index.changes()
-        if self.tier is not None:
-            changes |= self.tier.changes()
-        return {content: self._place(content) for content in changes}
-
-    def _place(self, content: bytes) -> Tier | None:
-        if content in self._index:
-            return "device"
-        return None if self.tier is None else self.tier.place(content)
+        """Returns the contents that appeared, disappeared or changed tiers since the last call; None: in no tier."""
+        changes, tier = self._index.changes(), self.tier
+        known = self._index.known
+        if tier is None:
+            return {content: "device" if content in known else None for content in changes}
+        changes |= tier.changes()
+        return {content: "device" if content in known else tier.place(content) for content in changes}
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """Counts how many of these blocks have no holder, and so would no longer be available once shared."""

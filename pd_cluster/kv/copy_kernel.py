@@ -5,8 +5,6 @@ Imported only if Triton is installed. Knows nothing of a block's content.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,15 +13,15 @@ WORDS_PER_PROGRAM = 4096  # words of 8 bytes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(
-    source: Any,
-    target: Any,
-    pairs: Any,
-    source_stride: Any,
-    target_stride: Any,
-    num_words: Any,
+def _copy(  # type: ignore[no-untyped-def]  # Triton compiles no annotation that names a global of this module
+    source,
+    target,
+    pairs,
+    source_stride,
+    target_stride,
+    num_words,
     WORDS: tl.constexpr,
-) -> None:
+):
     """Copies part j of the i-th pair of blocks in program (i, j)."""
     pair, part = tl.program_id(0), tl.program_id(1)
     first = tl.load(pairs + 2 * pair)

@@ -25,7 +25,7 @@ CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into: list[int], runs: Runs) -> None:
     """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8. `runs`: the same pairs as stretches."""
     if _has_words(source) and _has_words(target):
-        source, target = source.view(torch.int64), target.view(torch.int64)
+        source, target = as_words(source), as_words(target)
     there = [target[start : start + count] for _, start, count in runs[:MAX_COPIES]]
     here = [source[first : first + count] for first, _, count in runs[:MAX_COPIES]]
     is_plain = len(runs) <= MAX_COPIES and all(each.is_contiguous() for each in there + here)
@@ -47,6 +47,11 @@ def warm(device: torch.device) -> None:
     if kernel is not None:
         words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes like a pool's, for Triton
         kernel(words, words, ids_on(device, torch.tensor([[0, 1]])))
+
+
+def as_words(blocks: torch.Tensor) -> torch.Tensor:
+    """Views blocks [num_blocks, nbytes] uint8 as 8-byte words, if every block consists of them; otherwise as bytes."""
+    return blocks.view(torch.int64) if _has_words(blocks) else blocks
 
 
 def _has_words(blocks: torch.Tensor) -> bool:

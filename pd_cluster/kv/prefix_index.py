@@ -11,7 +11,7 @@ import hashlib
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.kv.kv_event_log import KVEventLog
@@ -86,6 +86,19 @@ def chain_hashes(
         parent = sha256(parent + data[start : start + width] + contents).digest()
         hashes.append(parent)
     return hashes
+
+
+def prompt_hashes(order: RequestSpec, root: bytes, block_size: int, num_blocks: int) -> list[bytes]:
+    """Returns the hashes of the prompt's first blocks, at least `num_blocks` if it has so many full ones.
+
+    They are kept with the request's spec, so that processes with a router and engines compute them once.
+    """
+    known = order.block_hashes.setdefault((root, block_size), [])
+    first, stop = len(known) * block_size, min(num_blocks, len(order.prompt_token_ids) // block_size) * block_size
+    if first < stop:
+        parent, token_ids = known[-1] if known else root, order.prompt_token_ids[first:stop]
+        known += chain_hashes(parent, token_ids, block_size, first, order.spans, order.rope_positions)
+    return known
 
 
 def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
@@ -189,6 +202,10 @@ class PrefixIndex:
 
     def __contains__(self, content: bytes) -> bool:
         return content in self._block_of
+
+    @property
+    def known(self) -> KeysView[bytes]:
+        return self._block_of.keys()
 
     def block_of(self, content: bytes) -> int | None:
         return self._block_of.get(content)

@@ -29,6 +29,7 @@ from pd_cluster.net.connection_handshake import Handshake, LocalIdentity
 from pd_cluster.net.mailbox_connections import Connections, Handler
 from pd_cluster.net.map_deltas import DeltaLost
 from pd_cluster.net.node_proofs import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
+from pd_cluster.net.payload_channel import PayloadSender
 from pd_cluster.net.peer_admission import Admission, Life, peer_key
 from pd_cluster.net.zmq_sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
 from pd_cluster.settings.process_configs import Credentials
@@ -100,6 +101,10 @@ class Mailbox:
     @property
     def public_key(self) -> bytes:
         return self._keys.public
+
+    def payload_sender(self) -> PayloadSender:
+        """Returns the sending end of a payload channel whose receiver admits this process's public key."""
+        return PayloadSender(self._keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Answers ZAP's question about a client's public key."""

@@ -255,6 +255,9 @@ class _OneInstance(Roster):
         self.weights = version
         self._send(NAME, wire.ChangeWeights(version))
 
+    def offer_weights(self, version: wire.WeightVersion) -> None:
+        """Does nothing: this process reads the files themselves."""
+
     def may_load_weights(self) -> list[Instance]:
         return [each for each in self.instances if each.is_ready]
 

@@ -89,6 +89,7 @@ class SplitCluster:
         control = ClusterControl(
             context.roster, context.mailbox, context.router, self._config.timeouts.request_timeout_s
         )
+        context.roster.weight_sources.send_from(rules.root)
         return WeightUpdates(context.roster, context.mailbox.send, control, rules)
 
     def _adapter_book(self) -> AdapterBook:

@@ -1,9 +1,9 @@
 """Estimates costs from a model's bytes and operations, for devices that were not measured.
 
-A step is assumed to read the weights and the attended KV cache once. If the operations of matrix products take longer
-than reading, their time counts instead. The linear terms of `StepCost` are exact for full steps and too high for
-others, because the cost of rows beyond the free ones is interpolated linearly and a partial chunk counts the whole
-read. All experts count as read, and windows as full attention.
+A step reads the weights and the attended KV cache once. If a product's operations take longer than the read, their time
+counts instead. The linear terms of `StepCost` are exact for one rank, whose first rows or prompt tokens are free while
+it reads. For several ranks they are exact for full steps, and too high otherwise. All experts count as read, and windows
+as full attention.
 """
 
 from __future__ import annotations
@@ -93,17 +93,18 @@ def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> S
     sums_s = SUMS_PER_LAYER * needs.num_layers * device.sum_s if size > 1 else 0.0
     product_s = needs.token_flops / size / device.flops_per_s
     token_s = _sums_nbytes(needs, size) / device.sum_nbytes_per_s(size) if size > 1 else 0.0
-    row_s, num_flat_rows = product_s, int(read_s / product_s)
-    state_s = 2 * _state_nbytes(needs, size) / rate  # a step reads and writes it
-    if token_s or state_s:  # no row is free; the line passes through the time of a step with all seats
+    row_s = prompt_s = product_s
+    num_flat_rows = int(read_s / product_s)
+    state_s = 2 * _state_nbytes(needs, size) / rate  # read and written
+    if token_s or state_s:  # no row is free: the line goes through the time of a step with all seats
         seats = shape.max_num_seqs
         row_s, num_flat_rows = token_s + state_s + max(0.0, product_s - read_s / seats), 0
-    chunk = shape.max_num_batched_tokens
+        prompt_s = token_s + max(0.0, product_s - read_s / shape.max_num_batched_tokens)
     return StepCost(
         step_s=device.overhead_s + sums_s + read_s,
         row_s=row_s,
         context_token_s=pool_layout(needs, device, size).token_nbytes / rate,
-        prompt_token_s=token_s + max(0.0, product_s - read_s / chunk),
+        prompt_token_s=prompt_s,
         prompt_pair_s=needs.pair_flops / size / device.flops_per_s,
         num_flat_rows=num_flat_rows,
     )

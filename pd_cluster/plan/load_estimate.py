@@ -66,7 +66,9 @@ def prompt_seconds(costs: Costs, num_tokens: float, chunk: int) -> float:
     """Returns the time to compute a prompt if nothing else runs."""
     num_steps, whole = math.ceil(num_tokens / chunk), round(num_tokens)
     work = StepWork(num_prompt_tokens=whole, num_prompt_pairs=whole * (whole + 1) // 2)
-    return costs.step.seconds(work) + (num_steps - 1) * costs.step.step_s + num_steps * costs.host.step_s
+    step = costs.step
+    more_s = max(0.0, step.step_s - step.num_flat_rows * step.prompt_token_s)  # of a further step for the same tokens
+    return step.seconds(work) + (num_steps - 1) * more_s + num_steps * costs.host.step_s
 
 
 def row_step_seconds(costs: Costs, rows: float, num_context_tokens: float) -> float:

@@ -64,6 +64,8 @@ class LoopHandler:
             self._call(self.roster.on_adapter_states, conn, body)
         elif isinstance(body, wire.StaleTerm):
             self._call(self.roster.on_stale_order, conn, body.term)
+        elif isinstance(body, wire.SeekWeights | wire.WeightAddress):
+            self._call(self.roster.on_weights_sought, conn, body)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._call(self.roster.on_closed, conn, reason)

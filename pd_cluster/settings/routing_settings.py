@@ -235,9 +235,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_dir: Annotated[
         str,
-        SCHEDULER(
-            "Folder below which the admin port may replace the weights; the same on every host.", after="lora_root"
-        ),
+        SCHEDULER("Folder below which the admin port may replace the weights.", after="lora_root"),
     ] = ""
     weight_update_hosts: Annotated[
         frozenset[str],

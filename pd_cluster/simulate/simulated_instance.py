@@ -25,7 +25,7 @@ from pd_cluster.simulate.simulated_mailboxes import SimulatedMailboxes, Simulate
 from pd_cluster.simulate.simulated_runner import Chunks, SimulatedRunner
 from pd_cluster.simulate.simulation_records import Notes
 from pd_cluster.simulate.step_progress import RunProgress, StepRun
-from pd_cluster.types import TokenOutput
+from pd_cluster.types import LinkState, TokenOutput
 
 BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
@@ -102,10 +102,12 @@ class SimulatedInstance:
         self._later: list[Callable[[], None]] | None = None  # effects of the step; None: no step, or equal steps
         self._step_s = NO_STEP  # the time that the current turn's step takes at full speed
         self._progress: RunProgress | None = None
-        self._sampling: list[str] = []  # requests that get a token from the current step
-        self._has_news = False  # whether a later tick has news to report
-        self._num_prompt_tokens = 0  # `num_prefix_query_tokens` when the last run of equal steps began
-        self._end = 0  # the number of the last scheduled end or wake-up; earlier ones have no effect
+        self._sampling: list[str] = []  # requests that get a token in the current step
+        self._has_news = False  # whether there is news that a later tick will report
+        self._num_prompt_tokens = 0  # computed here and reported by a tick
+        self._links: dict[str, LinkState] = {}
+        self._are_up = True  # whether all of them are
+        self._end = 0  # counts scheduled ends and wakes; only the last one is valid
         self._wakes_s = float("inf")
 
     def power_on(self, worker: Worker, runner: SimulatedRunner) -> None:
@@ -280,12 +282,14 @@ class SimulatedInstance:
     def _rest(self) -> None:
         """Schedules the next turn of an idle loop, if one is needed."""
         now_s, wait_s = self.around.agenda.now(), self.worker.wait_s
-        links = self.worker.handover.out_links.states().values()
+        links = self.worker.handover.out_links.states()
+        if links is not self._links:
+            self._links, self._are_up = links, all(link.is_up for link in links.values())
         if not self.inbox.empty():
             self._wake_at(now_s)
         elif wait_s < IDLE_WAIT_S:
             self._wake_at(now_s + wait_s)
-        elif self._has_news or not all(link.is_up for link in links):
+        elif self._has_news or not self._are_up:
             self._has_news = False
             self._wake_at(now_s + TICK_S)
 

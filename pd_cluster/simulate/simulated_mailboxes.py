@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from pd_cluster import wire
 from pd_cluster.costs.linear_costs import HostCost
+from pd_cluster.net.payload_channel import PayloadSender
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.simulate.event_agenda import Agenda
 
@@ -98,9 +99,9 @@ class SimulatedMailboxes:
 
 
 class SimulatedPost:
-    """Connects and sends as one process. Implements membership.MembershipMailbox."""
+    """Connects and sends as one process. Satisfies membership.WorkersMailbox."""
 
-    table = b""
+    table = public_key = b""
 
     def __init__(self, mail: SimulatedMailboxes, peer: str) -> None:
         self._mail, self._peer = mail, peer
@@ -110,6 +111,9 @@ class SimulatedPost:
 
     def disconnect(self, conn: str) -> None:
         self._mail.disconnect(self._peer, conn)
+
+    def payload_sender(self) -> PayloadSender:
+        raise AssertionError("simulated instances keep their weights")
 
     def send(self, conn: str, body: wire.Body) -> None:
         self._mail.send(self._peer, conn, body)

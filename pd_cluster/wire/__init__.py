@@ -114,3 +114,7 @@ from pd_cluster.wire.unit_messages import UnitDrain as UnitDrain
 from pd_cluster.wire.unit_messages import UnitKey as UnitKey
 from pd_cluster.wire.unit_messages import UnitTerms as UnitTerms
 from pd_cluster.wire.unit_messages import UnitWake as UnitWake
+from pd_cluster.wire.weight_messages import SeekWeights as SeekWeights
+from pd_cluster.wire.weight_messages import SendWeights as SendWeights
+from pd_cluster.wire.weight_messages import TakeWeights as TakeWeights
+from pd_cluster.wire.weight_messages import WeightAddress as WeightAddress

@@ -44,6 +44,7 @@ from pd_cluster.wire.request_messages import Abort, CacheKeys, Outputs, Submit, 
 from pd_cluster.wire.resume_messages import Attach, Find, Found, Release
 from pd_cluster.wire.transfer_messages import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Pull, Revoke
 from pd_cluster.wire.unit_messages import UnitDone, UnitDrain, UnitKey, UnitTerms, UnitWake
+from pd_cluster.wire.weight_messages import SeekWeights, SendWeights, TakeWeights, WeightAddress
 
 Body = (
     Heartbeat
@@ -98,6 +99,10 @@ Body = (
     | UnitWake
     | UnitDrain
     | UnitDone
+    | SeekWeights
+    | TakeWeights
+    | WeightAddress
+    | SendWeights
 )
 
 

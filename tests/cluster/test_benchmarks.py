@@ -49,15 +49,18 @@ def test_it_runs(arguments: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpu_runs_on_a_cpu_and_adds_to_its_report(tmp_path: Path) -> None:
-    for parts in ("ceilings", "engine,handover"):
+    for parts in ("ceilings,states", "engine,handover"):
         flags = ["--device=cpu", "--quick", f"--parts={parts}", f"--out={tmp_path}", "--resume"]
         command = [sys.executable, "-m", "benchmarks", "gpu", *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert {part["name"]: part["state"] for part in report["parts"]} == dict.fromkeys(
-        ("ceilings", "model", "engine", "handover"), "done"
+        ("ceilings", "states", "model", "engine", "handover"), "done"
     )
-    assert {"read alone, by a sum", "decode 3: step", "handover, with checksums"} <= {
-        each["name"] for each in report["figures"]
-    }
+    assert {
+        "states of Nemotron-H, 80 tokens, in C",
+        "read alone, by a sum",
+        "decode 3: step",
+        "handover, with checksums",
+    } <= {each["name"] for each in report["figures"]}

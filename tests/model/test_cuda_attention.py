@@ -234,6 +234,17 @@ def test_attention_to_latents_compiles_and_fits(
 ) -> None:
     """In the widths of DeepSeek, Kimi and GLM."""
     shape = {"num_heads": 128, "widths": (512, 64), "pool_dtype": pool_dtype, "is_uniform": is_uniform}
+    check_latents(compiler, arch, dtype, **shape)
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_attention_to_listed_latents_compiles_and_fits(compiler: TritonChild, arch: int) -> None:
+    """In the widths of DeepSeek-V3.2 and GLM-5; each token has a list of slots. In float32 registers are spilled."""
+    check_latents(compiler, arch, "bfloat16", num_heads=128, widths=(512, 64), has_lists=True)
+
+
+def check_latents(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
     found = compiler.call("triton_compile", "latents_compiled", arch=arch, dtype=dtype, **shape)
     assert set(found) == {"prefill_kernel", "decode_kernel"}
     for name, takes in found.items():

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 LOGPROBS = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=3)
 DRAWN = Sampling(max_tokens=40, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True, logprobs=3)
-ON_GPU = ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "qwen2_moe", "glm4", "olmo2")
+ON_GPU = ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "qwen2_moe", "glm4", "olmo2", "deepseek_v3", "glm_moe_dsa")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 

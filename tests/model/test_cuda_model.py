@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 ON_GPU = (
     *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
-    *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3", "deepseek_v3"),
+    *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
 )
 SPED_UP = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -26,7 +26,8 @@ CASES = [
     ("cuda_draw_cases.py",),
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
     ("cuda_lora_cases.py",),
-    ("cuda_states_cases.py",),
+    ("cuda_states_cases.py", "cuda_fla_cases.py"),
+    ("cuda_sparse_cases.py", "cuda_sparse_model_cases.py"),
     ("cuda_deterministic_cases.py",),
     ("cuda_model_cases.py", "cuda_hybrid_cases.py", "cuda_latent_cases.py"),
 ]
@@ -93,6 +94,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         *("linear_product", "sum_pairs", "skinny_gate_product", "coded_linear_product", "round_rows", "decode_rows"),
         *("lora_shrink", "lora_expand"),
         *("convolve_rows", "keep_inputs", "delta_rule", "mamba_scan", "gated_norm"),
+        *("_copy", "prepare_latents", "heads_product", "prepare_index", "keep_index_keys", "score_keys", "list_keys"),
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")
@@ -102,7 +104,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         if facts["kernel"] == "skinny_gate_product":  # two programs side by side
             assert facts["copies_16_bytes"], facts
             assert 2 * (facts["shared_nbytes"] + 1024) <= MULTIPROCESSOR_NBYTES[arch], facts
-        if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts"):
+        if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts", "_copy"):
             assert facts["widest_load_nbytes"] == 16, facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads"):
             assert facts["narrowest_store_nbytes"] == 16, facts

@@ -149,7 +149,10 @@ def test_preempted_states_on_every_rank(checkpoint: Checkpoints, mode: str) -> N
         assert core.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("architecture", slow_but(("granitemoehybrid",), ("granitemoehybrid", "qwen3_next", "lfm2")))
+INT8 = ("granitemoehybrid", "qwen3_next", "lfm2", "kimi_linear", "nemotron_h")
+
+
+@pytest.mark.parametrize("architecture", slow_but(("granitemoehybrid",), INT8))
 def test_ranks_of_int8_have_the_tokens_of_one(checkpoint: Checkpoints, architecture: str) -> None:
     """Output projections take whole rows, as elsewhere."""
     folder, rng, settings = checkpoint(architecture), random.Random(6), {**ROOM, "quantization": "int8"}

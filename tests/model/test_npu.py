@@ -8,7 +8,7 @@ from tests.support.npu_wheel import run_cases
 
 CASES = (
     *("npu_cases.py", "npu_expert_cases.py", "npu_parity_cases.py", "npu_graph_cases.py", "npu_unit_cases.py"),
-    "npu_latent_cases.py",
+    *("npu_latent_cases.py", "npu_weights_cases.py", "npu_sparse_cases.py"),
 )
 SLOW = ("npu_coded_cases.py", "npu_head_cases.py", "npu_lora_cases.py", "npu_tp_cases.py")
 

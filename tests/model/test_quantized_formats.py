@@ -64,7 +64,7 @@ def written(folder: Path, form: Format, architecture: str = "llama", **changes: 
 
 
 def assert_numbers(quantized: Path, plain: Path, num_ranks: int = 1) -> None:
-    with ranks(quantized, num_ranks, max_num_batched_tokens=32, num_blocks=64) as core:
+    with ranks(quantized, num_ranks, max_num_batched_tokens=32, num_blocks=64, max_model_len=256) as core:
         assert_all_same(plain, PROMPTS, generate(core, PROMPTS, GREEDY), GREEDY.max_tokens)
 
 
@@ -92,16 +92,22 @@ def test_the_words_are_those_of_the_formats() -> None:
 CUT = ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"]
 # Experts, layers that are joined in the files, rows that rope reorders, what latents are multiplied with.
 OTHERS = ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3"]
-LATENTS = {"kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 24}
+# Hybrids whose files name layers otherwise than transformers; experts with and without gates.
+HYBRIDS = ("kimi_linear", "nemotron_h")
+LATENTS: dict[str, Any] = {"kv_lora_rank": 64, "v_head_dim": 24}
+CHANGES = {name: {**LATENTS, "q_lora_rank": 32} for name in ("deepseek_v3", "deepseek_v32")}
+CHANGES |= {"kimi_linear": LATENTS, "nemotron_h": {"moe_latent_size": 32}}
 CASES: list[Any] = [("qwen2", name, 1) for name in FORMATS] + [("qwen2", name, 2) for name in CUT]
 CASES += [pytest.param("qwen2", name, 4, marks=pytest.mark.slow) for name in CUT]
 CASES += [pytest.param("deepseek_v32", "fp8 blocks", size, marks=pytest.mark.slow) for size in (1, 2)]
+CASES += [(name, "fp8 blocks", 1) for name in HYBRIDS]
+CASES += [pytest.param(name, "packed 4", size, marks=pytest.mark.slow) for name in HYBRIDS for size in (1, 2)]
 
 
 @pytest.mark.parametrize(("architecture", "name", "num_ranks"), [*CASES, *((each, "packed 4", 1) for each in OTHERS)])
 def test_tokens_are_those_of_the_numbers(tmp_path: Path, architecture: str, name: str, num_ranks: int) -> None:
-    changes = LATENTS if architecture.startswith("deepseek") else {}
-    assert_numbers(*written(tmp_path, FORMATS[name], architecture, **changes), num_ranks)
+    folders = written(tmp_path, FORMATS[name], architecture, **CHANGES.get(architecture, {}))
+    assert_numbers(*folders, num_ranks)
 
 
 # ---- int8 weights with int8 activations

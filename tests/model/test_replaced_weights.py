@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
@@ -20,20 +21,18 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.settings.lora_settings import AdapterSettings, LoraModule
+from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import WeightVersion
 from tests.support.adapters import make_adapter
 from tests.support.engines import make_core, random_prompt, run
-from tests.support.weight_versions import make_version
+from tests.support.mtp import add_mtp_layer
+from tests.support.weight_versions import make_version, version_of
 
 Checkpoints = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPTS = [random_prompt(random.Random(5), num_tokens) for num_tokens in (1, 40, 50)]
-
-
-def version_of(base: Path, folder: Path, epoch: int = 1) -> WeightVersion:
-    return WeightVersion(epoch, folder.name, check_replacement(base, folder), str(folder))
 
 
 def change(core: EngineCore, version: WeightVersion) -> None:
@@ -77,6 +76,25 @@ def test_the_tokens_are_those_of_the_new_weights(
     assert after == tokens_of(make_core(other, num_blocks=64, block_size=8, **settings))
     change(core, version_of(base, base, 2))
     assert tokens_of(core) == before
+
+
+@pytest.mark.slow
+def test_mtp_layers_change_with_the_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Tokens are exact whatever the drafts are, so the head's own results are compared, too."""
+    plain = checkpoint("deepseek_v3")
+    base, other = (add_mtp_layer(make_version(plain, tmp_path / f"step-{seed}", seed), seed) for seed in (1, 2))
+    settings: dict[str, Any] = {"num_blocks": 64, "block_size": 8, "speculation": Speculation(methods=("mtp",))}
+    core, fresh = make_core(base, **settings), make_core(other, **settings)
+    before = tokens_of(core)
+    change(core, version_of(base, other))
+    assert isinstance(core.runner, ModelRunner)
+    assert isinstance(fresh.runner, ModelRunner)
+    own, wanted = (each.runner.head for each in (core, fresh))
+    assert own is not None
+    assert wanted is not None
+    x = torch.arange(own.model.config.hidden_size, dtype=torch.float32)[None] / 64
+    assert torch.equal(own.model.logits_of(x), wanted.model.logits_of(x))
+    assert tokens_of(core) == tokens_of(fresh) != before
 
 
 def test_sleep_brings_the_new_weights_back_and_adapters_stay(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, LinkError, ModelError
 from pd_cluster.kv.pool_compatibility import check_pair
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.kernels.attention_backend import choose_attention
 from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layout_of
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.attention.sparse_indexer import Indexer
@@ -185,13 +186,12 @@ def test_layers_that_keep_other_widths_are_no_model_and_no_pair() -> None:
         check_pair(all_full, layout_of((shared, shared), 16, "float32"))
 
 
-def test_devices_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpoints) -> None:
+def test_kernels_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpoints) -> None:
+    layout = layout_of((LayerCache(1, PLANES),), 16, "bfloat16")
+    for kind, backend in (("cuda", "sdpa"), ("cuda", "flashinfer"), ("npu", "sdpa")):
+        with pytest.raises(ConfigError, match=f"--attention-backend {backend}: sparse attention .*; use auto"):
+            choose_attention(backend, None, layout, Device(kind, 0))
     folder = Checkpoint.open(str(checkpoint("glm_moe_dsa")))
-    for kind in ("cuda", "npu"):
-        with pytest.raises(
-            ConfigError, match=f"--device {kind}: glm_moe_dsa uses sparse attention, .* only CPUs .*; use cpu"
-        ):
-            model_loader.load_model(folder, "float32", Device(kind, 0))
     with pytest.raises(
         ConfigError, match=r"--dtype float16: glm_moe_dsa supports sparse attention only in fused layers, .* use auto"
     ):
@@ -219,7 +219,6 @@ def test_small_index_keys_are_normed_as_transformers_norms_them(checkpoint: Chec
 
 
 def wrong_rotation(self: Indexer, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:
-    self.rope_width = 8
     CHOOSE(self, x, residual, Rope(rope.cos[:, 4:12].contiguous(), rope.sin[:, 4:12].contiguous()), batch)
 
 

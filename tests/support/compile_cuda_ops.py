@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from pd_cluster.kv.copy_kernel import copy_pairs
 from pd_cluster.kv.kv_layout import CODE_BITS, stored_width
 from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
 from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
@@ -32,7 +33,7 @@ from pd_cluster.model.kernels.cuda.sampling.triton_draw import draw_rows
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
-from tests.support import compile_coded, compile_states
+from tests.support import compile_coded, compile_latents, compile_states
 from tests.support.ptx import order_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -132,6 +133,12 @@ def sparse(
     )(empty(num_rows, hidden_size, dtype=dtype))
 
 
+def copies(num_words: int) -> None:
+    """Blocks of one pool into those of another, which has more layers."""
+    blocks = empty(4000, 2 * num_words, dtype=INT64)
+    copy_pairs(blocks[:, :num_words], blocks[:, num_words:], empty(5, 2, dtype=INT64))
+
+
 def argmax(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     argmax_rows(empty(num_rows, vocab_size, dtype=dtype))
 
@@ -155,10 +162,12 @@ FEW: dict[str, Callable[[], None]] = {
     "skinny gate, 64 rows": lambda: skinny_gate(64, 4096, 14336, BF16),
     "linear": lambda: linear(4096, 4096, BF16),
     "deterministic experts": lambda: sparse(100, 4096, 14336, 8, 2, BF16, gpt_oss=True, is_deterministic=True),
+    "copied blocks": lambda: copies(8192),
     "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
     "draw, 128 rows": lambda: draw(128, 151936, BF16),
     **compile_coded.FEW,
     **compile_states.FEW,
+    **compile_latents.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "gate, many rows": lambda: gate(4096, 14336, BF16),
@@ -186,6 +195,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "draw, float32": lambda: draw(256, 262144, FP32),
     **compile_coded.OTHERS,
     **compile_states.OTHERS,
+    **compile_latents.OTHERS,
 }  # fmt: skip
 
 

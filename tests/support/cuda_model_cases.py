@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
@@ -28,9 +29,11 @@ from pd_cluster.model.kernels.cuda.attention.triton_planner import PaddedPlanner
 from pd_cluster.model.kernels.cuda.linear import quantized_linear
 from pd_cluster.model.kernels.cuda.linear.quantized_linear import E2M1, INT4, ROUNDED
 from pd_cluster.model.language_model.cache_declaration import caches_of, layout_of
-from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.language_model.overwrite_tensors import CannotOverwrite
 from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling
@@ -39,7 +42,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.coded_cache import generated
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import Noted, choose_device
-from tests.support.quantized import FORMATS, W8A8, rewritten
+from tests.support.quantized import FORMATS, INT8_FORMATS, W8A8, rewritten
+from tests.support.weight_versions import make_version
 
 choose_device()
 
@@ -256,3 +260,67 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()
     assert torch.isfinite(by_kernels).all()
     assert error_of_kernels < 1.5 * error_of_modules + 1e-3, (float(error_of_kernels), float(error_of_modules))
+
+
+def test_weights_are_overwritten_where_graphs_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_cuda(monkeypatch)
+    base = make_checkpoint(tmp_path / "made", "llama", **SHALLOW)
+    other = make_version(base, tmp_path / "other", 1)
+    core, runner, graphs = with_graphs(base)
+    prompts = prompts_of((3,))
+    before, num_captured = generate(core, prompts, GREEDY), graphs.num_captured
+    overwrite(runner.model, other)
+    core.scheduler.forget()
+    after = generate(core, prompts, GREEDY)
+    assert graphs.num_captured == num_captured > 0
+    assert_all_same(other, prompts, after, GREEDY.max_tokens)
+    assert after != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *((name, "") for name in ("mixtral", "deepseek_v3", "gpt_oss", "gemma2")),
+        *(("llama", name) for name in ("gptq asymmetric", "mxfp4", "awq")),
+        ("mixtral", "awq"),
+    ],
+)
+def test_every_form_of_weights_is_overwritten(
+    architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused, packed and quantized forms, made again layer by layer: the logits are those of a model that began so."""
+    as_cuda(monkeypatch)
+    base = make_checkpoint(tmp_path / "made", architecture)
+    other = make_version(base, tmp_path / "other", 1)
+    if name:
+        base, other = (rewritten(each, tmp_path / f"coded-{each.name}", FORMATS[name])[0] for each in (base, other))
+    model, fresh = (model_loader.load_model(Checkpoint.open(str(each)), "float32", CPU) for each in (base, other))
+    layout = layout_of(model.caches, 16, "float32")
+    before, wanted = (model_loader.probe_logits(each, layout, CPU) for each in (model, fresh))
+    overwrite(model, other)
+    assert torch.equal(model_loader.probe_logits(model, layout, CPU), wanted)
+    assert not torch.equal(before, wanted)
+
+
+def overwrite(model: CausalLM, folder: Path) -> None:
+    assert isinstance(model, FusedCausalLM)
+    model_loader.overwrite_weights(model, Checkpoint.open(str(folder)), "float32", CPU, SingleRank(), None)
+
+
+@pytest.mark.slow
+def test_scales_that_launches_contain_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs contain a static scale of activations as a number."""
+    as_cuda(monkeypatch)
+    base = make_checkpoint(tmp_path / "made", "llama", **SHALLOW)
+    static = INT8_FORMATS["msmodelslim static"]
+    folder, _ = rewritten(base, tmp_path / "base", static)
+    other, _ = rewritten(make_version(base, tmp_path / "other", 1), tmp_path / "changed", static)
+    model = model_loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    scales = {key: 2 * each for key, each in tensors.items() if key.endswith("input_scale")}
+    assert scales
+    save_file({**tensors, **scales}, file)
+    with pytest.raises(CannotOverwrite, match=r"inputs\[0\] is"):
+        overwrite(model, other)

@@ -188,8 +188,14 @@ def put_on(pool: KVPool, index: int = 0, kind: DeviceKind = "cuda") -> KVPool:
     """Makes the pool claim to be on that device, with the layout used there; its memory stays the host's."""
     pool.device = Device(kind, index)
     if kind == "npu":
-        layers = [_in_memfd(pool.data[:, i].transpose(0, 1)) for i in range(pool.layout.num_layers)]
-        pool.memory = LayerMajor(pool.layout, layers)
+        before, layout = pool.memory, pool.layout
+        shapes = LayerMajor.shapes(layout, len(before))
+        pool.memory = LayerMajor(
+            layout, [_in_memfd(torch.zeros(shape, dtype=before.parts[0].dtype)) for shape in shapes]
+        )
+        for layer in range(layout.num_layers):
+            for plane, content in zip(pool.memory.planes(layer), before.planes(layer), strict=True):
+                plane.copy_(content)
     else:
         _fds[pool.memory.parts[0].data_ptr()] = pool.fd
         pool.memory = DeviceBlocks(pool.layout, pool.memory.parts)
@@ -205,11 +211,9 @@ def content(pool: KVPool) -> torch.Tensor:
 
 def fill(pool: KVPool, blocks: slice, value: float, layers: slice = slice(None)) -> None:
     """Fills blocks at once, ahead of the device's pending work."""
-    if not isinstance(pool.memory, LayerMajor):
-        pool.data[blocks, layers] = value
-        return
-    for layer in pool.memory.layers[layers]:
-        layer[:, blocks] = value
+    for layer in range(pool.layout.num_layers)[layers]:
+        for plane in pool.memory.planes(layer):
+            plane[blocks] = value
 
 
 _fds: dict[int, int] = {}  # descriptors of memory, by start address

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pd_cluster import wire
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.map_deltas import PeersReceiver
+from pd_cluster.net.payload_channel import PayloadSender
 from pd_cluster.net.peer_admission import Life
 from pd_cluster.net.zmq_sockets import KeyPair
 from pd_cluster.settings.process_configs import Credentials
@@ -28,7 +29,7 @@ class RecordedMail:
     A connection to NAME is `to-NAME`, or `to-NAME#1` and so on if `is_numbered`.
     """
 
-    table = b""
+    table = public_key = b""
 
     def __init__(self, is_numbered: bool = False) -> None:
         self._is_numbered = is_numbered
@@ -44,6 +45,9 @@ class RecordedMail:
 
     def disconnect(self, conn: str) -> None:
         self.closed.append(conn)
+
+    def payload_sender(self) -> PayloadSender:
+        raise AssertionError("nothing is sent over a channel here")
 
     def send(self, conn: str, body: wire.Body) -> None:
         wire.encode_body(body)

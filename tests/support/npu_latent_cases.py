@@ -14,6 +14,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kv.kv_layout import KVLayout, latents
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.model.kernels.attention_backend import choose_attention
+from pd_cluster.model.kernels.npu import npu_latents
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
@@ -85,6 +86,22 @@ def test_other_models_run_as_modules(
     assert "attention runs on SDPA, sequence by sequence, which is slow: latent attention (MLA) of" in caplog.text
     check(folder, core, (5, 40))
     assert ATTENTION not in calls
+
+
+def test_steps_of_more_pieces_than_a_call_takes(
+    tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real steps have them beyond 65,536 tokens, at 16 each."""
+    folder = folder_of(tmp_path, "minicpm3", num_hidden_layers=2)
+    core, _ = core_of(folder, enforce_eager=True, max_num_seqs=4)
+    calls.clear()
+    check(folder, core, (90, 60, 1, 130))
+    whole = calls.pop(ATTENTION)
+    monkeypatch.setattr(npu_latents, "MAX_PACKED_SEQS", 4)
+    core, _ = core_of(folder, enforce_eager=True, max_num_seqs=4)
+    calls.clear()
+    check(folder, core, (90, 60, 1, 130))
+    assert calls[ATTENTION] > whole
 
 
 @slow

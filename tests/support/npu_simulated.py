@@ -18,7 +18,7 @@ from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.model.kernels.npu import npu_attention
 from pd_cluster.native import packed_products
-from tests.support import npu_quantized
+from tests.support import npu_quantized, npu_sparse_ops
 from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
 
@@ -146,6 +146,7 @@ def fused_infer_attention_score(
     num_blocks, size, width = key.shape
     assert size == block_size
     assert width == num_key_value_heads * query.shape[-1]
+    assert size == 128 or input_layout == "BSND" or query_rope is not None
     assert min(actual_seq_lengths_kv) > 0
     assert bool(((block_table >= 0) & (block_table < num_blocks)).all())
     if atten_mask is not None:
@@ -344,4 +345,5 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
     "npu_grouped_matmul": grouped_matmul,
     **npu_quantized.REFERENCES,
+    **npu_sparse_ops.REFERENCES,
 }

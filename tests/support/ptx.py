@@ -15,11 +15,11 @@ WAIT = "griddepcontrol.wait"
 
 
 def order_of(ptx: str) -> dict[str, int]:
-    """Counts atomic operations, and those that order results around them; waits for the previous kernel, what is
-    accessed before the first of them, and permissions for the next kernel.
+    """Counts atomic operations on global memory, and those that order results around them; waits for the previous
+    kernel, what is accessed before the first of them, and permissions for the next kernel.
     """
     return {
-        "counts": len(re.findall(r"\batom\.", ptx)),
+        "counts": len(re.findall(r"\batom\.(?!shared)", ptx)),
         "ordered_counts": len(ORDERED_COUNT.findall(ptx)),
         "waits": ptx.count(WAIT),
         "early_accesses": len(ACCESS.findall(ptx.partition(WAIT)[0])) if WAIT in ptx else 0,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 FILE = "model.safetensors"
-LINEAR = re.compile(r"model\.layers\.\d+\..*(?:_proj|\.w[123])\.weight")
+LINEAR = re.compile(r"(?:model|backbone)\.layers\.\d+\..*(?:_proj|\.w[123])\.weight")
 OUTLYING = re.compile(r"\.(?:v_proj|up_proj|w3)\.(?:weight|bias)$")
 OUTLIER = 64.0
 FP8 = torch.float8_e4m3fn

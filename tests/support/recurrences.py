@@ -119,7 +119,7 @@ def table_of(*segments: Sequence[int]) -> npt.NDArray[np.int32]:
 
 def reference(case: RecurrentCase, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Computes the rows of one sequence without a past."""
-    convolved = _convolve(case.convolution, case.inputs.convolved.to(dtype))
+    convolved = convolve(case.convolution, case.inputs.convolved.to(dtype))
     decays, betas, gate = (None if each is None else each.to(dtype) for each in case.inputs[1:])
     if case.recurrence is None:
         return convolved
@@ -136,7 +136,7 @@ def reference(case: RecurrentCase, dtype: torch.dtype = torch.float64) -> torch.
     return normed.flatten(1) * gates
 
 
-def _convolve(convolution: Convolution, x: torch.Tensor) -> torch.Tensor:
+def convolve(convolution: Convolution, x: torch.Tensor) -> torch.Tensor:
     weight = convolution.weight.to(x.dtype)
     num_channels, kernel = weight.shape
     padded = torch.cat((x.new_zeros(kernel - 1, num_channels), x))

@@ -193,6 +193,7 @@ class Link:
         memory = MemfdMemory()
         sides = zip(*([before] if before is not None else []), (self.source, self.target), strict=True)
         p, d = (Transports(config, side, memory) for side in sides)
+        self.others = before or ()
         self._keep, group = (p, d), int(before is not None)
         self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put, group=group)
         seed = self.source.probe_seed if probe_seed is None else probe_seed

@@ -16,7 +16,8 @@ from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.kernels.cuda.attention import paged_attention
 from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for, latent_configs_for
-from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_attention
+from pd_cluster.model.kernels.cuda.attention.attention_plan import NO_SEQS, plan_attention, plan_decode
+from pd_cluster.model.kernels.cuda.attention.listed_keys import with_whole_tiles
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.compile_cuda_ops import facts, launches_of
 
@@ -77,8 +78,15 @@ def _step(
 
 
 def _latents_step(
-    arch: int, num_heads: int, widths: tuple[int, int], dtype: str, pool_dtype: str = "", is_uniform: bool = False
+    arch: int,
+    num_heads: int,
+    widths: tuple[int, int],
+    dtype: str,
+    pool_dtype: str = "",
+    is_uniform: bool = False,
+    has_lists: bool = False,
 ) -> None:
+    """`has_lists`: each token attends to the keys in a list of its own."""
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     torch_dtype = TORCH_DTYPES[dtype]
     capability = divmod(arch, 10)
@@ -96,4 +104,14 @@ def _latents_step(
     query, tiles = empty(502, num_heads, sum(widths), dtype=torch_dtype), empty(len(plan.tiles), 2)
     arrivals = empty(plan.num_arrivals(num_heads // group))
     batch = paged_attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals)
-    paged_attention.attend(query, *pools, batch, plan, Scoring(0.1), pool_dtype=pool_dtype)
+    plans = [plan]
+    if has_lists:
+        batch = replace(batch, has_slots=True)
+        whole = with_whole_tiles(configs, num_heads)
+        plans = [
+            plan_decode(502, 2048, num_heads // group, configs, 132),
+            replace(plan, configs=whole, decode_seqs=NO_SEQS),
+        ]
+        batch = replace(batch, arrivals=empty(plans[0].num_arrivals(num_heads // group)))
+    for each in plans:
+        paged_attention.attend(query, *pools, batch, each, Scoring(0.1), pool_dtype=pool_dtype)

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from pd_cluster.checkpoints.replaced_weights import check_replacement
+from pd_cluster.wire import WeightVersion
+
 
 def make_version(base: Path, folder: Path, seed: int) -> Path:
     """Copies a model folder with each weight matrix's entries in another order: the same sizes, other answers."""
@@ -62,3 +65,7 @@ for file in files:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def version_of(base: Path, folder: Path, epoch: int = 1) -> WeightVersion:
+    return WeightVersion(epoch, folder.name, check_replacement(base, folder), str(folder))

@@ -49,6 +49,7 @@ def test_dependent_launches_need_hopper_and_those_that_change_numbers_are_part_o
         speedups_for(("pdl",), CUDA, is_deterministic=False, enforce_eager=False)
     assert numerics_name("Triton", ()) == numerics_name("Triton", ("pdl", "prompt-graphs")) == "Triton"
     assert numerics_name("Triton", CUDA_SPEEDUPS) == "Triton + skinny-gate + symmetric-sums"
+    assert numerics_name("Triton", ("pdl", "skinny-gate"), "fla 0.6.0") == "Triton + skinny-gate + fla 0.6.0"
 
 
 def test_only_triton_attention_is_launched_early() -> None:

@@ -12,7 +12,7 @@ from pd_cluster.engine.ranks.follower import _input_of
 from pd_cluster.engine.ranks.lead_runner import message_of
 from pd_cluster.engine.ranks.rank_channel import encode
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.block_major import DeviceBlocks, HostBlocks
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, lanes, num_lanes, token_nbytes_of
 from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, KVPool, probe_content
 from pd_cluster.kv.layer_major import LayerMajor
@@ -38,6 +38,7 @@ PLANES = (
 STATES = KVLayout(3, 8, PLANES, 1, "float32", rule="state", layers=(0, 1, 4))
 HEADS = KVLayout(2, 2, keys_and_values(4), 4, "float32", layers=(2, 3))
 NUM_BLOCKS = 4
+Way = type[HostBlocks | DeviceBlocks | LayerMajor]
 
 
 def whole(seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
@@ -48,7 +49,7 @@ def whole(seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
     return {(layer, at): torch.randn(shapes[at], generator=generator) for layer, at in pairs}
 
 
-def memory(layout: KVLayout, way: type[HostBlocks | LayerMajor]) -> Memory:
+def memory(layout: KVLayout, way: Way) -> Memory:
     return way(layout, [torch.zeros(shape) for shape in way.shapes(layout, NUM_BLOCKS)])
 
 
@@ -68,9 +69,9 @@ def put(into: Memory, layout: KVLayout, block: int, content: dict[tuple[int, int
 
 @pytest.mark.parametrize("target_size", [1, 2, 4])
 @pytest.mark.parametrize("source_size", [1, 2, 4])
-@pytest.mark.parametrize("ways", [(HostBlocks, LayerMajor), (LayerMajor, HostBlocks)])
+@pytest.mark.parametrize("ways", [(HostBlocks, LayerMajor), (LayerMajor, HostBlocks), (DeviceBlocks, DeviceBlocks)])
 def test_a_state_arrives_whole_on_other_numbers_of_ranks(
-    source_size: int, target_size: int, ways: tuple[type[HostBlocks | LayerMajor], ...]
+    source_size: int, target_size: int, ways: tuple[Way, ...]
 ) -> None:
     """Every head of every plane comes to each rank of the target once, those that several senders have included."""
     content = whole()
@@ -125,9 +126,9 @@ def test_a_pool_knows_its_layers_by_the_models_indices() -> None:
         assert keys.shape == values.shape == (NUM_BLOCKS + NUM_EXTRA_BLOCKS, 4, 2, 4)
 
 
-@pytest.mark.parametrize("way", [HostBlocks, LayerMajor])
+@pytest.mark.parametrize("way", [HostBlocks, DeviceBlocks, LayerMajor])
 @pytest.mark.parametrize("layout", [STATES, HEADS], ids=["states", "heads"])
-def test_a_block_is_cleared_where_its_turn_comes(way: type[HostBlocks | LayerMajor], layout: KVLayout) -> None:
+def test_a_block_is_cleared_where_its_turn_comes(way: Way, layout: KVLayout) -> None:
     found = memory(layout, way)
     with KVPool(layout, NUM_BLOCKS) as pool:
         pool.memory = found

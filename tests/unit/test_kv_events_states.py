@@ -11,6 +11,7 @@ import pytest
 from pd_cluster.engine.scheduling import block_holdings
 from pd_cluster.engine.stages.kv_event_publisher import KVEvents
 from pd_cluster.engine.step.commit import StepResult
+from pd_cluster.kv import prefix_index
 from pd_cluster.kv.kv_event_log import EventBatch, number_of
 from pd_cluster.kv.prefix_index import chain_hashes
 from pd_cluster.kv.reached_blocks import ReachedBlocks
@@ -92,7 +93,8 @@ class PublishedTraffic(Traffic):
 @pytest.fixture
 def chains(monkeypatch: pytest.MonkeyPatch) -> Chains:
     found = Chains()
-    monkeypatch.setattr(block_holdings, "chain_hashes", found.hash)
+    for module in (block_holdings, prefix_index):
+        monkeypatch.setattr(module, "chain_hashes", found.hash)
     return found
 
 

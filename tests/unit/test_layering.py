@@ -67,6 +67,7 @@ ONLY_IN = {
     "av": ("media",),
     "opentelemetry": ("service.request_traces",),
     "flashinfer": ("model.kernels.cuda.attention.flashinfer",),
+    "fla": ("model.kernels.cuda.states.fla_chunks",),
     "guidellm": ("bench.load.guidellm_plugin",),
 }
 TORCH_FREE = [

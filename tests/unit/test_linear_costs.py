@@ -48,6 +48,24 @@ def test_exact_steps_give_their_terms() -> None:
         assert error < 1e-9
 
 
+def test_rows_use_the_free_ones_before_prompt_tokens() -> None:
+    def seconds(num_rows: int, num_tokens: int) -> float:
+        return FLAT.seconds(StepWork(num_rows, 0, num_tokens))
+
+    assert seconds(0, 8) == seconds(8, 0) == seconds(3, 5) == FLAT.step_s
+    assert seconds(0, 10) == pytest.approx(FLAT.step_s + 2 * FLAT.prompt_token_s)
+    assert seconds(6, 10) == pytest.approx(FLAT.step_s + 8 * FLAT.prompt_token_s)
+    assert seconds(9, 10) == pytest.approx(FLAT.step_s + FLAT.row_s + 10 * FLAT.prompt_token_s)
+
+
+def test_a_step_that_reads_weights_as_long_as_it_computes_few_tokens_is_fitted() -> None:
+    """Of prompts alone: a line through them would miss those of the usual length by a tenth."""
+    true = StepCost(step_s=0.04, prompt_token_s=0.0015, prompt_pair_s=6e-7, num_flat_rows=32)
+    prompts = [StepWork(0, 0, num, num * (num + 1) // 2) for num in (8, 16, 32, 64, 128, 256, 512, 1024)]
+    found, error = fit_step([(work, true.seconds(work)) for work in [StepWork(1, 32), StepWork(2, 64), *prompts]])
+    assert (found.num_flat_rows, error) == (32, pytest.approx(0.0, abs=1e-6))
+
+
 def test_noisy_steps_predict_steps_that_were_not_measured() -> None:
     held_out = [StepWork(20, 10_000), StepWork(48, 9_000), StepWork(3, 1_500), StepWork(0, 0, 500, 500 * 1_000)]
     held_out += [StepWork(10, 4_000, 700, 700 * 350)]  # decode rows beside a prompt: neither was fitted together

@@ -47,7 +47,8 @@ class End:
     """One end of a lane; the net counts the open pairs."""
 
     max_payload_nbytes, sent_nbytes, received_nbytes, num_dropped, probe_seed, precision = 1, 0, 0, 0, 0, ""
-    meet = settle = probe = ship = ship_end = drop = put = begin = forget = ignored
+    meet = settle = ship = ship_end = drop = put = begin = forget = ignored
+    num_probes = 0
 
     def __init__(self, net: Net, conn: str, holder: str, opened: wire.LinkOpen | None = None) -> None:
         self._net, self._conn, self._opened, self._pairs = net, conn, opened, net.pairs[holder]
@@ -71,6 +72,9 @@ class End:
             wire.LinkReady(link_id, transport) if self._net.works else refused,
         ):
             self._net.mail.append((self._conn, True, body))
+
+    def probe(self) -> None:
+        self.num_probes += 1
 
     def close(self) -> None:
         self._pairs.discard(self._conn)
@@ -125,6 +129,8 @@ class Net:
                 conn, to_p, body = self.mail.popleft()
                 if conn in self.live:
                     (self.p[p_of(conn)] if to_p else self.d[d_of(conn)]).read(conn, body)
+                for p in self.p.values():
+                    assert p.links.states() == {peer: link.shown for peer, link in p.table.by_peer.items()}
             self.now_s += 0.1
 
     def states(self, p: str) -> dict[str, str]:
@@ -308,6 +314,19 @@ def test_links_that_need_no_pair_never_rest() -> None:
     net = Net(2, 4, 1, 1, transport="shm")
     net.run()
     assert {state for p in net.p for state in net.states(p).values()} == {"up (shm)"}
+
+
+def test_a_link_is_probed_once_it_was_unused_for_a_while() -> None:
+    net = Net(1, 2, 0, 0, transport="shm")
+    net.run()
+    used, unused = (net.p["p0"].table.by_peer[f"d{at}@1"] for at in range(2))
+    for _ in range(3):
+        before = [link.lanes[0].end.num_probes for link in (used, unused)]
+        for _ in range(4):
+            net.now_s += 0.3 * TIMES.link_keepalive_s
+            used.used_s = net.now_s
+            net.run(1)
+        assert [link.lanes[0].end.num_probes for link in (used, unused)] == [before[0], before[1] + 1]
 
 
 def test_a_pair_that_fails_to_wake_is_proven_before_it_is_routed_again() -> None:

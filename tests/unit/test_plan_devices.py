@@ -84,6 +84,9 @@ def test_rows_are_free_until_their_operations_take_longer_than_the_weights() -> 
     step = step_cost(LLAMA_70B, H100, replace(FOUR, tp_size=1))
     assert step.num_flat_rows == 225
     assert step.row_s == pytest.approx(2 * (NUM_WEIGHTS - NUM_TABLE) / (989e12 * 0.65))
+    for num_tokens in (16, 225, 300, 2048):  # of a prompt, which reads the weights, too
+        took_s = max(num_tokens * step.row_s, READ_S) + 0.001
+        assert step.seconds(StepWork(num_prompt_tokens=num_tokens)) == pytest.approx(took_s, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device, MemoryInfo, available_nbytes, pinned_nbytes
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
-from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.kv.pool_memory import Move
 from pd_cluster.kv.swap_space import SwapSpace, swap_text
 from pd_cluster.model.parallel.rank_group import SingleRank
@@ -242,7 +242,7 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_groups_take_what_an_accelerator_has_left() -> None:
-    """And never ask what the host has: weights and steps are on the device."""
+    """And never ask what the host has: weights and steps are on the device, and so are each pool's extra blocks."""
     left = (GIB, "--gpu-memory-utilization 0.9, of which weights and steps take 20.0 GiB")
 
     def found(**settings: Any) -> group_pool_sizing.GroupSizes:
@@ -250,13 +250,13 @@ def test_groups_take_what_an_accelerator_has_left() -> None:
             group_pool_sizing.GroupNeeds(config(**settings), (ALL, STATES), LENGTH, STEP, left)
         )
 
-    whole = found()
+    whole, extra = found(), NUM_EXTRA_BLOCKS * (ALL.block_nbytes + STATES.block_nbytes)
     assert whole.max_num_seqs == 256
-    assert whole.num_checkpoints == GIB // 4 // STATES.block_nbytes
-    taken = sum(count * each.block_nbytes for count, each in zip(whole.nums_blocks, (ALL, STATES), strict=True))
+    assert whole.num_checkpoints == (GIB - extra) // 4 // STATES.block_nbytes
+    taken = extra + sum(count * each.block_nbytes for count, each in zip(whole.nums_blocks, (ALL, STATES), strict=True))
     assert GIB - ALL.block_nbytes < taken <= GIB
     assert found(num_blocks=300).nums_blocks[0] == 300
-    assert found(kv_cache_memory_gib=0.5).num_checkpoints == whole.num_checkpoints // 2
+    assert found(kv_cache_memory_gib=0.5).num_checkpoints == GIB // 8 // STATES.block_nbytes
     with pytest.raises(ConfigError, match=r"^--max-num-seqs 70000: room for \d+ states .*steps take 20\.0 GiB"):
         found(max_num_seqs=70_000)
 

@@ -7,13 +7,15 @@ import itertools
 from typing import cast
 
 import pytest
+from msgspec.structs import astuple, replace
 
 from pd_cluster.bench.profile_cluster import SpentTime, fit_handover, host_cost
 from pd_cluster.bench.profile_messages import EngineReady, Steps, TimedStep
 from pd_cluster.bench.profile_steps import measure_alone, measure_beside, steps_of
 from pd_cluster.bench.profiled_engine_process import ProfiledEngine
+from pd_cluster.bench.served_steps import Timeline, served_steps, with_served
 from pd_cluster.costs.cost_fit import fit_step
-from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork, num_pairs_of
+from pd_cluster.costs.linear_costs import Costs, HandoverCost, NeighbourCost, StepCost, StepWork, num_pairs_of
 
 READY = EngineReady(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=4096, num_blocks=4096, block_size=16)
 TRUE = StepCost(5e-5, 3e-6, 1e-9, 1e-6, 2e-11)
@@ -107,3 +109,39 @@ def test_long_answers_tell_a_message_from_a_request() -> None:
     long.gaps_s, long.cpu_s = [alone_s / 2], 0.0  # noise
     noisy = host_cost(short, long, TRUE, 16)
     assert (noisy.step_s, noisy.message_s) == (0.0, 0.0)
+
+
+def timeline(*steps: tuple[int, int, float]) -> Timeline:
+    """Steps of one prompt: its tokens from start to stop, and the step's seconds."""
+    chunks = [
+        {"who": "p", "what": "chunk", "numbers": {"start": start, "stop": stop, "took_us": round(1e6 * took_s)}}
+        for start, stop, took_s in steps
+    ]
+    others = [{"who": who, "what": what, "numbers": {}} for who, what in (("p", "admitted"), ("d", "decode start"))]
+    return {"prefill": "p", "decode": "d", "events": [others[0], *chunks, others[1]]}
+
+
+def test_served_steps_are_those_of_the_prefill_instance() -> None:
+    found = served_steps([timeline((0, 100, 0.5), (100, 150, 0.3)), timeline((0, 40, 0.5))])
+    assert found == [
+        (StepWork(num_prompt_tokens=140, num_prompt_pairs=num_pairs_of(100, 0) + num_pairs_of(40, 0)), 0.5),
+        (StepWork(num_prompt_tokens=50, num_prompt_pairs=num_pairs_of(50, 100)), 0.3),
+    ], "the two chunks of 0.5 s were computed in one step"
+
+
+def test_served_prompts_correct_what_engines_alone_measured() -> None:
+    step = StepCost(step_s=0.02, row_s=0.001, prompt_token_s=1e-3, prompt_pair_s=2e-7, num_flat_rows=8)
+    costs = Costs(
+        model="m", device="cpu", source="s", step=step, neighbour=NeighbourCost(1.5, 1.1), error={"step": 0.05}
+    )
+    served = replace(step, prompt_token_s=1.2e-3, prompt_pair_s=2.4e-7)
+
+    def steps(slower: float) -> list[Timeline]:
+        works = [StepWork(0, 0, num, num_pairs_of(num, 0)) for num in (1, 16, 128, 512, 1024)]
+        return [timeline((0, work.num_prompt_tokens, slower * served.seconds(work))) for work in works]
+
+    found = with_served(costs, served_steps(steps(1.0)), served_steps(steps(1.7)))
+    assert astuple(found.step) == pytest.approx(astuple(served), rel=1e-3), "decode steps stay as they were"
+    assert (found.neighbour.decode_beside_prefill, found.neighbour.prefill_beside_decode) == (1.5, pytest.approx(1.7))
+    assert found.error == pytest.approx({"step": 0.05, "served_prompts": 0.0, "prefill_beside_decode": 0.0}, abs=1e-4)
+    assert with_served(costs, [], []) == costs, "nothing was measured"

@@ -23,7 +23,6 @@ GIVEN = {
     "extras.gateway.endpoint_picker_command": {"endpoint_picker"},
     "commands.bench_load_command": {"load"},
     "commands.plan_command": {"plan"},
-    "commands.simulate_command": {"simulate"},
     "offline.offline_llm": {"LLM.__init__", "LLM.chat"},
     "extras.lmdeploy.async_engine": {"AsyncEngine.generate"},
 }

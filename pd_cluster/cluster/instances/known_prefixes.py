@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes, keys_of, read_keys
+from pd_cluster.kv.prefix_index import PrefixScope, keys_of, prompt_hashes, read_keys
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.types import TIERS, RequestSpec, Tier
@@ -54,6 +54,7 @@ class KnownBlocks:
 
     def __init__(self) -> None:
         self.tiers: dict[int, Tier] = {}  # key -> tier
+        self.has_lower = False  # whether a lower tier than the device's memory has ever held one
         self.num_changes = 0
 
     def __len__(self) -> int:
@@ -73,10 +74,22 @@ class KnownBlocks:
             )
             added = array("Q", [key for key in added if key in self.tiers or next(is_kept)])
         self.tiers.update(dict.fromkeys(added, news.tier))
+        self.has_lower = self.has_lower or (news.tier != "device" and len(added) > 0)
+
+    def num_leading(self, keys: Sequence[int]) -> int:
+        """Counts the leading keys that are known without a gap."""
+        tiers = self.tiers
+        for at, key in enumerate(keys):
+            if key not in tiers:
+                return at
+        return len(keys)
 
     def leading(self, keys: Sequence[int]) -> dict[Tier, int]:
         """Counts the leading keys up to the first unknown one, by tier."""
         counts: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        if not self.has_lower:
+            counts["device"] = self.num_leading(keys)
+            return counts
         for key in keys:
             if (tier := self.tiers.get(key)) is None:
                 break
@@ -92,29 +105,27 @@ class PromptKeys(dict[PoolKind, list[int]]):
 
     def __init__(self, order: RequestSpec) -> None:
         self._order = order
-        self._parents: dict[PoolKind, bytes] = {}  # the hash of the last block that has a key
+        self._roots: dict[PoolKind, bytes] = {}
 
     def __missing__(self, pool: PoolKind) -> list[int]:
-        self._parents[pool] = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(self._order)
+        self._roots[pool] = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(self._order)
         self[pool] = keys = list[int]()
         self.extend(pool)
         return keys
 
     def extend(self, pool: PoolKind) -> None:
         """Computes the keys of the next blocks."""
-        order, keys, size = self._order, self[pool], pool.block_size
-        first = len(keys) * size
-        # The last token is always computed, for its logits.
-        token_ids = order.prompt_token_ids[first : min(first + SLICE_NUM_BLOCKS * size, self.num_tokens)]
-        hashes = chain_hashes(self._parents[pool], token_ids, size, first, order.spans, order.rope_positions)
+        keys = self[pool]
+        first, most = len(keys), self.num_tokens // pool.block_size
+        stop = min(first + SLICE_NUM_BLOCKS, most)
+        hashes = prompt_hashes(self._order, self._roots[pool], pool.block_size, stop)[first:stop]
         keys += read_keys(keys_of(hashes))
         if len(hashes) < SLICE_NUM_BLOCKS:
             keys.append(NO_BLOCK)
-        else:
-            self._parents[pool] = hashes[-1]
 
     @property
     def num_tokens(self) -> int:
+        """Counts the tokens that may be cached: the last one is always computed, for its logits."""
         return len(self._order.prompt_token_ids) - 1
 
 
@@ -133,6 +144,11 @@ class Prompt:
         token, which is computed for its logits. A token in a slower tier counts less, by the ratio of its load time to
         its compute time.
         """
+        keys = self.keys[pool]
+        if not known.has_lower and len(keys) <= SLICE_NUM_BLOCKS:  # the usual case, by the shortest way
+            num_blocks = known.num_leading(keys)
+            if num_blocks < len(keys):
+                return num_blocks * pool.block_size
         counts = self._num_known(pool, known)
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
         return int(saved * pool.block_size)

@@ -102,6 +102,9 @@ class Roster:
     def on_stale_order(self, conn: str, term: int) -> None:
         """Ignored: only a membership gives orders."""
 
+    def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:
+        """Ignored: only a membership has versions of weights."""
+
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:

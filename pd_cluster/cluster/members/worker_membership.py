@@ -20,6 +20,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
 from pd_cluster.cluster.instances.unit_members import describe_awaited, unit_clash
 from pd_cluster.cluster.members.rank_table_place import Place, digest_of, resolve_host
+from pd_cluster.cluster.members.weight_sources import SourceMailbox, WeightSources
 from pd_cluster.cluster.members.worker_description import fetch_description
 from pd_cluster.errors import ConfigError, told
 from pd_cluster.net.connection_handshake import REFUSALS
@@ -58,12 +59,16 @@ class MembershipMailbox(RosterMailbox, Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
 
+class WorkersMailbox(MembershipMailbox, SourceMailbox, Protocol):
+    """The part that a membership of workers needs."""
+
+
 class Membership(Roster):
     def __init__(
         self,
         place: Place,
         instances: list[Instance],
-        mailbox: MembershipMailbox,
+        mailbox: WorkersMailbox,
         timeouts: Timeouts,
         model_identity: str,
         hf_overrides: str = "{}",
@@ -89,7 +94,8 @@ class Membership(Roster):
         self.has_capacity: Callable[[Instance], bool] = lambda instance: True
         # the adapters that every worker must have; None: those it started with
         self.adapters: wire.WantedAdapters | None = None
-        self.weights = wire.WeightVersion()  # the version that every worker must have
+        self.weights = wire.WeightVersion()  # the version that every worker shall have
+        self.weight_sources = WeightSources(mailbox, self.instances)
         self._changing: set[str] = set()  # open connections to workers that have another version
         self._loading: set[str] = set()  # open connections to workers that do not have all adapters yet
         self._forming: dict[str, float] = {}  # open connection -> when its worker began to wait for its unit
@@ -367,8 +373,21 @@ class Membership(Roster):
     def change_weights(self, version: wire.WeightVersion) -> None:
         """Sends the version to every worker now, and to later ones when they connect."""
         self.weights = version
+        self.weight_sources.offer(version)
         for conn in self._open | self._loading | self._changing:
             self._mailbox.send(conn, wire.ChangeWeights(version))
+
+    def offer_weights(self, version: wire.WeightVersion) -> None:
+        """Lets workers get the files of a version that they check."""
+        self.weight_sources.offer(self.weights, version)
+
+    def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:
+        if (instance := self._by_conn.get(conn)) is None:
+            return
+        if isinstance(body, wire.SeekWeights):
+            self.weight_sources.sought(conn, instance, body)
+        else:
+            self.weight_sources.addressed(conn, instance, body)
 
     def may_load_weights(self) -> list[Instance]:
         """Returns the instances that can check and load a version: ready ones, and those that do not have the current
@@ -412,6 +431,7 @@ class Membership(Roster):
         self._loading.discard(conn)
         self._changing.discard(conn)
         self._forming.pop(conn, None)
+        self.weight_sources.closed(conn)
         super().on_closed(conn, reason)
         if was_named_early:
             self.send_peers()
@@ -491,7 +511,7 @@ def _ids(server: Server) -> list[str]:
 
 
 def membership_of(
-    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MembershipMailbox, checkpoint: Checkpoint
+    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: WorkersMailbox, checkpoint: Checkpoint
 ) -> Membership:
     """Makes the membership of a place's workers, which must all serve this model."""
     instances = instances_of(place, ports)

@@ -19,16 +19,18 @@ from msgspec.structs import replace
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.replaced_weights import check_replacement
+from pd_cluster.checkpoints.weight_files import weights_nbytes
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_control import PauseMode
 from pd_cluster.cluster.weights.received_folder import ReceivedFolder, linked, remove_received
 from pd_cluster.cluster.weights.weight_receiver import WeightReceiver
 from pd_cluster.errors import ConfigError, DeadlineExceeded, ModelNotFound, Refused, RequestError, told
+from pd_cluster.net.folder_transfer import LEAST_NBYTES_PER_S
 from pd_cluster.process_messages import JoinTrainer, SentTensor
 
 log = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 600.0  # long, because every byte is read
+CHECK_TIMEOUT_S = 600.0  # every byte is read, and perhaps sent, for which there is more time
 CHANGE_TIMEOUT_S = 600.0
 UPDATE_TIMEOUT_S = 3600.0  # between two commands of one update
 DEFAULT_NAME = "default"  # the name of weights without a name
@@ -44,6 +46,7 @@ class WeightMembers(Protocol):
 
     async def change(self) -> None: ...
     def change_weights(self, version: wire.WeightVersion) -> None: ...
+    def offer_weights(self, version: wire.WeightVersion) -> None: ...
     def may_load_weights(self) -> list[Instance]: ...
     def lacking_weights(self) -> list[Instance]: ...
     def set_back_lacking(self) -> None: ...
@@ -190,6 +193,7 @@ class WeightUpdates:
             own = await asyncio.to_thread(linked, self._root, folder, self._number)
             self._linked = own if own != folder else None
         version = wire.WeightVersion(self._number, folder.name, digest, str(own))
+        self._membership.offer_weights(version)
         await self._check_everywhere(version)
         self._checked = version
         self._enter("checked")
@@ -300,7 +304,8 @@ class WeightUpdates:
                 else [*self._membership.instances]
             )
 
-        await self._until(lacking, CHECK_TIMEOUT_S)
+        nbytes = await asyncio.to_thread(weights_nbytes, Path(version.path))
+        await self._until(lacking, CHECK_TIMEOUT_S + nbytes / LEAST_NBYTES_PER_S)
         found = asked()
         for instance in found:
             if problem := instance.load.weights.problem:

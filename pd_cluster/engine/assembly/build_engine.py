@@ -32,12 +32,11 @@ from pd_cluster.kv.group_rule import within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.logits_processors import ModelFacts, ProcessorConfig
-from pd_cluster.model.draft.mtp_head import MTP_IDENTITY
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.parallel.rank_group import Group
 from pd_cluster.model.runner.load_runner import load_runner
 from pd_cluster.model.runner.model_runner import ModelRunner
-from pd_cluster.model.runner.weight_versions import VersionFiles
+from pd_cluster.model.runner.weight_versions import CopySource, VersionFiles
 from pd_cluster.model.sampling.grammar_masks import Guides
 from pd_cluster.model.sampling.load_processors import load_processors
 from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestProcessors
@@ -131,24 +130,23 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
     return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.held.variants, images)
 
 
-def weights_of(core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner) -> WeightSource:
-    """Returns how an engine that is in no unit changes its weights.
+def weights_of(
+    core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner, copies: CopySource | None = None
+) -> WeightSource:
+    """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any.
 
-    `all_ranks`: `runner`, together with its followers if it has any.
+    `copies`: where it gets versions that are not on its host.
     """
-    refusal = ""
-    if runner.device.is_accelerator:
-        refusal = f"weights are replaced on CPUs only, and this is {runner.device.kind}; restart the instances instead"
-    elif runner.head is not None and runner.head.identity.startswith(MTP_IDENTITY):
-        refusal = "the MTP head's layers are part of the replaced weights; start without this speculation"
-    files = VersionFiles(runner.model_folder, refusal)
+    files = VersionFiles(runner.model_folder, copies)
 
     def load(version: wire.WeightVersion) -> None:
-        all_ranks.change_weights(version.path, files.stamp(version))
+        folder, stamp = files.found(version)
+        all_ranks.change_weights(str(folder), stamp)
         runner.numerics = msgspec.structs.replace(runner.numerics, weights=version.digest)
         core.scheduler.change_numerics(runner.numerics)
+        files.loaded(version)
 
-    return WeightSource(files.check, files.find, load)
+    return WeightSource(files.check, files.is_found, load)
 
 
 def endpoint_of(config: WorkerConfig, runner: ModelRunner) -> LocalEndpoint:

@@ -25,12 +25,14 @@ from pd_cluster.engine.handover.links.link_ends import LaneEnds, LocalEndpoint, 
 from pd_cluster.engine.lifecycle.availability import Availability
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
 from pd_cluster.engine.lifecycle.engine_weights import EngineWeights
+from pd_cluster.engine.lifecycle.weight_copies import WeightCopies
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.lead_runner import LeadRunner, Watch
 from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.engine.ranks.rank_cores import HostCores
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
+from pd_cluster.engine.stages.weight_transfers import TransferEnds, WeightTransfers
 from pd_cluster.engine.unit.unit_rounds import UnitRounds
 from pd_cluster.engine.worker.mailbox_reader import MailboxReader
 from pd_cluster.engine.worker.processor_watch import watch_processors
@@ -104,10 +106,12 @@ def _build_engine(
     is_host = not device.is_accelerator
     all_ranks = core.runner if isinstance(core.runner, LeadRunner) else runner
     sleep = EngineSleep(all_ranks.sleep if is_host and unit is None else None, core.scheduler.forget)
-    weights = EngineWeights(weights_of(core, runner, all_ranks) if unit is None else None)
+    ends = TransferEnds(mailbox.send, mailbox.payload_sender, config.bind_address)
+    transfers = WeightTransfers(runner.model_folder, ends, WeightCopies())
+    weights = EngineWeights(weights_of(core, runner, all_ranks, transfers) if unit is None else None)
     drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
     state = Availability(drain, sleep, weights=weights)
-    stages = list(stages_of(config, core, runner, legs, context))
+    stages = [*stages_of(config, core, runner, legs, context), transfers]
     if unit is not None and exchange is not None:
         exchange.loaded()
         stages.append(UnitRounds(unit.mates, exchange, all_ranks, legs, state.drain, inbox.put))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,13 +24,12 @@ RETRY_S = 5.0  # between attempts to find a version's files
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Functions for a version of the weights. `check` raises PdClusterError if the version's files do not fit.
-
-    `find` does the same, but skips files that were checked before. `load` loads the version on every rank.
+    """`check`: raises PdClusterError if a version's files do not fit; it may take long. `is_found`: whether the files
+    are those that were checked last. `load`: loads such a version on every rank.
     """
 
     check: Callable[[WeightVersion], None]
-    find: Callable[[WeightVersion], None]
+    is_found: Callable[[WeightVersion], bool]
     load: Callable[[WeightVersion], None]
 
 
@@ -40,8 +40,10 @@ class EngineWeights:
         self._source = source
         self._requested = WeightVersion()
         self._checking = WeightVersion()
-        self._retry_s = 0.0  # when to try again to find the requested version's files
-        self.status = WeightStatus()  # also replaced by the checking thread
+        self._search: threading.Thread | None = None  # for the requested version's files
+        self._retry_s = 0.0  # when to look for them again
+        self._reporting = threading.Lock()
+        self.status = WeightStatus()
 
     @property
     def epoch(self) -> int:
@@ -58,12 +60,17 @@ class EngineWeights:
         else:
             problem = _problem(self._source.check, version)
         if version is self._checking:  # otherwise another check has begun
-            self.status = replace(self.status, checked=version.epoch, problem=problem)
+            self._report(checked=version.epoch, problem=problem)
+
+    def _report(self, **changes: Any) -> None:
+        """Changes the status, on any thread."""
+        with self._reporting:
+            self.status = replace(self.status, **changes)
 
     def wish(self, version: WeightVersion) -> None:
-        """Requests a version. Ignores one that is older than the version already requested."""
-        if version.epoch == self.epoch:  # its name may differ
-            self.status = replace(self.status, held=version)
+        """Requests a version. An earlier one than the one that is held is ignored."""
+        if version.epoch == self.epoch:  # perhaps under another name
+            self._report(held=version)
         elif self._source is None:
             log.warning("a scheduler requests weights %s, but this instance cannot change its weights", version.name)
         elif version.epoch >= self._requested.epoch:
@@ -86,23 +93,31 @@ class EngineWeights:
         return f"this instance has version {self.epoch} of the weights, and the request needs version {epoch}"
 
     def settle(self) -> None:
-        """Loads the requested version.
+        """Loads the requested version, or if its files are not there, looks for them on a thread and tries again.
 
         If its files cannot be used, records the reason and tries again later. Raises ModelError if a rank cannot load
         the version.
         """
         assert self._source is not None
         started_s, version = time.monotonic(), self._requested
-        if started_s < self._retry_s:
+        if self._search is not None and self._search.is_alive():
             return
-        if problem := _problem(self._source.find, version):
-            log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)
-            self._retry_s = time.monotonic() + RETRY_S
-            self.status = replace(self.status, lacks=problem)
+        if not self._source.is_found(version):
+            if started_s >= self._retry_s:
+                self._search = threading.Thread(target=self._look, args=(version,), name="weights", daemon=True)
+                self._search.start()
             return
         self._source.load(version)
-        self.status = replace(self.status, held=version, lacks="")
-        log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+        self._report(held=version, lacks="")
+        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+
+    def _look(self, version: WeightVersion) -> None:
+        """Looks for a version's files, here and at other processes. The load reports why there are none."""
+        assert self._source is not None
+        if problem := _problem(self._source.check, version):
+            log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)
+            self._retry_s = time.monotonic() + RETRY_S
+        self._report(lacks=problem)
 
 
 def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:

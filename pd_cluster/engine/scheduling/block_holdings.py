@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pd_cluster.engine.scheduling.group_holdings import GroupHoldings
-from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes, prompt_hashes
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request
 
@@ -196,16 +196,18 @@ class Holdings:
     def _hashed(self, request: Request, num_blocks: int) -> list[bytes]:
         """Returns the request's own list of hashes, extended to at least this many."""
         assert self.prefix is not None
-        known = request.block_hashes
+        known, order = request.block_hashes, request.order
         if len(known) < num_blocks:
             if known:
                 parent = known[-1]
             else:
-                parent = self.prefix.root(request.order, request.kv_precision)
+                parent = self.prefix.root(order, request.kv_precision)
+                if request.prompt_token_ids is order.prompt_token_ids:
+                    known += prompt_hashes(order, parent, self.block_size, num_blocks)[:num_blocks]
+                    parent = known[-1] if known else parent
             first = len(known) * self.block_size
             token_ids = request.token_ids(first, num_blocks * self.block_size)
-            spans, rope_positions = request.order.spans, request.rope_positions
-            known += chain_hashes(parent, token_ids, self.block_size, first, spans, rope_positions)
+            known += chain_hashes(parent, token_ids, self.block_size, first, order.spans, request.rope_positions)
         return known
 
     def change_numerics(self, numerics: Numerics) -> None:

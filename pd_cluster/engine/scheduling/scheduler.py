@@ -421,6 +421,12 @@ class StepScheduler:
         return self.allocator.num_tier_hit_tokens
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Counts the prompt tokens that running and waiting requests still have to compute."""
+        behind = [request.num_behind for request in (*self.waiting, *self.running)]
+        return sum(behind) - behind.count(1)
+
+    @property
     def num_seqs(self) -> int:
         """Counts sequences that take part in steps or will do so once their KV has landed."""
         return self.places.num_taken

@@ -46,9 +46,10 @@ class LoadReport:
         Does not wait for the next heartbeat, which would be too late: changes of links are sent at once, other changes
         within LOAD_S.
         """
-        links, state = dict(self._legs.handover.out_links.states()), self._state
+        links, state = self._legs.handover.out_links.states(), self._state
         for stage in self._stages:
-            links.update(stage.links())
+            if own := stage.links():
+                links = {**links, **own}
         was = self.load
         now = links, state.drain.has_begun, state.sleep.level, state.weights.status
         has_news = now != (was.links, was.is_draining, was.sleep_level, was.weights)
@@ -78,7 +79,6 @@ def load_of(
 ) -> wire.Load:
     scheduler, exports, imports, lanes = core.scheduler, handover.exports, handover.imports, handover.in_links.table
     blocks = scheduler.blocks
-    to_compute = [request.num_behind for request in (*scheduler.waiting, *scheduler.running)]
     statuses = [request.status for request in scheduler.requests.values()]
     received_nbytes, num_dropped = lanes.counts()
     return wire.Load(
@@ -101,7 +101,7 @@ def load_of(
         num_host_hit_tokens=scheduler.num_tier_hit_tokens,
         **_of_lower_tiers(scheduler),
         tier_token_s={} if blocks.tier is None else blocks.tier.token_s,
-        num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
+        num_queued_tokens=scheduler.num_queued_tokens,
         step_cost=timing.cost,
         prompt_work=timing.prompt_work,
         decode_work=timing.decode_work,
@@ -162,5 +162,4 @@ def num_leaked_blocks(scheduler: StepScheduler) -> int:
     several times. The bound is exact when there are no requests. `StepScheduler.check` finds the leaked blocks
     themselves, but must examine each block.
     """
-    named = ((each, scheduler.num_held(each)) for each in scheduler.groups)
-    return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)
+    return sum(max(0, each.blocks.num_held - scheduler.num_held(each)) for each in scheduler.groups)

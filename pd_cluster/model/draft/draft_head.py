@@ -21,10 +21,11 @@ FIRST_KEY = 1
 class DraftHead:
     """`model`: one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`.
 
-    The resulting `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see
-    AuxiliaryStates. `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens,
-    hidden_size], once per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64;
-    None: the model's tokens. `identity`: heads with the same identity compute the same keys and values.
+    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see AuxiliaryStates.
+    `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once
+    per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
+    model. `identity`: instances with the same head identity and the same weights compute the same keys and values.
+    `is_of_model`: its layers are part of the model's files.
     """
 
     model: FusedCausalLM
@@ -32,6 +33,7 @@ class DraftHead:
     project: Callable[[torch.Tensor], torch.Tensor]
     taps: tuple[int, ...] = ()
     token_ids: torch.Tensor | None = None
+    is_of_model: bool = False
 
     def in_model_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Returns logits [num_rows, vocab_size] of the model's tokens; -inf for tokens that the head does not have."""

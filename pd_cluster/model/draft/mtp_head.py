@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-MTP_IDENTITY = "mtp "  # the start of a head's identity if its layer is part of the model's files
 WAY_OUT = "give another method, such as ngram or suffix"
 NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
 NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
@@ -105,7 +104,7 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     served = Served(one.caches, target.rope_limit, target.adapters)
     model = FusedCausalLM(one.config, target.ops, layers, ends, served)
     log.info("draft head: layer %d of %s, %s", index, checkpoint.path, model.kernels)
-    return DraftHead(model, f"{MTP_IDENTITY}{checkpoint.identity}", project=lambda states: states)
+    return DraftHead(model, f"mtp {checkpoint.identity}", project=lambda states: states, is_of_model=True)
 
 
 def _why_not(checkpoint: Checkpoint) -> str:

@@ -19,7 +19,7 @@ from pd_cluster.model.graphs.decode_graphs import MAX_ONLY_START_S, MAX_START_S,
 from pd_cluster.model.graphs.prompt_graphs import PromptGraphs
 from pd_cluster.model.kernels.attention_backend import SDPA
 from pd_cluster.model.language_model.adapter_devices import are_in_tables
-from pd_cluster.model.language_model.cache_declaration import has_states
+from pd_cluster.model.language_model.cache_declaration import has_index, has_states
 from pd_cluster.model.language_model.causal_lm import CausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.planning.load_plan import LoadPlan
@@ -49,6 +49,8 @@ def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
     why = "" if isinstance(model, FusedCausalLM) else "this model's layers are not fused"
     if not why and has_states(model.caches):
         why = "graphs do not support the states of its layers"
+    if not why and has_index(model.caches):
+        why = "its indexers choose keys by the lengths of a step"
     if not why and model.attention != "Triton":
         why = f"its attention runs on {model.attention}, not on Triton"
     if why:

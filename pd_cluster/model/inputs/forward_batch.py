@@ -135,7 +135,8 @@ class ForwardBatch:
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces the function in layers/attention/sdpa.py
     # A layer without its own keys -> the earlier layer whose keys it reads.
     reads: Mapping[int, int] = field(default_factory=dict)
-    # [num_tokens, most] int32, see layers/attention/sparse_selection.py; None: all keys are visible.
+    # [num_tokens, most] int32: see layers/attention/sparse_selection.py, and on CUDA kernels/cuda/attention/
+    # listed_keys.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
     further: tuple[GroupSlotMapping, ...] = ()  # for the other groups that keep tokens, from group 1 on
     # This batch as seen by each of these groups; filled once a layer has requested it.

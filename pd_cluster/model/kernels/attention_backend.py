@@ -103,6 +103,8 @@ def choose_attention(
     `dtype`: the model's, if it differs from the pool's.
     """
     dtype = dtype or layout.dtype
+    if device.is_accelerator and layout.has_index:
+        return _sparse(wanted, config, layout, device, max_num_seqs, is_deterministic)
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
     if layout.has_latents and wanted == "flashinfer":
@@ -139,6 +141,35 @@ def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> A
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
     return _by_modules(wanted, is_deterministic, "latent attention (MLA) of this architecture runs")
+
+
+def _sparse(
+    wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int, is_deterministic: bool
+) -> Attention:
+    """Returns an attention to chosen keys: Triton's, or that of torch-npu's operators. Nothing replaces them.
+
+    Raises ConfigError.
+    """
+    setting = f"{called('device')} {device.kind}"
+    if wanted not in ("auto", "triton"):
+        raise ConfigError(f"{BACKEND} {wanted}: sparse attention on accelerators has kernels of its own; use auto")
+    if not device.traits.runs_triton:
+        from pd_cluster.model.kernels.npu import npu_sparse
+
+        why = npu_sparse.problem(
+            layout, config.num_attention_heads, config.index_n_heads, config.index_topk, max_num_seqs
+        )
+        if why:
+            raise ConfigError(f"{setting}: this model's sparse attention: {why}; use cpu")
+        return Attention("torch-npu (sparse)", make_ops=lambda own: npu_sparse.NpuSparseOps(device, own.name))
+    why = _why_not_triton(layout, config)
+    if not why:
+        from pd_cluster.model.kernels.cuda.attention.listed_keys import problem
+
+        why = problem(layout, config.index_n_heads)
+    if why:
+        raise ConfigError(f"{setting}: this model's sparse attention: {why}; use cpu")
+    return triton_attention(is_deterministic)
 
 
 def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:

@@ -48,6 +48,10 @@ def sped_up(attention: Attention, speedups: Sequence[str]) -> Attention:
     return replace(attention, attend_batch=attend, speedups=tuple(speedups))
 
 
-def numerics_name(attention: str, speedups: Sequence[str]) -> str:
-    """Returns the name of an attention, followed by the speed-ups that change results, for `Numerics`."""
-    return " + ".join((attention, *(name for name in OF_NUMBERS if name in speedups)))
+def numerics_name(attention: str, speedups: Sequence[str], prompt_states: str = "") -> str:
+    """Returns the name of an attention with everything else that changes results on its device, for `Numerics`.
+
+    `prompt_states`: see Ops.
+    """
+    states = (prompt_states,) if prompt_states else ()
+    return " + ".join((attention, *(name for name in OF_NUMBERS if name in speedups), *states))

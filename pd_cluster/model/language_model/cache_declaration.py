@@ -126,6 +126,10 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
+def has_index(caches: Sequence[LayerCache]) -> bool:
+    return any(each.index_plane for each in caches)
+
+
 def has_latents(caches: Sequence[LayerCache]) -> bool:
     return any(each.planes and each.planes[0].name == LATENT for each in caches)
 

@@ -51,7 +51,8 @@ class CausalLM(Protocol):
     embedding_factor: float  # factor of embeddings before the first layer
     adapters: Adapters | None  # None: loaded without support for adapters
     caches: tuple[LayerCache, ...]  # the cache of each layer on this rank
-    bf16_way: str  # how bfloat16 weights are multiplied with float32 activations; "": they are not
+    bf16_way: str  # how bfloat16 weights are multiplied with float32 activations; "": not used
+    prompt_states: str  # see Ops
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
@@ -93,7 +94,7 @@ class PlainCausalLM:
         self.key_order = MODELS_ORDER
         self.key_features: torch.Tensor | None = None
         self.embedding_factor = 1.0
-        self.bf16_way = ""
+        self.bf16_way = self.prompt_states = ""
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
         self._up_projections = split_up_projections(model) if self._has_latents else []

@@ -10,7 +10,8 @@ import torch
 from pd_cluster.model.language_model.architecture_quirks import Quirks
 from pd_cluster.model.language_model.layer_maker import LayerMaker, norm_of
 from pd_cluster.model.layers.attention.latent_attention import UpProjection
-from pd_cluster.model.layers.attention.sparse_indexer import Indexer, IndexNorm
+from pd_cluster.model.layers.attention.sparse_indexer import Indexer
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm
 from pd_cluster.model.layers.fused_layer import GatedHeadsAttention, HeadsAttention, LatentAttention
 from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops, SparseOps
 from pd_cluster.model.layers.rope.rope_tables import ends_order, qkv_order, starts_order
@@ -100,6 +101,7 @@ def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> I
     assert isinstance(maker.ops, SparseOps)
     module, rope_width = attention.indexer, attention.qk_rope_head_dim
     num_heads, width = module.weights_proj.out_features, module.wk.out_features
+    weighs = getattr(module.weights_proj, "weight", None)
     rows = starts_order(order, 1, rope_width, width - rope_width)
     weight, bias = (each.detach().float().clone() for each in (module.k_norm.weight, module.k_norm.bias))
     if rows is not None:
@@ -111,8 +113,8 @@ def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> I
         weights=maker.joined(module, ("weights_proj",)),
         norm=IndexNorm(weight, bias, module.k_norm.eps),
         scaling=module.softmax_scale * num_heads**-0.5,
-        rope_width=rope_width,
         index_topk=module.index_topk,
+        weighs_in_float32=weighs is not None and weighs.dtype == torch.float32,
         ops=maker.ops,
     )
 

@@ -10,7 +10,7 @@ import torch
 from pd_cluster.model.language_model.architecture_quirks import Quirks
 from pd_cluster.model.language_model.layer_maker import LayerMaker
 from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
-from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertStack, ExpertWeights, experts_of
+from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights, UnpackedExperts, experts_of
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear_weight import weight_of
 from pd_cluster.model.layers.ops import Ops, Rows
@@ -50,6 +50,8 @@ def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker
 def is_ungated(mlp: Any) -> bool:
     """Whether an MLP, or each of its experts, has no gate: one product, an activation, another product."""
     inner = getattr(mlp, "experts", mlp)
+    if isinstance(inner, UnpackedExperts):
+        return not inner.is_gated
     return hasattr(inner, "up_proj") and not hasattr(inner, "gate_proj")
 
 
@@ -117,13 +119,12 @@ def _ungated(mlp: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
     if not hasattr(mlp, "experts"):
         first, last = maker.joined(mlp, ("up_proj",)), maker.joined(mlp, ("down_proj",))
         return lambda x: last(squared_relu(first(x)))
-    up, down = (ExpertStack.of(getattr(mlp.experts, name).detach()) for name in ("up_proj", "down_proj"))
-    layers, router = ExpertLayers(ExpertWeights(up, down)), ExpertRouter.of(mlp, quirks.router)
+    layers, router = ExpertLayers(experts_of(mlp.experts)), ExpertRouter.of(mlp, quirks.router)
     del mlp.experts
     shared = _ungated(mlp.shared_experts, quirks, maker.of("shared_experts"))
     share = None if maker.experts is None else maker.experts.share
     narrow, wide = (
-        maker.joined(mlp, (name,)) if isinstance(getattr(mlp, name), torch.nn.Linear) else None
+        None if isinstance(getattr(mlp, name), torch.nn.Identity) else maker.joined(mlp, (name,))
         for name in ("fc1_latent_proj", "fc2_latent_proj")
     )
     experts = UngatedExperts(router, layers, (narrow, wide), share)

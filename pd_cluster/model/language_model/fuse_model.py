@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from pd_cluster.devices.device import Device
 from pd_cluster.model.language_model.architecture_quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.language_model.fuse_attention import has_latents, heads_attention, latent_attention
 from pd_cluster.model.language_model.fuse_mlp import ACTIVATIONS, activation_name, mlp_of
@@ -23,12 +24,14 @@ from pd_cluster.model.language_model.fused_lm import FusedCausalLM, ModelEnds, S
 from pd_cluster.model.language_model.layer_maker import LayerMaker
 from pd_cluster.model.language_model.mixed_precision import WideEmbedding, is_narrow, widen
 from pd_cluster.model.layers.attention.up_projections import split_up_projections
+from pd_cluster.model.layers.expert_share import ExpertBlocks, ExpertShare
 from pd_cluster.model.layers.fused_layer import FusedLayer, LayerAttention
 from pd_cluster.model.layers.linear_weight import joined
 from pd_cluster.model.layers.ops import Ops
 from pd_cluster.model.layers.packed_linear import Linear, packs
 from pd_cluster.model.layers.rope.rope_tables import RopeTables
 from pd_cluster.model.layers.states.recurrent_layers import NoAttention
+from pd_cluster.model.lora.lora_targets import LoraTargets
 from pd_cluster.model.parallel.parallel_layers import NORM_IN_MLP, RankShare, SpanningGatedNorm, SpanningNorm
 from pd_cluster.model.vision.vision_experts import ModalityExperts
 from pd_cluster.native.packed_products import bf16_way
@@ -98,6 +101,30 @@ def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -
     return FusedCausalLM(
         config, ops, layers, replace(ends, bf16_way=(bf16_way() or "") if is_wide else ""), served, group
     )
+
+
+def fused_parts(
+    model: Any, fused: FusedCausalLM, device: Device, share: RankShare | None = None, experts: ExpertShare | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Yields each part of a fused model, and the same part made of other weights.
+
+    `model`: the modules with these weights, on the host; `share` and `experts` as at the first load. Only the yielded
+    part is on the device, so the caller drops it before the next one.
+    """
+    if share is not None:
+        share.remove(model)
+    config, inner, ends = model.config, model.model, fused.ends
+    quirks, order = ARCHITECTURES[type(model).__name__], ends.ropes.order
+    targets = None if fused.adapters is None else LoraTargets()  # forgotten: the adapters stay where they are
+    maker = LayerMaker(fused.ops, targets, "model", None if experts is None else ExpertBlocks(experts))
+    for index, layer in enumerate(inner.layers):
+        inner.layers[index] = torch.nn.Identity()
+        layer.to(device.torch_name)
+        split_up_projections(layer)
+        yield fused.layers[index], _fuse_layer(layer, config, quirks, order, maker.of(f"layers.{index}"))
+        del layer
+    model.to(device.torch_name)
+    yield ends, replace(_ends(model, quirks, ends.ropes, maker, share), bf16_way=ends.bf16_way)
 
 
 def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeTables:

@@ -81,9 +81,10 @@ class FusedCausalLM:
         self.adapters, self.caches, self.rope_limit = served.adapters, served.caches, served.rope_limit
         self._vocab_size, self._group, self._experts = ends.vocab_size, group or SingleRank(), served.experts
         self.attention, self.key_order = ops.attention, ends.ropes.key_order
-        self.bf16_way = ends.bf16_way
+        self.bf16_way, self.prompt_states = ends.bf16_way, ops.prompt_states
         products = f", products in bfloat16 by {self.bf16_way}" if self.bf16_way else ""
-        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
+        states = f", states of prompts by {self.prompt_states}" if self.prompt_states else ""
+        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{states}{products}"
         self.key_features: torch.Tensor | None = ends.ropes.order
         self.embedding_factor = ends.embedding_factor
         self.ends, self.layers = ends, layers

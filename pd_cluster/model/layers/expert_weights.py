@@ -19,7 +19,8 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # as many values between the two products may wait until the ranks join them
+UNGATED = ("up_proj", "down_proj")  # of experts without gates (Nemotron-H)
+MOST_WAITING = 1 << 20  # values between two products: as many may wait until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> 
 class ExpertWeights:
     """The two products: `gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
 
-    `Ops.experts` expects gates before ups, which some architectures interleave. `rows`: `down` takes whole rows and is
-    one rank's share.
+    `Ops.experts` expects gates before ups; some architectures interleave them. Experts without gates have only ups.
+    `rows`: `down` takes whole rows and is one rank's share.
     """
 
     gate_up: ExpertStack
@@ -159,13 +160,14 @@ class UnpackedExperts(torch.nn.Module):
 
     def __init__(self, inner: Any, gate_up: WeightTensors, down: WeightTensors, rows: WholeRows | None = None) -> None:
         super().__init__()
+        self.is_gated = products_of(inner) != UNGATED
         for name in [name for name, _ in inner.named_parameters(recurse=False)]:
             delattr(inner, name)
         self.inner, self.config = inner, inner.config
         self.gate_up, self.down, self.rows = gate_up, down, rows
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gated: torch.Tensor = self.inner._apply_gate(gate_up)
+        gated: torch.Tensor = (self.inner._apply_gate if self.is_gated else self.inner.act_fn)(gate_up)
         return gated
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -189,13 +191,21 @@ def are_experts(module: Any) -> bool:
     return module.gate_up_proj.dim() == 3 and not getattr(module, "has_post_expert_norm", False)
 
 
+def products_of(module: Any) -> tuple[str, str] | None:
+    """Returns the names of both products of an experts module; None for other modules."""
+    if are_experts(module):
+        return PRODUCTS
+    own = [getattr(module, name, None) for name in UNGATED]
+    return UNGATED if all(isinstance(each, torch.nn.Parameter) and each.dim() == 3 for each in own) else None
+
+
 def experts_of(module: Any) -> ExpertWeights:
     """Returns the weights of a transformers experts module in the form of its files, without copying."""
     if isinstance(module, UnpackedExperts):
         gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
         return ExpertWeights(gate_up, down, module.rows)
     found = []
-    for name in PRODUCTS:
+    for name in products_of(module) or PRODUCTS:
         weight = getattr(module, name).detach()
         parts = {"weight": weight.transpose(1, 2) if getattr(module, "is_transposed", False) else weight}
         if getattr(module, "has_bias", False):

@@ -16,7 +16,7 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.activations import gelu_tanh, sigmoid, silu
 from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.model.layers.attention.latent_attention import attend_latents, write_latents
-from pd_cluster.model.layers.attention.sparse_selection import IndexRows, choose_keys
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows, choose_keys
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
@@ -108,6 +108,10 @@ class Ops(Gates, Protocol):
     attention: str  # name of the attention in use, for the log
     is_capturable: bool
 
+    @property
+    def prompt_states(self) -> str:
+        """Returns the library that computes prompts in recurrent layers; "": the kernels for single tokens do."""
+
     def linear(self, weight: LinearWeight) -> Linear:
         """Returns the layer that computes with this weight; the caller then drops its references to the weight."""
 
@@ -152,14 +156,22 @@ class LatentOps(Ops, Protocol):
     ) -> torch.Tensor:
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
-        Applies the norm and rope to `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token
-        attends to the keys in `batch.chosen`.
+        It norms and rotates `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token attends
+        to the keys in `batch.chosen`, which the same operations have chosen.
         """
 
 
 @runtime_checkable
 class SparseOps(LatentOps, Protocol):
     """`LatentOps` whose tokens can attend to only some keys: those in `ForwardBatch.chosen`, if it is set."""
+
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms an indexer's keys [num_tokens, width]; rotates the first features of these and of its queries.
+
+        `queries` [num_tokens, num_heads, width] may be overwritten; their first features are as many as `rope` has.
+        """
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         """Writes the index keys to the layer's third plane; returns the new value of `ForwardBatch.chosen`.
@@ -173,6 +185,7 @@ class TorchOps:
 
     name = "torch"
     attention = "SDPA"
+    prompt_states = ""
     is_capturable = False  # SDPA reads lengths on the host
     wide_latents = True
 
@@ -221,6 +234,11 @@ class TorchOps:
         output = attend_latents(latents.layer_idx, latents.keys, latents.values, whole, batch, latents.scaling)
         return output.reshape(len(queries), -1)
 
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return prepared_index(queries, keys, norm, rope)
+
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         return choose_keys(rows, batch)
 
@@ -230,6 +248,15 @@ class TorchOps:
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
         """Returns the C kernel, because a loop over tokens in torch would take minutes."""
         return NativeStates.of(convolution, recurrence)
+
+
+def prepared_index(
+    queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `SparseOps.prepare_index`."""
+    width, keys = rope.cos.shape[1], norm(keys)[:, None]
+    queries, keys = (torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1) for x in (queries, keys))
+    return queries, keys[:, 0]
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

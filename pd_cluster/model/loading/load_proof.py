@@ -150,8 +150,8 @@ def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, devi
 def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
-    """Returns the same logits from fused layers, in chunks through pools. These have the given layouts, but another
-    block size.
+    """Returns the same logits from fused layers, in chunks through pools with these layouts, perhaps in smaller
+    blocks.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):
@@ -210,7 +210,7 @@ def _in_chunks(
         pools = list[KVPool]()
         for layout in layouts:
             is_state = layout.holds.is_state
-            small = layout if is_state else replace(layout, block_size=BLOCK_SIZE)
+            small = layout if is_state else _in_small_blocks(layout, device)
             pools.append(stack.enter_context(KVPool(small, 4 if is_state else 3 * per_seq, device)))
         tables = [[3 * at + seq for at in reversed(range(per_seq))] for seq in range(3)]
         requests = [
@@ -228,6 +228,12 @@ def _in_chunks(
                     table[:num_shared] = of[:num_shared]
             found += [_all_logits(model, probe_batch([(third, course.num_tokens - course.kept)], pools))]
     return found
+
+
+def _in_small_blocks(layout: KVLayout, device: Device) -> KVLayout:
+    """Returns the layout with blocks so small that the proof's sequences have several, if attention supports these."""
+    takes_any = device.traits.runs_triton or not device.is_accelerator
+    return replace(layout, block_size=BLOCK_SIZE) if takes_any else layout
 
 
 def _table(pool: KVPool, blocks: list[int], seq: int) -> list[int]:

@@ -37,14 +37,14 @@ from pd_cluster.model.kernels.cuda_speedups import sped_up
 from pd_cluster.model.language_model.cache_declaration import (
     caches_of,
     has_states,
-    is_indexed,
     layout_of_states,
     least_layouts,
 )
 from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.language_model.fuse_model import can_fuse, fuse, is_known, why_not_deterministic
+from pd_cluster.model.language_model.fuse_model import can_fuse, fuse, fused_parts, is_known, why_not_deterministic
 from pd_cluster.model.language_model.fuse_states import has_kernels
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.language_model.overwrite_tensors import overwrite
 from pd_cluster.model.layers.attention.latent_attention import UpProjection
 from pd_cluster.model.layers.expert_share import ExpertBlocks, ExpertShare
 from pd_cluster.model.layers.linear_weight import LinearWeight
@@ -241,12 +241,7 @@ def _check_of(
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
-    """Raises ConfigError for features that only CPUs support: sparse attention, and products of some weights."""
-    if device.is_accelerator and is_indexed(transformers_modules.config_of(checkpoint)):
-        raise ConfigError(
-            f"{called('device')} {device.kind}: {checkpoint.model_type} uses sparse attention, which only "
-            f"CPUs support; use cpu"
-        )
+    """Raises ConfigError for products of some weights, which only CPUs support."""
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
     if found is not None:
@@ -308,6 +303,23 @@ def _modules_of(
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
             vision_experts.install_vision_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
     return model
+
+
+def overwrite_weights(
+    fused: FusedCausalLM, checkpoint: Checkpoint, dtype: str, device: Device, group: Group, experts: ExpertShare | None
+) -> None:
+    """Copies a checkpoint's weights into the memory of a model's, which graphs refer to.
+
+    The host holds the weights until they are copied, the device one more layer. `experts` as at the first load; not of
+    a unit. Raises ModelError, and CannotOverwrite if a part of the model depends on its weights in another way; the
+    model is then unusable.
+    """
+    share = _share_of(checkpoint, group, experts is not None)
+    modules = _modules_of(checkpoint, dtype, CPU, share, group, _experts_of(checkpoint, experts))
+    with torch.inference_mode():
+        for old, new in fused_parts(modules, fused, device, share, experts):
+            overwrite(old, new)
+            del new
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:

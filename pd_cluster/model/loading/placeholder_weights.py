@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, UnpackedExperts, are_experts
+from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, UnpackedExperts, products_of
 from pd_cluster.model.layers.linear_weight import PLAIN, Tensors, UnpackedLinear, WeightTensors, no_weight
 from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.parallel_layers import RankShare
 from pd_cluster.model.parallel.parallel_plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
 from pd_cluster.model.weights.weight_forms import FORMS, form_of
 
-# The layers that are joined, in this order, into each product of transformers' experts.
-JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# The layers that are joined into each product of transformers, in this order.
+JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 LAYER_OF = re.compile(r"(?:.*\.)?layers\.\d+\.")
+# Parts of paths in files, and in the model (Nemotron-H, Kimi-Linear).
+RENAMED = (
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.self_attn\.(f_[ab]_proj)$"), r".self_attn.forget_gate.\1"),
+)
 ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)")
 Weights = dict[str, torch.Tensor]
 OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> tensors
@@ -49,9 +55,9 @@ class PlaceholderModules:
             linear: Any = model.get_submodule(path)
             model.set_submodule(path, UnpackedLinear(parts, linear.weight.shape, self.rows.get(path)))
         for path, products in self.experts.items():
-            gate_up, down = (products[name] for name in PRODUCTS)
-            experts = UnpackedExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
-            model.set_submodule(path, experts)
+            inner = model.get_submodule(path)
+            gate_up, down = (products[name] for name in products_of(inner) or PRODUCTS)
+            model.set_submodule(path, UnpackedExperts(inner, gate_up, down, self.rows.get(path)))
 
 
 def is_in_other_form(key: str) -> bool:
@@ -75,9 +81,11 @@ def hold(
         return held
     with torch.device("meta"):
         skeleton: torch.nn.Module = architecture(config)
-    places = [name for name, module in skeleton.named_modules() if are_experts(module)]
+    named = dict(skeleton.named_modules())
+    places = {name: products for name, module in named.items() if (products := products_of(module)) is not None}
     singles: dict[str, dict[int, dict[str, Tensors]]] = defaultdict(lambda: defaultdict(dict))
     for path, tensors in layers.items():
+        path = path if path in named else _renamed(path)
         if one := ONE_EXPERT.fullmatch(path):
             name = EXPERT_ALIASES.get(one["name"], one["name"])
             singles[_experts_path(places, one["experts"])][int(one["index"])][name] = tensors
@@ -89,9 +97,16 @@ def hold(
         else:
             held.linears[path] = WeightTensors(form_of(tensors, path), tensors, dtype)
     for path, experts in singles.items():
-        held.experts[path] = {name: _stack(path, experts, JOINED[name], dtype) for name in PRODUCTS}
-    _leave_placeholders(weights, held, skeleton, dtype, share)
+        held.experts[path] = {name: _stack(path, experts, JOINED[name], dtype) for name in places[path]}
+    _leave_placeholders(weights, held, named, dtype, share)
     return held
+
+
+def _renamed(path: str) -> str:
+    """Returns the path in the model of a layer whose path in the files differs."""
+    for part, name in RENAMED:
+        path = part.sub(name, path)
+    return path
 
 
 def _take(weights: Weights) -> dict[str, Tensors]:
@@ -106,8 +121,8 @@ def _take(weights: Weights) -> dict[str, Tensors]:
     return {path: {part: weights.pop(key) for part, key in parts.items()} for path, parts in others.items()}
 
 
-def _experts_path(places: list[str], path: str) -> str:
-    """Returns the module path of the experts in that layer; paths in files may differ. Raises ModelError."""
+def _experts_path(places: Iterable[str], path: str) -> str:
+    """Returns the module path of that layer's experts, which may differ from the path in files. Raises ModelError."""
     layer = LAYER_OF.match(path)
     found = [place for place in places if layer is not None and place.startswith(layer.group())]
     if len(found) != 1:
@@ -133,10 +148,16 @@ def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dt
 
 
 def _leave_placeholders(
-    weights: Weights, held: PlaceholderModules, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
+    weights: Weights,
+    held: PlaceholderModules,
+    named: Mapping[str, torch.nn.Module],
+    dtype: torch.dtype,
+    share: RankShare | None,
 ) -> None:
-    """Puts placeholders in place, and records layers that take whole rows. Raises ModelError for an unknown layer."""
-    named = dict(skeleton.named_modules())
+    """Leaves placeholders, and records the layers that take whole rows. Raises ModelError for an unknown layer.
+
+    `named`: the modules of the model, by path.
+    """
     for path in held.linears:
         linear = named.get(path)
         if not isinstance(linear, torch.nn.Linear):
@@ -147,7 +168,7 @@ def _leave_placeholders(
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in linear.named_parameters()}
     for path, products in held.experts.items():
         experts = named[path]
-        if missing := [name for name in PRODUCTS if name not in products]:
+        if missing := [name for name in products_of(experts) or PRODUCTS if name not in products]:
             raise ModelError(f"{path}: {missing[0]} is missing in the form of the other product")
         for name, each in experts.named_parameters():
             if name in products:

@@ -171,9 +171,10 @@ class LoraTargets:
     def move_adapters_from(self, old: LoraTargets) -> None:
         """Takes over the adapters of `old`, from the same model loaded before; these targets have none yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
+        self.rows.device, self.rows.has_tables = old.rows.device, old.rows.has_tables
         for name, (site, _) in self.linear.items():
             before, _ = old.linear[name]
-            site.table, site.additions = before.table, before.additions
+            site.table, site.additions, site.there = before.table, before.additions, before.there
         if self.head is not None and old.head is not None:
             self.head[1].wholes = old.head[1].wholes
         if self.embedding is not None and old.embedding is not None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pd_cluster import host
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS
 from pd_cluster.model.planning.pool_sizing import (
     DEFAULT_KV_CACHE_NBYTES,
     DEFAULT_SHARE,
@@ -65,6 +66,14 @@ class GroupNeeds:
     max_model_len: int
     max_num_batched_tokens: int
     left: tuple[int, str] | None = None
+
+    @property
+    def left_nbytes(self) -> int | None:
+        """Returns the bytes left on an accelerator for blocks that requests can hold; a pool's extra blocks have the
+        same size. None: the pools are in host memory.
+        """
+        extra = NUM_EXTRA_BLOCKS * sum(layout.block_nbytes for layout in self.layouts)
+        return None if self.left is None else max(0, self.left[0] - extra)
 
     @property
     def window(self) -> KVLayout | None:
@@ -124,8 +133,9 @@ class GroupNeeds:
         return self.config.max_num_seqs == DEFAULT_NUM_SEQS
 
     def share_of(self, free: host.HostMemory, share: float) -> int:
-        """Returns how many bytes all pools may take together, if they get this share of host memory."""
-        return self.left[0] if self.left is not None else host_share(free, share, self.config.num_local_ranks)
+        """Returns the largest total of all pools in bytes, if they get this share of host memory."""
+        left = self.left_nbytes
+        return left if left is not None else host_share(free, share, self.config.num_local_ranks)
 
     def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
         """Raises ConfigError if pools of `nbytes` do not fit host memory. On an accelerator, allocation shows that."""
@@ -213,7 +223,7 @@ def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * GIB), f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
     if needs.left is not None:
-        return needs.left
+        return needs.left_nbytes or 0, needs.left[1]
     if (share := config.gpu_memory_utilization) is not None:
         flag = f"{called('gpu_memory_utilization')} {share:g}, {shared(free, config)}"
         return host_share(free, share, config.num_local_ranks), flag

@@ -39,6 +39,7 @@ from pd_cluster.model.runner.loaded_parts import LoadedParts, load_parts
 from pd_cluster.model.runner.memory_profile import (
     check_pictures_fit,
     decode_workspace_nbytes,
+    lists_nbytes,
     nbytes_of_adapters,
     nbytes_of_graphs,
     peak_of_a_step,
@@ -121,6 +122,7 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout]
     if device.is_accelerator:
         peak += nbytes_of_adapters(model.config, config.adapters, plan.dtype)
     peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
+    peak += lists_nbytes(model, layout, plan.max_num_batched_tokens, num_seqs, plan.max_model_len)
     num_pairs = sum(num_lanes(each, config.paired_tp_sizes) for each in layouts)
     if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone, plan.exchanges_rows):
         log.info("%.2f GiB are reserved for communicators, %d of them for KV transfers", nbytes / 2**30, num_pairs)
@@ -190,11 +192,12 @@ def _prove(plan: LoadPlan, model: CausalLM, pools: Sequence[KVPool]) -> LoadProo
 def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
     """Returns a description of everything that affects the loaded model's numerics."""
     config, checkpoint, on_host = plan.config, plan.checkpoint, not plan.device.is_accelerator
+    kernels = numerics_name(model.attention, plan.speedups, model.prompt_states)
     coded = checkpoint.quantization
     return Numerics(
         device=plan.device.kind,
         dtype=plan.dtype,
-        attention_backend=config.attention_backend if on_host else numerics_name(model.attention, plan.speedups),
+        attention_backend=config.attention_backend if on_host else kernels,
         deterministic=config.deterministic,
         quantization="" if coded is None else coded.numerics_name(on_host),
         quantize_head=checkpoint.head_scheme,

@@ -15,7 +15,7 @@ from pd_cluster.media.image_rules import ImageRules
 from pd_cluster.model.inputs.forward_batch import build_batch
 from pd_cluster.model.kernels.cuda.attention.attention_plan import most_splits
 from pd_cluster.model.language_model.causal_lm import CausalLM
-from pd_cluster.model.layers.attention.latent_attention import workspace_nbytes
+from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES, workspace_nbytes
 from pd_cluster.model.vision.vision_tower import Tower
 from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.types import Request, RequestSpec, Sampling
@@ -137,6 +137,17 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
     num_heads: int = model.config.num_attention_heads  # this rank's heads: its config describes its share
     width = layout.planes[0].width if layout.has_latents else layout.head_dim
     return 4 * num_seqs * num_heads * most_splits(max_model_len) * (width + 1)
+
+
+def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int) -> int:
+    """Returns the bytes of scores and lists of chosen keys: of a step with `num_tokens` tokens, and of decode graphs.
+
+    The step that is measured chooses nothing, because its sequences are short.
+    """
+    if not layout.has_index or max_model_len <= model.config.index_topk:
+        return 0
+    scores_nbytes = 2 * 4 * max(MOST_SCORES, max_model_len)
+    return scores_nbytes + 4 * (num_tokens + num_seqs) * int(model.config.index_topk)
 
 
 def largest_step(

@@ -14,6 +14,7 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.replaced_weights import Stamp
+from pd_cluster.devices.device import reserved_nbytes
 from pd_cluster.devices.device_streams import mark
 from pd_cluster.errors import Closed, ModelError
 from pd_cluster.kv.kv_pool import KVPool
@@ -42,6 +43,7 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 from pd_cluster.model.runner.loaded_parts import LoadedParts, load_parts
 from pd_cluster.model.runner.model_adapters import ModelAdapters
 from pd_cluster.model.runner.step_threads import StepThreads
+from pd_cluster.model.runner.weight_change import graphs_again, overwrite_parts, prove_again
 from pd_cluster.model.runner.weight_versions import check_stamp, plan_from
 from pd_cluster.model.sampling.device_sampling import can_choose, choose, tell
 from pd_cluster.model.sampling.device_tokens import After, DeviceTokens
@@ -373,18 +375,26 @@ class ModelRunner:
             give_freed_back()
 
     def change_weights(self, path: str, stamp: Stamp) -> None:
-        """Replaces the weights with those of another folder, between two steps; no block may be in use. CPU only.
+        """Loads the weights of another folder in place of these, between two steps; no block may be in use.
 
-        Raises ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
+        Graphs stay if the weights can be copied into the memory of these, and are captured again otherwise. Raises
+        ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
         """
-        assert not self.device.is_accelerator
         plan = plan_from(self._plan, path)
         check_stamp(path, stamp)
-        self._parts = None  # before loading, so that only one version is in memory
+        self._plan, on_device = plan, self.device.is_accelerator
+        if on_device and self._parts is not None and overwrite_parts(plan, self._parts):
+            prove_again(plan, self._parts, self.pools)
+            return
+        self.graphs, self._parts = StepGraphs(), None  # first, so that only one version is in memory
         gc.collect()
-        self._plan = plan
+        if on_device:
+            reserved_nbytes(self.device)  # gives back what they took
         self._parts = self._loaded_again()
-        give_freed_back()
+        if on_device:
+            self.graphs = graphs_again(plan, self._parts, self.pools)
+        else:
+            give_freed_back()
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
         """Queues commands for this rank's thread of a lower tier, to run after all block moves issued so far."""
@@ -421,7 +431,9 @@ class ModelRunner:
             )
         with self.threads.loading():
             parts = load_parts(self._plan)
-        if parts.head is not None and parts.head.identity != self.pool.layout.draft_head:
+        if (head := parts.head) is not None and not (
+            head.is_of_model or head.identity == self.pool.layout.draft_head  # replaced weights name the former
+        ):
             place = self._plan.config.speculation.model or checkpoint.path
             raise ModelError(f"{place}: the draft head has changed during the sleep; restart all instances")
         self.held.adopt(parts.model)

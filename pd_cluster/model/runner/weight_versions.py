@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -28,29 +33,81 @@ def check_stamp(path: str, stamp: Stamp) -> None:
         raise ModelError(f"{path}: the files have changed since they were checked; write each version to a new folder")
 
 
-class VersionFiles:
-    """Checks versions against the folder `base`. `refusal`: why this engine cannot change weights; "" if it can."""
+class VersionCopies(Protocol):
+    """Copies of versions by digest, which this process keeps on its host."""
 
-    def __init__(self, base: Path, refusal: str = "") -> None:
-        self._base, self._refusal = base, refusal
-        self._checked: dict[str, Stamp] = {}  # the last checked folder and its stamp
+    def of(self, digest: str) -> Path | None: ...
+    def drop(self, digest: str) -> None: ...
+    def keep_only(self, *digests: str) -> None: ...
+
+
+class CopySource(Protocol):
+    """Gets copies of versions from other processes."""
+
+    @property
+    def copies(self) -> VersionCopies: ...
+
+    def fetch(self, version: WeightVersion, check: Callable[[Path], None]) -> None:
+        """Gets a copy, which `check` accepts. Raises ModelError."""
+
+
+class VersionFiles:
+    """Checks versions against the folder `base`. Any thread may call its methods.
+
+    `source` None: versions are read only from their own folders.
+    """
+
+    def __init__(self, base: Path, source: CopySource | None = None) -> None:
+        self._base, self._source = base, source
+        self._one_at_a_time = threading.Lock()
+        self._checked: dict[str, tuple[Path, Stamp]] = {}  # the last two, by digest: one may be loading
+        self._held = ""  # the digest of the loaded version
 
     def check(self, version: WeightVersion) -> None:
-        """Raises ModelError unless the folder holds exactly this version, for this model."""
-        if self._refusal:
-            raise ModelError(self._refusal)
-        folder = Path(version.path)
+        """Raises ModelError unless a folder holds exactly this version, for this model; gets a copy if need be."""
+        with self._one_at_a_time:
+            try:
+                self._check(version, Path(version.path))
+            except (ModelError, OSError) as error:
+                if self._source is None:
+                    raise
+                self._check_copy(self._source, version, error)
+
+    def _check_copy(self, source: CopySource, version: WeightVersion, why: ModelError | OSError) -> None:
+        """`why`: why the version's own folder does not have it."""
+        source.copies.keep_only(self._held, version.digest, *self._checked)
+        if (folder := source.copies.of(version.digest)) is not None:
+            with contextlib.suppress(ModelError, OSError):
+                self._check(version, folder)
+                return
+            source.copies.drop(version.digest)
+        try:
+            source.fetch(version, partial(self._check, version))
+        except ModelError as error:
+            missing = why.text if isinstance(why, ModelError) else f"{version.path}: {why.strerror}"
+            raise ModelError(f"{missing}; no other process sends it: {error.text}") from error
+
+    def _check(self, version: WeightVersion, folder: Path) -> None:
         stamp = stamp_of(folder)
         if check_replacement(self._base, folder) != version.digest:
-            raise ModelError(f"{folder}: the files differ from those on the scheduler's host; copy the folder again")
-        self._checked = {version.path: stamp}
+            raise ModelError(f"{folder}: other bytes here than on the scheduler's host; copy the folder again")
+        others = [each for each in self._checked.items() if each[0] != version.digest]
+        self._checked = {**dict(others[-1:]), version.digest: (folder, stamp)}
 
-    def find(self, version: WeightVersion) -> None:
-        """Checks a version's files once. Raises ModelError, also if they have changed since that check."""
-        if version.path not in self._checked:
-            self.check(version)
-        check_stamp(version.path, self._checked[version.path])
+    def is_found(self, version: WeightVersion) -> bool:
+        """Whether a version's files are those that were checked."""
+        folder, stamp = self._checked.get(version.digest, (None, ()))
+        try:
+            return folder is not None and stamp_of(folder) == stamp
+        except ModelError:
+            return False
 
-    def stamp(self, version: WeightVersion) -> Stamp:
-        """Returns the stamp of the files of a version that `find` has accepted."""
-        return self._checked[version.path]
+    def found(self, version: WeightVersion) -> tuple[Path, Stamp]:
+        """Returns the folder of a version that was found, and the stamp of its files."""
+        return self._checked[version.digest]
+
+    def loaded(self, version: WeightVersion) -> None:
+        """Forgets the copies of other versions."""
+        self._held = version.digest
+        if self._source is not None:
+            self._source.copies.keep_only(version.digest)

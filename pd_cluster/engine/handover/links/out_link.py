@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pd_cluster import wire
@@ -31,8 +32,10 @@ class OutLane:
 
 @dataclass(slots=True)
 class OutLink:
+    """`on_change` is called with every new state."""
+
     info: wire.PeerInfo
-    state: LinkState = WAITING
+    on_change: Callable[[], None]
     conn: str = ""
     link_id: str = ""
     lanes: list[OutLane] = field(default_factory=list)
@@ -50,6 +53,16 @@ class OutLink:
     is_rested: bool = False  # it is at rest, and opens again only for a transfer
     over: tuple[str, ...] = ()  # the transports that it used last
     awaited_s: float | None = None  # since when a transfer waits for it
+    _state: LinkState = WAITING
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @state.setter
+    def state(self, state: LinkState) -> None:
+        self._state = state
+        self.on_change()
 
     @property
     def sent_nbytes(self) -> int:

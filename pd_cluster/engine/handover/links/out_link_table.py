@@ -5,6 +5,7 @@ Knows nothing of how a link opens, rests or closes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import ValuesView
 
 from pd_cluster import wire
@@ -13,6 +14,7 @@ from pd_cluster.engine.handover.links.link_ends import PeerProgress
 from pd_cluster.engine.handover.links.out_link import OutLink
 from pd_cluster.engine.handover.shipping import ShipLimits
 from pd_cluster.kv.kv_layout import num_common_layers
+from pd_cluster.types import LinkState
 
 
 class OutLinkTable:
@@ -25,10 +27,22 @@ class OutLinkTable:
         self.by_conn: dict[str, OutLink] = {}
         self.closed_nbytes = 0  # sent over closed links
         self._layouts, self._clock = context.endpoint.layouts, context.clock
+        self._states: dict[str, LinkState] | None = None  # None: a link has changed since
+        self.idle_until_s = -math.inf  # until then no link needs anything, unless one changes
 
     @property
     def links(self) -> ValuesView[OutLink]:
         return self.by_peer.values()
+
+    def changed(self) -> None:
+        """Records that a link has come, gone or changed its state, or must rest."""
+        self._states, self.idle_until_s = None, -math.inf
+
+    def states(self) -> dict[str, LinkState]:
+        """Returns the states that peers must know, by peer: the same dict, never changed, until a link changes."""
+        if self._states is None:
+            self._states = {peer: link.shown for peer, link in self.by_peer.items()}
+        return self._states
 
     @property
     def sent_nbytes(self) -> int:

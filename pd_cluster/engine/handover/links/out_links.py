@@ -6,6 +6,7 @@ Runs on the engine's thread, except for `meet`, which runs on the mailbox's thre
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -62,11 +63,15 @@ class OutLinks:
             link = self._links.pop(peer)
             self._close(link, "the scheduler has removed it: the peer is gone, or roles have changed")
         for peer, info in wanted.items():
-            self._links.setdefault(peer, OutLink(info))
+            if peer not in self._links:
+                self._links[peer] = OutLink(info, self.table.changed)
+        self.table.changed()
         self.tick()
 
     def tick(self) -> None:
         now_s = self._clock()
+        if now_s < self.table.idle_until_s:
+            return
         self._limit.choose(self._links.values(), now_s, self._users.uses)
         quiet_s, others = now_s - self._timeouts.link_keepalive_s, list[OutLink]()
         for link in self._links.values():
@@ -76,6 +81,9 @@ class OutLinks:
                 link.probed_s = now_s
                 for lane in link.lanes:
                     lane.end.probe()
+        if not others and not self._limit.most:
+            used_s = (max(link.used_s, link.probed_s) for link in self._links.values())
+            self.table.idle_until_s = min(used_s, default=math.inf) + self._timeouts.link_keepalive_s
         for link in sorted(others, key=lambda each: (each.awaited_s is None, each.awaited_s or 0.0)):
             if link.state.phase == "opening" and now_s >= link.due_s:
                 self._retry(link, f"no answer within {link.timeout_s:g} s")
@@ -87,7 +95,7 @@ class OutLinks:
                 self._start(link)
 
     def states(self) -> dict[str, LinkState]:
-        return {peer: link.shown for peer, link in self._links.items()}
+        return self.table.states()
 
     def state_of(self, conn: str) -> LinkState:
         link = self._by_conn.get(conn)
@@ -160,6 +168,7 @@ class OutLinks:
         link = self._find(conn, wish.link_id)
         if link is not None and link.has_pair:  # if it is still opening, waiting transfers are sent first
             link.must_rest = True
+            self.table.changed()
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
         link = self._find(conn, queued.link_id)

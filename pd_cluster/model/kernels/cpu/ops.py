@@ -20,13 +20,13 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cpu.decoder_layers import ACTIVATIONS, DecoderLayers, decoder_layers
-from pd_cluster.model.layers.attention.sparse_selection import IndexRows
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Experts
 from pd_cluster.model.layers.linear_weight import LinearWeight
-from pd_cluster.model.layers.ops import Heads, Latents, Norm, Rope, Rows
+from pd_cluster.model.layers.ops import Heads, Latents, Norm, Rope, Rows, prepared_index
 from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.layers.states.recurrent_kernels import NativeStates, RecurrentKernel, StateShape
 from pd_cluster.native import build
@@ -157,6 +157,7 @@ class CpuOps:
 
     name = "C"
     attention = "C"
+    prompt_states = ""
     is_capturable = False  # there are no graphs on a CPU
     wide_latents = True
 
@@ -247,6 +248,11 @@ class CpuOps:
         )  # fmt: skip
         batch.layer_written(latents.layer_idx, None)
         return out
+
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return prepared_index(queries, keys, norm, rope)
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         (num_tokens, num_heads, width), pool = rows.queries.shape, batch.pool

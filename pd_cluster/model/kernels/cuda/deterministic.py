@@ -38,6 +38,7 @@ class DeterministicOps(CudaOps):
     name = "deterministic Triton"
     few_gated = sys.maxsize
     has_one_tile = True
+    scans_chunks = False
 
     def linear(self, weight: LinearWeight) -> Linear:
         """Multiplies by the codes of a quantized weight, otherwise by the weight itself."""

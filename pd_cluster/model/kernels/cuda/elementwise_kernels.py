@@ -106,7 +106,7 @@ def rotated(
     source,  # [HEADS, HALF] pointers to the left halves
     inside,
     weight,
-    cos,  # [1, HALF] pointers, as is sin; products are rounded to their dtype
+    cos,  # pointer to a row, like sin
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
@@ -115,7 +115,6 @@ def rotated(
 ):
     """Returns the left and right halves of some heads after norm and rotation, as float32 rounded to the dtype."""
     dtype: tl.constexpr = source.dtype.element_ty
-    table: tl.constexpr = cos.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -127,8 +126,15 @@ def rotated(
         right_weight = tl.load(weight + half + at, mask=at < half, other=0.0)
         left = scaled(left * factor, left_weight, dtype).to(dtype).to(tl.float32)
         right = scaled(right * factor, right_weight, dtype).to(dtype).to(tl.float32)
-    c = tl.load(cos + at, mask=at < half, other=0.0).to(tl.float32)
-    s = tl.load(sin + at, mask=at < half, other=0.0).to(tl.float32)
+    return turned(left, right, cos + at, sin + at, at < half, dtype)
+
+
+@triton.jit
+def turned(left, right, cos, sin, inside, dtype: tl.constexpr):
+    """Returns the halves rotated; `cos`, `sin` [1, HALF] are pointers, and products are rounded to their dtype."""
+    table: tl.constexpr = cos.dtype.element_ty
+    c = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
     turned_left = (left * c).to(table).to(tl.float32) - (right * s).to(table).to(tl.float32)
     turned_right = (right * c).to(table).to(tl.float32) + (left * s).to(table).to(tl.float32)
     return turned_left.to(dtype), turned_right.to(dtype)

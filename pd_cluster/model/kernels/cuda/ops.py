@@ -7,6 +7,7 @@ current stream, and launch sizes depend only on shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -14,6 +15,7 @@ import triton
 from pd_cluster.kv.kv_layout import stored_width
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cuda import elementwise_kernels as kernels
+from pd_cluster.model.kernels.cuda.attention import listed_keys
 from pd_cluster.model.kernels.cuda.attention.latent_heads import Attend, attend_latents
 from pd_cluster.model.kernels.cuda.attention.quantized_kv import codes_of
 from pd_cluster.model.kernels.cuda.dependent_launch import launched
@@ -23,6 +25,8 @@ from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import DTYPES as DTYPES_16
 from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
 from pd_cluster.model.kernels.cuda.states import triton_states
+from pd_cluster.model.kernels.cuda.states.chunk_choice import ChunkChoice
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, FewRows
@@ -46,13 +50,20 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    has_one_tile = False  # whether products of latents have the same tile for every number of rows
+    # Products of latents have the same tile for every number of rows; with an indexer, all tokens attend to lists.
+    has_one_tile = False
+    scans_chunks = True  # other kernels may compute recurrent layers over prompts
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
         """`attention`: its name, for the log. `speedups`: see model/kernels/cuda_speedups.py."""
         self._attend = attend_paged
         self.attention = attention
         self._pdl, self._has_skinny_gate = PDL in speedups, SKINNY_GATE in speedups
+        self._chunks = ChunkChoice()
+
+    @property
+    def prompt_states(self) -> str:
+        return self._chunks.name
 
     def linear(self, weight: LinearWeight) -> Linear:
         return linear_of(weight) or weight.linear()
@@ -107,13 +118,27 @@ class CudaOps:
     def attend_latents(
         self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
     ) -> torch.Tensor:
-        return attend_latents(self._attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
+        attend = self._attend
+        if batch.chosen is not None:
+            attend = partial(listed_keys.attend_listed, may_split=not self.has_one_tile, pdl=self._pdl)
+        return attend_latents(attend, latents, queries, kept, rope, batch, self.has_one_tile, self._pdl)
+
+    def prepare_index(
+        self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return listed_keys.prepare_index(queries, keys, norm, rope, self._pdl)
+
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        return listed_keys.choose_keys(rows, batch, self.has_one_tile, self._pdl)
 
     def takes_states(self, shape: StateShape, device: torch.device) -> bool:
         return triton_states.takes(shape)
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        return triton_states.TritonStates(convolution, recurrence)
+        chunks = None
+        if recurrence is not None and self.scans_chunks:
+            chunks = self._chunks.kernel_for(convolution, recurrence)
+        return triton_states.TritonStates(convolution, recurrence, chunks)
 
 
 def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) -> torch.Tensor:

@@ -207,14 +207,18 @@ def _call(
 def planned_step(batch: ForwardBatch) -> PlannedStep:
     """Makes the plan in a step's first layer. A graph repeats this at each replay, from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
+    batch.host_values = _host_values
+    return PlannedStep(tables_of(batch), np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
+
+
+def tables_of(batch: ForwardBatch) -> torch.Tensor:
+    """Returns the sequences' blocks, [num_seqs, width] int32, each followed by arbitrary valid ids."""
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
-    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no ids, so all must be valid
-    # Indexing by a tensor may make the host wait for the device, which a graph cannot do; index_select does not.
-    tables = batch.block_table.index_select(0, at.flatten()).view(at.shape)
-    batch.host_values = _host_values
-    return PlannedStep(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
+    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no id: all must be valid
+    # index_select gathers; indexing by a tensor may make the host wait for the device, which no graph supports.
+    return batch.block_table.index_select(0, at.flatten()).view(at.shape)
 
 
 def _host_values(lens: Ints) -> HostValues:

@@ -1,13 +1,15 @@
 """Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The operator reads the pool's two planes as they are: latents, and their rotated parts. It supports one width of each,
-and only powers of two of heads, so heads of zeros are added and their results dropped. All sequences of a step are
-computed in one packed call (TND). A chunk of a prompt is split into sequences of at most 16 tokens, the most that all
-versions of the operator support. `problem` reports at load what the operator does not support. Nothing here has run on
-hardware.
+The pool's two planes are what the operator reads: latents, and the rotated parts beside them. It takes one width of
+each, and a power of two of heads; further heads are zeros, whose results are dropped. A step's sequences are packed
+(TND); a longer chunk of a prompt goes as several sequences of 16 tokens, the most that all versions of the operator
+take. A step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
+operator does not support. Nothing here has run on hardware.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +31,8 @@ MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator supports the widths of a model's latents; `problem` checks the rest."""
-    return tuple(plane.width for plane in layout.planes) == WIDTHS
+    """Whether the operator takes a model's latents, if the settings fit."""
+    return tuple(plane.width for plane in layout.planes[:2]) == WIDTHS
 
 
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int) -> str:
@@ -45,6 +47,12 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int) -> str:
     if max_num_seqs > MAX_PACKED_SEQS:
         return f"{called('max_num_seqs')} {max_num_seqs}: attention on NPUs supports at most {MAX_PACKED_SEQS} at once"
     return ""
+
+
+class _PlannedCalls(NamedTuple):
+    """A step's calls, for all its layers, in the order of its tokens."""
+
+    calls: tuple[PlannedStep, ...]
 
 
 class NpuLatentOps(NpuOps):
@@ -64,19 +72,30 @@ class NpuLatentOps(NpuOps):
         ends = rotated(kept[:, None, width:], rope)  # [num_tokens, 1, rope_width]
         npu_attention.write_kv(latents.layer_idx, latent[:, None], ends, batch)
         batch.layer_written(latents.layer_idx, None)
-        if latents.layer_idx == 0 or not isinstance(batch.kernel_state, PlannedStep):
-            batch.kernel_state = _in_pieces(planned_step(batch), batch)
         apart = queries.view(num_tokens, latents.num_heads, -1)
         heads = apart[..., : latents.query_width].transpose(0, 1)  # [num_heads, num_tokens, query_width]
-        absorbed = _padded(torch.bmm(heads, latents.keys).transpose(0, 1))
-        turned = _padded(rotated(apart[..., latents.query_width :], rope))
-        summed = self._summed(latents, absorbed, turned, batch, batch.kernel_state)[:, : latents.num_heads]
+        whole = 1 << (latents.num_heads - 1).bit_length()
+        absorbed = padded_heads(torch.bmm(heads, latents.keys).transpose(0, 1), whole)
+        turned = padded_heads(rotated(apart[..., latents.query_width :], rope), whole)
+        summed = self._summed(latents, absorbed, turned, batch)[:, : latents.num_heads]
         return torch.bmm(summed.transpose(0, 1), latents.values).transpose(0, 1).reshape(num_tokens, -1)
 
     def _summed(
-        self, latents: Latents, absorbed: torch.Tensor, turned: torch.Tensor, batch: ForwardBatch, step: PlannedStep
+        self, latents: Latents, absorbed: torch.Tensor, turned: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Returns the weighted sums of latents, [num_tokens, num_heads, width]."""
+        if latents.layer_idx == 0 or not isinstance(batch.kernel_state, _PlannedCalls):
+            batch.kernel_state = _PlannedCalls(_in_calls(planned_step(batch), batch))
+        found, start = [], 0
+        for call in batch.kernel_state.calls:
+            own = slice(start, start + call.query_ends[-1])
+            found.append(self._call(latents, absorbed[own], turned[own], batch, call))
+            start = own.stop
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _call(
+        self, latents: Latents, absorbed: torch.Tensor, turned: torch.Tensor, batch: ForwardBatch, step: PlannedStep
+    ) -> torch.Tensor:
         latent_pool, rope_pool = (pool.flatten(2) for pool in batch.pool.layer(latents.layer_idx))
         # For single tokens some versions of the operator accept no mask; without one, they see all keys.
         is_decode = len(step.query_ends) == len(absorbed)
@@ -100,10 +119,9 @@ class NpuLatentOps(NpuOps):
         return found
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros added up to a power of two."""
+def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
+    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to `whole`."""
     num_tokens, num_heads, width = x.shape
-    whole = 1 << (num_heads - 1).bit_length()
     if whole == num_heads:
         return x.contiguous()
     found = x.new_zeros(num_tokens, whole, width)
@@ -111,16 +129,21 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _in_pieces(step: PlannedStep, batch: ForwardBatch) -> PlannedStep:
-    """Returns the plan with sequences of more than MAX_QUERIES tokens split into pieces."""
+def _in_calls(step: PlannedStep, batch: ForwardBatch) -> tuple[PlannedStep, ...]:
+    """Returns the calls of a step whose sequences with more than MAX_QUERIES tokens are cut."""
     lens = np.asarray(batch.query_lens)
     if lens.max() <= MAX_QUERIES:
-        return step
+        return (step,)
     counts = -(-lens // MAX_QUERIES)
     owners = np.repeat(np.arange(len(lens)), counts)  # [num_pieces]
     stops = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + 1) * MAX_QUERIES
     stops = np.minimum(stops, lens[owners])  # counted in tokens of the sequence that the piece belongs to
     ends = stops + (np.cumsum(lens) - lens)[owners]
     context_lens = np.asarray(step.context_lens)[owners] - lens[owners] + stops
-    there = on_device({"owners": owners}, batch.pool.device)["owners"]
-    return PlannedStep(step.tables.index_select(0, there), ends.tolist(), context_lens.tolist())
+    tables = step.tables.index_select(0, on_device({"owners": owners}, batch.pool.device)["owners"])
+    calls = []
+    for first in range(0, len(owners), MAX_PACKED_SEQS):
+        own = slice(first, first + MAX_PACKED_SEQS)
+        before = int(ends[first - 1]) if first else 0
+        calls.append(PlannedStep(tables[own], (ends[own] - before).tolist(), context_lens[own].tolist()))
+    return tuple(calls)

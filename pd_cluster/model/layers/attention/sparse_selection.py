@@ -10,9 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import layer_norm
 
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES
+
+
+@dataclass(frozen=True, slots=True)
+class IndexNorm:
+    """A layer norm with a bias, for an indexer's keys [num_rows, width]."""
+
+    weight: torch.Tensor  # float32, like `bias`
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The result is rounded to the dtype of `x`."""
+        return layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +35,7 @@ class IndexRows:
 
     layer_idx: int
     queries: torch.Tensor  # [num_tokens, num_heads, width]
-    weights: torch.Tensor  # [num_tokens, num_heads]
+    weights: torch.Tensor  # [num_tokens, num_heads] float32
     keys: torch.Tensor  # [num_tokens, width]
     most: int  # the number of keys that a token attends to
 

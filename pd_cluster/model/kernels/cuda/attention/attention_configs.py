@@ -106,8 +106,12 @@ _LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int
 
 
 def latent_group(num_heads: int) -> int:
-    """Returns the number of query heads per program: the largest divisor of `num_heads` that is at most 16."""
-    return max(size for size in range(1, MAX_LATENT_GROUP + 1) if num_heads % size == 0)
+    """Returns how many query heads a program has: the largest divisor of `num_heads` that is at most 16."""
+    return largest_divisor(num_heads, MAX_LATENT_GROUP)
+
+
+def largest_divisor(num_heads: int, most: int) -> int:
+    return max(size for size in range(1, most + 1) if num_heads % size == 0)
 
 
 def latent_configs_for(

@@ -113,7 +113,7 @@ def decode_kernel(
     value_pool,
     query_starts,
     context_lens,
-    block_table,
+    block_table,  # slots with HAS_SLOTS
     table_starts,
     decode_seqs,  # [num_decode]
     sinks,
@@ -148,6 +148,7 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     ALL_DECODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -221,7 +222,7 @@ def decode_kernel(
             key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
             value_block_stride, value_token_stride, window, scale, softcap,
             HEAD_DIM, BLOCK_M, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, HAS_SLOTS,
         )  # fmt: skip
         num_splits = end - first
         if num_splits > 1:

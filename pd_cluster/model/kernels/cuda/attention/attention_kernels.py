@@ -15,14 +15,41 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 
 @triton.jit
-def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Returns one block for the tile's keys, or one for each key; 0 for keys from `hi` on."""
-    if BLOCK_N <= BLOCK_SIZE:
+def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SLOTS: tl.constexpr):
+    """Returns the block of a tile of keys, or the block or slot of each of its keys; 0 from `hi` on.
+
+    HAS_SLOTS: the table has a slot for each key.
+    """
+    if HAS_SLOTS:
+        n = tl.arange(0, BLOCK_N)
+        block = tl.load(table + start + n, mask=start + n < hi, other=0)
+    elif BLOCK_N <= BLOCK_SIZE:
         block = tl.load(table + start // BLOCK_SIZE, mask=start < hi, other=0)
     else:
         n = tl.arange(0, BLOCK_N)
         block = tl.load(table + start // BLOCK_SIZE + n // BLOCK_SIZE, mask=start + n < hi, other=0)
     return block
+
+
+@triton.jit
+def _vectors_at(
+    block,  # from `_blocks_at`
+    start,
+    block_stride,
+    token_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+):
+    """Returns the offsets [BLOCK_N] of a tile of keys in a plane."""
+    n = tl.arange(0, BLOCK_N)
+    if HAS_SLOTS:
+        at = (block // BLOCK_SIZE).to(tl.int64) * block_stride + (block % BLOCK_SIZE) * token_stride
+    elif BLOCK_N <= BLOCK_SIZE:
+        at = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
+    else:
+        at = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    return at
 
 
 @triton.jit
@@ -40,14 +67,11 @@ def _rope_scores(
     BLOCK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """Returns the products [M, BLOCK_N] of queries with the rotated parts of a tile of keys."""
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, R)
-    if BLOCK_N <= BLOCK_SIZE:
-        rows = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
-    else:
-        rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    rows = _vectors_at(block, start, block_stride, token_stride, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
     there = is_seen[:, None] & (d < ROPE_DIM)[None, :]
     if CODES > 0:
         rows = tl.multiple_of(rows, 4)
@@ -100,6 +124,7 @@ def _attend_tile(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
+    HAS_SLOTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Returns (acc, top, total) after processing BLOCK_N more keys.
@@ -108,10 +133,7 @@ def _attend_tile(
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
-    if BLOCK_N <= BLOCK_SIZE:
-        rows = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
-    else:
-        rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    rows = _vectors_at(block, start, block_stride, token_stride, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
     if CODES > 0:
         rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes are loaded four at a time
     offsets = rows[:, None] + d[None, :]
@@ -148,7 +170,7 @@ def _attend_tile(
     if ROPE_DIM > 0:
         scores += _rope_scores(
             q_rope, value_base, block, start, is_seen, value_block_stride, value_token_stride,
-            ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, PRECISION, CODES,
+            ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, PRECISION, CODES, HAS_SLOTS,
         )  # fmt: skip
     if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the conversion to and from log2
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
@@ -209,6 +231,7 @@ def sweep(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """Processes the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
@@ -217,34 +240,34 @@ def sweep(
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    upcoming = _blocks_at(table, lo, hi, BLOCK_N, BLOCK_SIZE)
+    upcoming = _blocks_at(table, lo, hi, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
     if HAS_WINDOW:
         for start in range(lo, whole_lo, BLOCK_N):
             block = upcoming
-            upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+            upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
             acc, top, total = _attend_tile(
                 acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
                 block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
                 HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
-                HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
+                HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, HAS_SLOTS, MASKED=True,
             )  # fmt: skip
     for start in range(whole_lo, whole_hi, BLOCK_N):
         block = upcoming
-        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
         acc, top, total = _attend_tile(
             acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
             HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=False,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, HAS_SLOTS, MASKED=False,
         )  # fmt: skip
     for start in range(whole_hi, hi, BLOCK_N):
         block = upcoming
-        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE, HAS_SLOTS)
         acc, top, total = _attend_tile(
             acc, top, total, q, q_rope, positions, ends, block, start, seen_from, hi, key_base, value_base,
             block_stride, token_stride, value_block_stride, value_token_stride, window, scale, softcap,
             HEAD_DIM, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, HAS_SLOTS, MASKED=True,
         )  # fmt: skip
     return acc, top, total
 
@@ -275,7 +298,7 @@ def prefill_kernel(
     value_pool,
     query_starts,
     context_lens,
-    block_table,
+    block_table,  # slots with HAS_SLOTS
     table_starts,
     tiles,  # [num_tiles, 2]: sequence, first query
     key_limits,  # [num_tokens]: the end of each query's visible keys; read with HAS_LIMITS
@@ -306,6 +329,7 @@ def prefill_kernel(
     HAS_LIMITS: tl.constexpr,
     PRECISION: tl.constexpr,
     CODES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     UNIFORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -365,6 +389,7 @@ def prefill_kernel(
         key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
         value_block_stride, value_token_stride, window, scale, softcap,
         HEAD_DIM, BLOCK_M, D, ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
+        HAS_SLOTS,
     )  # fmt: skip
     if HAS_SINKS:
         fade, total = add_sink(top, total, sinks, heads, is_row)

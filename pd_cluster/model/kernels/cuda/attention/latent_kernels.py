@@ -78,11 +78,12 @@ def prepare_latents(
     if tile > 0:
         head = ((tile - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (head < NUM_HEADS) & (rope_at < rope_half)
-        source = queries + token * query_stride + head * (QUERY_WIDTH + ROPE_WIDTH) + QUERY_WIDTH + rope_at
-        left, right = rotated(source, inside, weight, cos, sin, eps, ROPE_WIDTH, ROPE_HALF, False)
+        ends = queries + token * query_stride + head * (QUERY_WIDTH + ROPE_WIDTH) + QUERY_WIDTH + rope_at
+        # Names that the other branch has, too, would need the same shapes.
+        query_left, query_right = rotated(ends, inside, weight, cos, sin, eps, ROPE_WIDTH, ROPE_HALF, False)
         target = absorbed + (token * NUM_HEADS + head) * (WIDTH + ROPE_WIDTH) + WIDTH + rope_at
-        tl.store(target, left, mask=inside)
-        tl.store(target + rope_half, right, mask=inside)
+        tl.store(target, query_left, mask=inside)
+        tl.store(target + rope_half, query_right, mask=inside)
     else:
         dtype: tl.constexpr = kept.dtype.element_ty
         half: tl.constexpr = WIDTH // 2

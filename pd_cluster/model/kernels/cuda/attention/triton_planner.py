@@ -131,7 +131,7 @@ def _planned(batch: ForwardBatch, query: torch.Tensor, key_pool: torch.Tensor) -
 
 def _plan(batch: ForwardBatch, dtype_bits: int, shape: AttentionShape) -> Planned:
     device, num_kv_heads = batch.pool.device, shape.num_kv_heads
-    configs = _configs(shape, dtype_bits, device, batch.pool.layout.dtype in CODE_BITS)
+    configs = configs_of_shape(shape, dtype_bits, device, batch.pool.layout.dtype in CODE_BITS)
     plan = plan_attention(
         batch.query_lens, batch.host_context_lens, shape.group, num_kv_heads, configs, num_multiprocessors(device)
     )
@@ -159,7 +159,7 @@ class PaddedPlanner:
     def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
         """`num_heads`: this rank's query heads; `dtype_bits`: bits per element of a query."""
         self._shape = AttentionShape.of_pool(num_heads, layout)
-        self._configs = _configs(self._shape, dtype_bits, device, layout.dtype in CODE_BITS)
+        self._configs = configs_of_shape(self._shape, dtype_bits, device, layout.dtype in CODE_BITS)
         self._num_sms = num_multiprocessors(device)
 
     def num_tiles(self, size: tuple[int, int]) -> int:
@@ -187,5 +187,5 @@ class PaddedPlanner:
 
 
 @functools.cache
-def _configs(shape: AttentionShape, dtype_bits: int, device: Device, has_codes: bool) -> AttentionConfigs:
+def configs_of_shape(shape: AttentionShape, dtype_bits: int, device: Device, has_codes: bool) -> AttentionConfigs:
     return shape.configs(dtype_bits, compute_capability(device), has_codes)

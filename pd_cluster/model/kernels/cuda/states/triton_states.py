@@ -1,23 +1,26 @@
 """One recurrent layer in Triton, between its projections: see states_kernels.py. No launch waits for the device.
 
-Launch sizes depend on the layer's shape and on the step's numbers of sequences and rows; a row's results do not depend
-on launch sizes. Sums and states are float32; inputs may have 16 bits, and results have their dtype.
+Launch sizes depend on the layer's shape and on the step's numbers of sequences and rows; a program's results do not.
+Sums and states are float32; inputs may have 16 bits, and results have their dtype. Another library's chunk kernels may
+compute the recurrence of long sequences (chunk_choice.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import triton
 
+from pd_cluster.devices.device import Device
 from pd_cluster.model.inputs.forward_batch import on_device
 from pd_cluster.model.inputs.state_rows import StateRows
 from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.states import states_convolution as convolutions
 from pd_cluster.model.kernels.cuda.states import states_kernels as kernels
+from pd_cluster.model.kernels.cuda.states.chunk_passes import ChunkPass, Table, divided
 from pd_cluster.model.layers.states.recurrent_kernels import StateShape
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
@@ -34,34 +37,76 @@ def takes(shape: StateShape) -> bool:
     return shape.kernel_size in KERNELS and shape.width <= MOST_WIDTH and shape.num_parts <= MOST_PARTS
 
 
+class ChunkKernel(Protocol):
+    """Another library's kernel for long sequences."""
+
+    def __call__(
+        self,
+        inputs: StateInputs,
+        convolved: torch.Tensor,
+        state: torch.Tensor,
+        passes: Sequence[ChunkPass],
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the passes' rows of `out` [num_rows, num_features], before the norm, and their blocks of `state`.
+
+        `convolved` [num_rows, num_channels] float32: the convolution's results.
+        """
+
+
 class StateSlots(NamedTuple):
-    """A step's sequences and the places of their states, on the device: see states_kernels.py."""
+    """Some sequences of a step and their states, on the device: see states_kernels.py."""
 
     segments: torch.Tensor
     starts: torch.Tensor
     row_places: torch.Tensor
 
     @classmethod
-    def of(cls, rows: StateRows) -> StateSlots:
-        """Returns the slots of a step; the step's first layer creates them."""
-        if not isinstance(rows.kernel_state, cls):
-            table = rows.table
-            is_first = np.append(True, table[1:, 2] != table[:-1, 2])
-            (begins,) = np.nonzero(is_first)
-            starts = np.append(begins, len(table)).astype(np.int32)
-            lens = table[starts[1:] - 1, 1] - table[begins, 0]
-            places = np.repeat(table[begins][:, [0, 2]], lens, axis=0)
-            arrays = {"segments": table, "starts": starts, "row_places": np.ascontiguousarray(places)}
-            rows.kernel_state = cls(**on_device(arrays, rows.pool.device))
-        return rows.kernel_state
+    def of(cls, table: Table, device: Device) -> StateSlots:
+        is_first = np.append(True, table[1:, 2] != table[:-1, 2])[: len(table)]
+        (begins,) = np.nonzero(is_first)
+        starts = np.append(begins, len(table)).astype(np.int32)
+        lens = table[starts[1:] - 1, 1] - table[begins, 0]
+        places = np.repeat(table[begins][:, [0, 2]], lens, axis=0)
+        arrays = {"segments": table, "starts": starts, "row_places": np.ascontiguousarray(places)}
+        return cls(**on_device(arrays, device))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.starts) - 1
+
+
+class StepSlots(NamedTuple):
+    """The sequences of a step: `every` has all, `short` those that are advanced token by token, `passes` the others."""
+
+    every: StateSlots
+    short: StateSlots
+    passes: list[ChunkPass]
+    in_chunks: bool
+
+    @classmethod
+    def of(cls, rows: StateRows, in_chunks: bool) -> StepSlots:
+        """Returns the slots of a step; its first layer makes them. `in_chunks`: long sequences have other kernels."""
+        known = rows.kernel_state
+        if not isinstance(known, cls) or known.in_chunks != in_chunks:
+            device = rows.pool.device
+            every = StateSlots.of(rows.table, device)
+            table, passes = divided(rows.table) if in_chunks else (rows.table, [])
+            short = StateSlots.of(table, device) if passes else every
+            known = cls(every, short, [ChunkPass.of(runs, device) for runs in passes], in_chunks)
+            rows.kernel_state = known
+        return known
 
 
 class TritonStates:
     """A `RecurrentKernel`, with float32 copies of the weights."""
 
-    def __init__(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> None:
+    def __init__(
+        self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None, chunks: ChunkKernel | None = None
+    ) -> None:
+        """`chunks`: computes the recurrence of long sequences."""
         num_channels, kernel_size = convolution.weight.shape
-        self.num_features = num_channels
+        self.num_features, self._chunks = num_channels, chunks
         self._recurrence, self._num_kept = recurrence, kernel_size - 1
         self._weight, self._bias = _own(convolution.weight.t()), _own(convolution.bias)
         parts = convolution.parts
@@ -94,18 +139,27 @@ class TritonStates:
         for plane in planes:
             assert plane.dtype == torch.float32
             assert plane[0].is_contiguous()
-        places = StateSlots.of(rows)
+        slots = StepSlots.of(rows, self._chunks is not None)
         if self._recurrence is None:
-            return self._convolved(x, planes, places, x.dtype)
-        convolved = self._convolved(x, planes[1:], places, torch.float32)
+            return self._convolved(x, planes, slots.every, x.dtype)
+        convolved = self._convolved(x, planes[1:], slots.every, torch.float32)
         is_bare = self._norm_weight is None and self._norm.gate == "none"
         found = x.new_empty(len(x), self.num_features, dtype=x.dtype if is_bare else torch.float32)
-        assert planes[0][0].numel() == self.num_features * _columns(self._recurrence)
-        if isinstance(self._recurrence, GatedDelta):
-            self._delta(self._recurrence, inputs, convolved, planes[0], places, found)
-        else:
-            self._mamba(self._recurrence, inputs, convolved, planes[0], places, found)
+        assert planes[0][0].numel() == self.num_features * columns_of(self._recurrence)
+        if slots.short.num_sequences:
+            self.scan(inputs, convolved, planes[0], slots.short, found)
+        if self._chunks is not None:
+            self._chunks(inputs, convolved, planes[0], slots.passes, found)
         return found if is_bare else self._normed(found, inputs.gate, x.dtype)
+
+    def scan(
+        self, inputs: StateInputs, convolved: torch.Tensor, state: torch.Tensor, slots: StateSlots, out: torch.Tensor
+    ) -> None:
+        """Computes the recurrence of these sequences token by token; see ChunkKernel."""
+        if isinstance(self._recurrence, GatedDelta):
+            self._delta(self._recurrence, inputs, convolved, state, slots, out)
+        elif self._recurrence is not None:
+            self._mamba(self._recurrence, inputs, convolved, state, slots, out)
 
     def _convolved(
         self, x: torch.Tensor, planes: Sequence[torch.Tensor], places: StateSlots, dtype: torch.dtype
@@ -125,7 +179,7 @@ class TritonStates:
             enable_fp_fusion=False,
             **self._parts,
         )
-        convolutions.keep_inputs[(len(places.starts) - 1, self._num_tiles)](
+        convolutions.keep_inputs[(places.num_sequences, self._num_tiles)](
             *(x, *planes, places.segments, places.starts, x.stride(0), *strides),
             KEPT=triton.next_power_of_2(self._num_kept),
             BLOCK=CONV_CHANNELS,
@@ -149,7 +203,7 @@ class TritonStates:
         keys = triton.next_power_of_2(delta.key_width)
         columns = min(STATE_NUMBERS // keys, triton.next_power_of_2(delta.value_width))
         tiles = triton.cdiv(delta.value_width, columns)
-        kernels.delta_rule[(len(places.starts) - 1, delta.num_heads, tiles)](
+        kernels.delta_rule[(places.num_sequences, delta.num_heads, tiles)](
             *(qkv, decays, betas, bias, rates, out, state, places.segments, places.starts),
             *(decays.stride(0), betas.stride(0), state.stride(0)),
             NUM_HEADS=delta.num_heads,
@@ -179,7 +233,7 @@ class TritonStates:
         size = triton.next_power_of_2(mamba.state_size)
         tile = min(STATE_NUMBERS // size, triton.next_power_of_2(mamba.head_width))
         least, most = mamba.step_limits
-        kernels.mamba_scan[(len(places.starts) - 1, mamba.num_heads, triton.cdiv(mamba.head_width, tile))](
+        kernels.mamba_scan[(places.num_sequences, mamba.num_heads, triton.cdiv(mamba.head_width, tile))](
             *(xbc, steps, *self._numbers, out, state, places.segments, places.starts, steps.stride(0), state.stride(0)),
             NUM_HEADS=mamba.num_heads,
             NUM_GROUPS=mamba.num_groups,
@@ -213,8 +267,8 @@ class TritonStates:
         return out
 
 
-def _columns(recurrence: GatedDelta | Mamba2) -> int:
-    """Returns the number of state values for each feature."""
+def columns_of(recurrence: GatedDelta | Mamba2) -> int:
+    """Returns the number of state values per feature."""
     return recurrence.key_width if isinstance(recurrence, GatedDelta) else recurrence.state_size
 
 

@@ -1,0 +1,153 @@
+"""Gets the files of a version from another process, and sends them to another instance.
+
+docs/protocol/weights.md, "Copies", has the state × event table. Holds no legs. Knows nothing of tensors: files are
+compared with the model's and loaded elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_cluster import wire
+from pd_cluster.checkpoints.replaced_weights import version_files
+from pd_cluster.checkpoints.weight_files import weights_nbytes
+from pd_cluster.engine.lifecycle.weight_copies import WeightCopies
+from pd_cluster.engine.stages.stage import Stage
+from pd_cluster.errors import ModelError, PdClusterError
+from pd_cluster.net.folder_transfer import (
+    SILENCE_S,
+    FolderFiles,
+    ReceiverAddress,
+    receive_folder,
+    send_in_background,
+)
+from pd_cluster.net.payload_channel import PayloadError, PayloadReceiver, PayloadSender
+
+log = logging.getLogger(__name__)
+
+MOST_MORE_NBYTES = 64 << 20  # of a version's files beside its tensors' bytes, which are the model's
+MOST_FAILED = 1024
+BUSY_S = 0.5  # between requests for a source while all send to others
+Check = Callable[[Path], None]  # raises PdClusterError if a folder does not have the version
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnds:
+    """`send`: to a connection. `sender`: makes the sending end of a channel. `host`: where this instance listens."""
+
+    send: Callable[[str, wire.Body], None]
+    sender: Callable[[], PayloadSender]
+    host: str
+
+
+class WeightTransfers(Stage):
+    """`base`: the folder of the model. `fetch` runs on threads of its callers."""
+
+    def __init__(self, base: Path, ends: TransferEnds, copies: WeightCopies) -> None:
+        self._base, self._ends, self.copies = base, ends, copies
+        self._schedulers: tuple[str, ...] = ()  # their connections; replaced, never changed
+        self._answers: queue.SimpleQueue[tuple[str, wire.TakeWeights]] = queue.SimpleQueue()
+        self._fetching = threading.Lock()
+        self._sending: threading.Thread | None = None
+
+    # ---- the engine's thread
+
+    def opened(self, conn: str, is_scheduler: bool) -> None:
+        if is_scheduler:
+            self._schedulers = *self._schedulers, conn
+
+    def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
+        self._schedulers = tuple(each for each in self._schedulers if each != conn)
+
+    def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
+        if not is_scheduler:
+            return False
+        match body:
+            case wire.TakeWeights():
+                self._answers.put((conn, body))
+            case wire.SendWeights():
+                self._send(body)
+            case _:
+                return False
+        return True
+
+    def _send(self, order: wire.SendWeights) -> None:
+        if self._sending is not None and self._sending.is_alive():
+            log.warning("files of weights %s are not sent: another transfer is under way", order.version.name)
+            return
+        version = order.version
+
+        def find() -> FolderFiles:
+            folder = self.copies.of(version.digest) or Path(version.path)
+            return FolderFiles(folder, version_files(folder))
+
+        to = ReceiverAddress(order.host, order.port, order.public_key)
+        self._sending = send_in_background(self._ends.sender(), to, find)
+
+    def close(self) -> None:
+        self.copies.close()
+
+    # ---- other threads
+
+    def fetch(self, version: wire.WeightVersion, check: Check) -> None:
+        """Gets a copy of a version from another process. Raises ModelError if nobody has it, or it does not fit."""
+        with self._fetching:
+            if self.copies.of(version.digest) is not None:
+                return
+            failed: list[str] = []
+            while True:
+                conn, found = self._ask(version, failed)
+                if found.problem:
+                    raise ModelError(found.problem)
+                if not found.source:
+                    time.sleep(BUSY_S)
+                    continue
+                try:
+                    self._receive(version, conn, found, check)
+                except (PdClusterError, PayloadError, OSError) as error:
+                    log.warning("%s does not bring weights %s: %s", found.source, version.name, error)
+                    failed.append(found.source)
+                else:
+                    log.info("got weights %s from %s", version.name, found.source)
+                    return
+
+    def _ask(self, version: wire.WeightVersion, failed: list[str]) -> tuple[str, wire.TakeWeights]:
+        """Returns a source, and the connection of the scheduler that names it. Raises ModelError without an answer.
+
+        API processes are schedulers, too, and do not answer.
+        """
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        for conn in self._schedulers:
+            self._ends.send(conn, wire.SeekWeights(version.epoch, failed[-MOST_FAILED:]))
+        while True:
+            try:
+                conn, found = self._answers.get(timeout=SILENCE_S)
+            except queue.Empty:
+                raise ModelError("the scheduler names no source") from None
+            if found.epoch == version.epoch:
+                return conn, found
+
+    def _receive(self, version: wire.WeightVersion, conn: str, found: wire.TakeWeights, check: Check) -> None:
+        """Receives a version from a source. Raises PayloadError, OSError, and ModelError if it does not fit."""
+        receiver = PayloadReceiver(self._ends.host, found.public_key)
+        try:
+            folder = self.copies.begin()
+            try:
+                address = wire.WeightAddress(version.epoch, found.source, receiver.port, receiver.public_key)
+                self._ends.send(conn, address)
+                receive_folder(receiver, folder, weights_nbytes(self._base) + MOST_MORE_NBYTES)
+                check(folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self.copies.keep(version.digest, folder)
+        finally:
+            receiver.close()

@@ -1,0 +1,247 @@
+"""Sparse latent attention on CUDA: lists the slots of the keys that each token attends to, and attends to those.
+
+`ForwardBatch.chosen` [num_tokens, most] has these slots, the first of them for a token with fewer keys. Each token
+becomes a sequence of its own whose table is its list. Nothing here waits for the device, and shapes depend on the
+batch's own shape alone, so graphs can capture all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import triton
+
+from pd_cluster.devices.device import num_multiprocessors
+from pd_cluster.kv.kv_layout import INDEX, KVLayout
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
+from pd_cluster.model.kernels.cuda.attention import index_kernels as kernels
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, largest_divisor, padded
+from pd_cluster.model.kernels.cuda.attention.attention_plan import NO_SEQS, SPLIT_KEYS, AttentionPlan, plan_decode
+from pd_cluster.model.kernels.cuda.attention.latent_heads import ROPE_ELEMENTS
+from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+from pd_cluster.model.kernels.cuda.attention.triton_planner import AttentionShape, configs_of_shape
+from pd_cluster.model.kernels.cuda.dependent_launch import launched
+from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
+from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.model.layers.attention.sparse_selection import IndexNorm, IndexRows
+from pd_cluster.model.layers.ops import Rope
+
+MAX_HEADS, MAX_WIDTH = 128, 256  # of an indexer
+SCORED, SCORED_WIDE = (64, 4, 2), (16, 8, 1)  # keys in a tile of scores, warps, stages; the second for float32
+SPAN = 512  # keys that a program scores: one long context occupies the whole device
+LISTED = 2048  # scores that a program of `list_keys` reads at once
+Kept = TypeVar("Kept")
+
+
+class _Lists(NamedTuple):
+    """The parts of a batch's metadata that are the same in all layers, on the device. int32.
+
+    `token_seqs` [num_tokens]: each token's sequence; `starts` [num_tokens + 1]: 0, 1, …; `table_starts`: the same times
+    `most`. Each layer that chooses writes `nums_listed` [num_tokens], in a graph at each replay.
+    """
+
+    token_seqs: torch.Tensor
+    starts: torch.Tensor
+    table_starts: torch.Tensor
+    nums_listed: torch.Tensor
+
+
+def problem(layout: KVLayout, num_index_heads: int) -> str:
+    """Returns why these kernels do not support such an indexer; "" if they do."""
+    if num_index_heads > MAX_HEADS:
+        return f"an indexer of {num_index_heads} heads: the Triton attention supports up to {MAX_HEADS}"
+    if layout.width_of(INDEX) > MAX_WIDTH or layout.width_of(INDEX) % 8:
+        return f"index keys of {layout.width_of(INDEX)} numbers: the Triton attention supports multiples of 8 up to 256"
+    return ""
+
+
+def prepare_index(
+    queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `SparseOps.prepare_index`. Overwrites the queries."""
+    (num_tokens, num_heads, width), rope_width = queries.shape, rope.cos.shape[1]
+    assert queries.is_contiguous()
+    assert keys.shape == (num_tokens, width)
+    assert keys.stride(1) == 1
+    assert queries.dtype == keys.dtype
+    assert queries.dtype in DTYPES
+    assert norm.weight.dtype == norm.bias.dtype == torch.float32
+    assert rope_width <= width
+    for table in (rope.cos, rope.sin):
+        assert table.shape == (num_tokens, rope_width)
+        assert table.stride() == (rope.cos.stride(0), 1)
+    normed = keys.new_empty(num_tokens, width)
+    if num_tokens:
+        half = triton.next_power_of_2(rope_width // 2)
+        heads = min(max(1, ROPE_ELEMENTS // half), triton.next_power_of_2(num_heads))
+        kernels.prepare_index[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
+            *(queries, keys, normed, norm.weight, norm.bias, rope.cos, rope.sin),
+            *(keys.stride(0), rope.cos.stride(0), norm.eps),
+            NUM_HEADS=num_heads,
+            WIDTH=width,
+            ROPE_WIDTH=rope_width,
+            HEADS=heads,
+            HALF=half,
+            REST=triton.next_power_of_2(max(1, width - rope_width)),
+            num_warps=2,
+            enable_fp_fusion=False,
+            **launched(pdl),
+        )
+    return queries, normed
+
+
+def choose_keys(rows: IndexRows, batch: ForwardBatch, lists_all: bool, pdl: bool = False) -> torch.Tensor | None:
+    """Writes the index keys to the pool; returns the new value of `ForwardBatch.chosen`.
+
+    It is None if no token has more than `rows.most` keys, unless `lists_all`. The batch of a graph decides by its
+    longest context.
+    """
+    (num_tokens, num_heads, width), plane = rows.queries.shape, batch.pool.planes(rows.layer_idx)[2]
+    _check(rows, plane, batch)
+    block_size, strides = plane.shape[1], plane.stride()[:2]
+    if num_tokens:
+        kernels.keep_index_keys[(num_tokens,)](
+            *(rows.keys, plane, batch.slot_mapping, *strides),
+            WIDTH=width,
+            D=padded(width),
+            BLOCK_SIZE=block_size,
+            num_warps=1,
+            **launched(pdl),
+        )
+    longest = int(batch.host_context_lens.max(initial=0))
+    if longest <= rows.most and not lists_all:
+        return None
+    lists = _lists(batch, rows.most)
+    chosen = batch.slot_mapping.new_empty(num_tokens, rows.most, dtype=torch.int32)
+    is_wide = rows.queries.dtype == torch.float32
+    keys, num_warps, num_stages = SCORED_WIDE if is_wide else SCORED
+    at_once = max(1, MOST_SCORES // longest) if longest > rows.most else max(1, num_tokens)
+    scores = rows.weights.new_empty(min(num_tokens, at_once), longest if longest > rows.most else 1)
+    places = (lists.token_seqs, batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts)
+    for first in range(0, num_tokens, at_once):
+        num = min(at_once, num_tokens - first)
+        if longest > rows.most:
+            kernels.score_keys[(num, triton.cdiv(longest, SPAN))](
+                *(rows.queries, rows.weights, plane, scores, *places, first, scores.stride(0), *strides),
+                MOST=rows.most,
+                NUM_HEADS=num_heads,
+                HEADS=padded(num_heads),
+                WIDTH=width,
+                D=padded(width),
+                BLOCK_SIZE=block_size,
+                BLOCK_N=keys,
+                SPAN=SPAN,
+                PRECISION="ieee" if is_wide else "tf32",
+                num_warps=num_warps,
+                num_stages=num_stages,
+                **launched(pdl),
+            )
+        kernels.list_keys[(num,)](
+            *(scores, chosen, lists.nums_listed, *places, first, scores.stride(0)),
+            MOST=rows.most,
+            BLOCK_SIZE=block_size,
+            BLOCK=min(LISTED, triton.next_power_of_2(max(16, longest))),
+            num_warps=8,
+            **launched(pdl),
+        )
+    return chosen
+
+
+def attend_listed(
+    query: torch.Tensor,
+    latent_pool: torch.Tensor,
+    rope_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    may_split: bool = True,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Attends to the keys in `batch.chosen`; see `attend`. `may_split`: decode steps may use another kernel than
+    prompts.
+    """
+    assert batch.chosen is not None
+    num_tokens, most = batch.chosen.shape
+    lists = _lists(batch, most)
+    shape = AttentionShape.of_latents(query.shape[1], batch.pool.layout)
+    by_splits = may_split and num_tokens == batch.num_seqs  # each sequence has one token
+    key = ("plan of lists", most, shape)
+    plan, arrivals, tiles = _kept(batch, key, lambda: _planned(query, batch, shape, most, by_splits))
+    metadata = BatchMetadata(
+        *(lists.starts, lists.nums_listed, batch.chosen.view(-1), lists.table_starts),
+        *(tiles[:0, 0], tiles, arrivals),
+        has_slots=True,
+    )
+    return attend(query, latent_pool, rope_pool, metadata, plan, scoring, pdl=pdl)
+
+
+def _planned(
+    query: torch.Tensor, batch: ForwardBatch, shape: AttentionShape, most: int, by_splits: bool
+) -> tuple[AttentionPlan, torch.Tensor, torch.Tensor]:
+    """Returns the plan for one list per token, counters of completed splits, and the tiles on the device."""
+    num_tokens, device = len(query), batch.pool.device
+    configs = configs_of_shape(shape, query.element_size() * 8, device, False)
+    if by_splits:
+        plan = plan_decode(num_tokens, most, shape.num_kv_heads, configs, num_multiprocessors(device))
+        nothing = batch.query_starts.new_zeros(0, 2)
+        return plan, batch.query_starts.new_zeros(plan.num_arrivals(shape.num_kv_heads)), nothing
+    configs = with_whole_tiles(configs, shape.num_heads)
+    tiles = np.stack((np.arange(num_tokens), np.zeros(num_tokens, dtype=np.int64)), axis=1).astype(np.int32)
+    there = torch.arange(num_tokens, dtype=torch.int32, device=query.device)
+    plan = AttentionPlan(configs, num_tokens, 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
+    return plan, there[:0], torch.stack((there, torch.zeros_like(there)), dim=1)
+
+
+def with_whole_tiles(configs: AttentionConfigs, num_heads: int) -> AttentionConfigs:
+    """Returns the configs whose tiles have heads of one token in all rows: tokens have lists of their own.
+
+    All tiles of keys are masked: with loops for both kinds, the addresses of single keys would spill registers.
+    """
+    assert configs.latent is not None
+    group = largest_divisor(num_heads, configs.prefill.rows)
+    return replace(configs, is_uniform=True, latent=replace(configs.latent, group=group))
+
+
+def _lists(batch: ForwardBatch, most: int) -> _Lists:
+    return _kept(batch, ("lists", most), lambda: _new_lists(batch, most))
+
+
+def _new_lists(batch: ForwardBatch, most: int) -> _Lists:
+    starts = torch.arange(batch.num_tokens + 1, dtype=torch.int32, device=batch.query_starts.device)
+    token_seqs = starts[:-1]
+    if batch.num_seqs != batch.num_tokens:
+        seqs = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), batch.query_lens)
+        token_seqs = on_device({"seqs": seqs}, batch.pool.device)["seqs"]
+    return _Lists(token_seqs, starts, starts * most, torch.empty_like(starts[:-1]))
+
+
+def _kept(batch: ForwardBatch, key: object, make: Callable[[], Kept]) -> Kept:
+    """Returns what the first layer that asks makes. Graphs replay none of it."""
+    known = batch.kernel_state
+    if not isinstance(known, dict):
+        known = batch.kernel_state = {}
+    if key not in known:
+        known[key] = make()
+    found: Kept = known[key]
+    return found
+
+
+def _check(rows: IndexRows, plane: torch.Tensor, batch: ForwardBatch) -> None:
+    """Asserts the kernels' preconditions."""
+    num_tokens, num_heads, width = rows.queries.shape
+    assert num_tokens == batch.num_tokens
+    assert batch.key_limits is None
+    assert num_heads <= MAX_HEADS
+    assert width <= MAX_WIDTH
+    assert rows.keys.shape == (num_tokens, width)
+    assert rows.weights.shape == (num_tokens, num_heads)
+    assert plane.shape[2:] == (1, width)
+    assert plane.stride(3) == 1
+    assert rows.weights.dtype == torch.float32
+    assert rows.queries.dtype in DTYPES
+    for given in (rows.queries, rows.keys, rows.weights, batch.slot_mapping):
+        assert given.is_contiguous()

@@ -1,0 +1,85 @@
+"""Divides a step of recurrent layers: long sequences are advanced by chunk kernels, the others token by token.
+
+A chunk kernel advances several sequences at a time, each by one run of consecutive rows. A sequence has several runs if
+its state is copied in between (a checkpoint), and each run begins from the state that the one before has left: so the
+step takes several passes. Knows nothing of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.devices.device import Device
+from pd_cluster.model.inputs.forward_batch import on_device
+from pd_cluster.model.inputs.state_rows import NO_BLOCK, Segment
+
+LEAST_ROWS = 64  # rows of a long sequence: one chunk
+MOST_RUNS = 32  # runs in one pass: each takes a copy of a state before, and another after
+
+Table = npt.NDArray[np.int32]  # see inputs/state_rows.py
+
+
+class ChunkPass(NamedTuple):
+    """Runs of different sequences, on the device.
+
+    `rows`: the rows of all runs, one after the other. `keeps`: the blocks that receive copies of states, and `kept`:
+    the runs after which they do.
+    """
+
+    rows: slice | torch.Tensor
+    cu_seqlens: torch.Tensor  # [num_runs + 1] int64: the runs' ends among these rows
+    host_cu_seqlens: torch.Tensor  # the same, on the host
+    blocks: torch.Tensor  # [num_runs] int64
+    kept: torch.Tensor  # [num_kept] int64
+    keeps: torch.Tensor  # [num_kept] int64
+
+    @classmethod
+    def of(cls, runs: Sequence[Segment], device: Device) -> ChunkPass:
+        firsts, stops, blocks, keeps = np.array(runs, dtype=np.int64).T
+        ends = np.append(0, (stops - firsts).cumsum())
+        (kept,) = np.nonzero(keeps != NO_BLOCK)
+        arrays = {"cu_seqlens": ends, "blocks": blocks, "kept": kept, "keeps": keeps[kept]}
+        is_one_range = bool((firsts[1:] == stops[:-1]).all())
+        if not is_one_range:
+            arrays["rows"] = np.concatenate([np.arange(*each) for each in zip(firsts, stops, strict=True)])
+        found = on_device(arrays, device)
+        rows = slice(int(firsts[0]), int(stops[-1])) if is_one_range else found.pop("rows")
+        return cls(rows=rows, host_cu_seqlens=torch.from_numpy(ends), **found)
+
+
+def divided(table: Table) -> tuple[Table, list[list[Segment]]]:
+    """Returns the segments of short sequences, and the runs of each pass over the long ones."""
+    short, passes = list[Table](), list[list[Segment]]()
+    for own in _sequences(table):
+        if own[-1, 1] - own[0, 0] < LEAST_ROWS:
+            short.append(own)
+            continue
+        for at, run in enumerate(_runs(own)):
+            if at == len(passes):
+                passes.append([])
+            passes[at].append(run)
+    parts = [runs[at : at + MOST_RUNS] for runs in passes for at in range(0, len(runs), MOST_RUNS)]
+    return np.concatenate([table[:0], *short]), parts
+
+
+def _sequences(table: Table) -> Iterator[Table]:
+    """Yields the segments of each sequence."""
+    (ends,) = np.nonzero(np.append(table[1:, 2] != table[:-1, 2], True))
+    first = 0
+    for end in ends.tolist():
+        yield table[first : end + 1]
+        first = end + 1
+
+
+def _runs(segments: Table) -> Iterator[Segment]:
+    """Joins the segments of one sequence up to each copy of its state."""
+    first = int(segments[0, 0])
+    for at, (_, stop, block, keep) in enumerate(segments.tolist(), start=1):
+        if keep != NO_BLOCK or at == len(segments):
+            yield Segment(first, stop, block, keep)
+            first = stop

@@ -167,15 +167,16 @@ def test_libraries_that_transformers_prefers_are_not_called(
     """An installed fla would be called on CPUs, too, where it fails, as the fake does here."""
     folder, ids = checkpoint(architecture), torch.tensor(ids_of(1, 70))
     module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
-    expected = reference_model(folder)(ids, use_cache=False).logits
-    with fake_fla.installed():
+    reference = reference_model(folder)
+    with fake_fla.installed(), torch.inference_mode():
+        expected = reference(ids, use_cache=False).logits
         preferred = use_kernel_func_from_hub_with_fallback(theirs, "fla")(getattr(module, name))
         monkeypatch.setattr(module, name, preferred)
         with pytest.raises(AssertionError):
-            reference_model(folder)(ids, use_cache=False)
+            reference(ids, use_cache=False)
         load_modules(folder)
         assert getattr(module, name) is not preferred
-        assert torch.equal(reference_model(folder)(ids, use_cache=False).logits, expected)
+        assert torch.equal(reference(ids, use_cache=False).logits, expected)
     assert not fake_fla.calls
 
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --shape mla-1B`: steps of a model with latent attention (MLA) and random weights.
 
-Compares them to reading weights and latents, to the same modules of transformers, and to a dense model of as many
-parameters. Both models are made in this process, one after the other.
+Compares steps to reading weights and latents, to transformers' modules, and to a dense model with as many parameters.
+Both models are made in this process, one after the other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(rounds: int, quick: bool) -> Iterator[Result]:
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     model.set_attn_implementation(sdpa.NAME)
     plain, served = PlainCausalLM(model), Served(caches_of(model))
-    of = 64 if quick else 1  # of the numbers of tokens
+    of = 64 if quick else 1  # divisor of the numbers of tokens
     modules = [step_ms(plain, 2048 // of, 1) for _ in range(rounds)]
     ours = fused(model, served)
     del plain

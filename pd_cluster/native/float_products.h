@@ -1,6 +1,7 @@
 // Multiplies a few float32 rows with a weight that oneDNN has packed for AVX-512: [line of 64 outputs][input][output],
-// inputs padded to a multiple of 16. Each result is one chain over the inputs of a span; spans are added in order, then
-// the bias. oneDNN adds in the same order, so the bits are equal. This is faster: weights are prefetched meanwhile.
+// inputs padded to a multiple of 16. Each result is one chain of additions over the inputs of a span; spans are added
+// in order, then the bias. oneDNN adds in the same order, so the bits are equal. This code is faster, because it
+// prefetches weights.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
@@ -10,8 +11,8 @@
 #define LINE_INPUTS 16
 #define MOST_ROWS_OF_FLOATS 96
 #define ROWS_AT_ONCE 7 // rows whose sums fit in registers, together with a line of weights
-// For up to MOST_TOGETHER rows a thread reads several lines in turn: reads from several pages of memory proceed at the
-// same time, so that products of 1 to 8 rows take three quarters of the time (measured on Sapphire Rapids).
+// For up to MOST_TOGETHER rows, a thread reads several lines in turn. Reads from several pages of memory overlap, so
+// products of 1 to 8 rows take three quarters of the time (measured on Sapphire Rapids).
 #define TOGETHER 4
 #define MOST_TOGETHER 14
 // Inputs of a line that are multiplied with all rows before the next line's; they and the next ones fit in the L1 cache
@@ -20,8 +21,8 @@
 #define SOME_PART 16   // for up to MOST_TOGETHER rows
 #define PART 64        // for more rows, one line after the other
 #define PAGE 1024      // floats per page of memory
-#define PAGES_AHEAD 32 // how early addresses are translated, because a prefetch would wait for the translation
-#define SHARES 6       // shares of a thread's lines: other threads take the remaining shares of a late thread
+#define PAGES_AHEAD 32 // how far ahead addresses are translated; a prefetch would wait for the translation
+#define SHARES 6       // shares of a thread's lines; other threads take the remaining shares of a late thread
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads, span; // span: inputs

@@ -1,10 +1,9 @@
 // Absorbed latent attention (MLA) over the same pool: a token keeps one latent and one rotated part for all heads.
-//
-// A head has two matrices: one times the latent is its key, the other times the latent is its value. So each query is
-// multiplied by the first matrix and then attends to latents directly; the weighted sum of latents is multiplied by the
-// second. Rows (head, token) are lanes, in prompts and in decode, and keys are added CHUNK at a time from the first: a
-// row's bits depend neither on chunks of its prompt nor on other rows. With chosen keys (sparse_index.h) all lanes of
-// an item belong to one token.
+// A head has two matrices: the first times the latent is the head's key, the second times the latent is its value. Each
+// query is therefore multiplied by the first matrix and then attends to latents directly; the weighted sum of latents
+// is multiplied by the second. Rows, each a head and a token, are lanes, in prompts and in decode. Keys are added CHUNK
+// at a time from the first key on, so a row's bits depend neither on the chunks of its prompt nor on other rows. With
+// chosen keys (sparse_index.h), all lanes of an item belong to one token.
 #pragma once
 #include "attention_prefill.h"
 
@@ -35,8 +34,8 @@ typedef struct {
 
 // The lanes of one item: rows of one sequence, each a head and a token.
 typedef struct {
-    int64_t seq, num_rows, head[LANES], token[LANES]; // the token of the step
-    const int32_t *chosen;                            // keys visible to its only token; null: all before each token
+    int64_t seq, num_rows, head[LANES], token[LANES]; // each lane's head and token (index in the step)
+    const int32_t *chosen;                            // keys that the only token sees; null: all before each token
 } Rows;
 
 static void keep_token(const LatentWork *w, int64_t token) {
@@ -50,7 +49,7 @@ static void keep_token(const LatentWork *w, int64_t token) {
     put_vector(rotated, dim, place + y->rope_offset + offset * vector_nbytes(dim));
 }
 
-// Returns the addresses of visible latents and rotated parts [start, start + n); the last is repeated to a whole PAD.
+// Writes the addresses of visible latents and rotated parts [start, start + n); repeats the last up to a whole PAD.
 static void locate_latents(const LatentWork *w, const Rows *rows, int64_t start, int64_t n, const char **k,
                            const char **r) {
     const Latents *y = w->layer;
@@ -102,7 +101,7 @@ static void multiply_row(const float *x, int64_t n, const float *matrix, int64_t
         store(out + d, load(out + d) + load(matrix + d) * splat(x[j]));
 }
 
-// Sets t->acc to each lane's row x[i] times its head's matrix; either all lanes belong to one head, or they are few.
+// Sets t->acc to each lane's row x[i] times its head's matrix. Either all lanes have one head, or there are few lanes.
 INLINE void multiply(Tile *t, int lv, const Rows *rows, const float **x, int64_t n, const float *matrices) {
     if (rows->head[0] == rows->head[rows->num_rows - 1] && rows->num_rows > 1) {
         multiply_lanes(t, lv, x, n, matrices + rows->head[0] * n * t->dim);
@@ -205,7 +204,7 @@ static __attribute__((noinline)) void attend_whole(const LatentWork *w, const Ro
 
 static int has_few(int64_t query_len) { return query_len < VL; }
 
-// Returns the first token of a sequence that sees only chosen keys, or the end of the sequence's tokens.
+// Returns a sequence's first token that sees only chosen keys, or the end of the sequence's tokens.
 static int64_t first_choosing(const Step *s, const Latents *y, int64_t seq) {
     int64_t start = s->query_starts[seq], stop = s->query_starts[seq + 1];
     return y->chosen ? MIN(stop, MAX(start, y->most + stop - s->context_lens[seq])) : stop;
@@ -258,15 +257,15 @@ static void latents_work(void *data) {
     }
 }
 
-// Returns the rows per item of sequences with few tokens: each thread gets an item if there are enough rows.
+// Returns the rows per item for sequences with few tokens, so that each thread gets an item if there are enough rows.
 static int64_t few_rows(const Step *s, const Latents *y) {
     int64_t rows = y->num_heads * s->num_tokens, share = (rows + s->num_threads - 1) / s->num_threads;
     return MAX(1, MIN(share, LANES));
 }
 
-// queries [num_tokens, num_heads, query_width + rope_width], latents [num_tokens, width], normed, and
-// ropes [num_tokens, rope_width], both before their rotation; out [num_tokens, num_heads, value_width].
-// The caller has checked every block, slot and shape; all widths except query_width are multiples of 16.
+// queries [num_tokens, num_heads, query_width + rope_width] and ropes [num_tokens, rope_width], both not yet rotated;
+// latents [num_tokens, width], normed; out [num_tokens, num_heads, value_width]. The caller has checked every block,
+// slot and shape; all widths except query_width are multiples of 16.
 void pd_latents(const Step *step, const Latents *layer, char *pool, const float *queries, const float *latents,
                 const float *ropes, float *out) {
     int64_t *starts = alloca((size_t)(2 * step->num_seqs + 1) * sizeof(int64_t)), few = few_rows(step, layer);

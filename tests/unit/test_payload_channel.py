@@ -140,7 +140,7 @@ def test_a_sender_hears_of_a_receiver_that_is_gone() -> None:
 
 
 def test_a_receiver_waits_no_longer_than_told() -> None:
-    with opened() as (_, receiver), pytest.raises(PayloadError, match=r"nothing came within 0\.05 s"):
+    with opened() as (_, receiver), pytest.raises(PayloadError, match=r"nothing arrived within 0\.05 s"):
         receiver.receive(1, 0, 0.05)
     with ends() as (*_, receiver), pytest.raises(PayloadError, match=r"did not connect within 0\.05 s"):
         receiver.accept(0.05)

@@ -29,7 +29,7 @@ app = typer.Typer(help="Measure parts of this checkout.", no_args_is_help=True)
 
 
 def _run(measuring: Coroutine[Any, Any, None]) -> None:
-    """Runs clients on uvloop: they may share cores with the servers, and uvloop saves a third of their CPU time."""
+    """Runs clients on uvloop, which saves a third of their CPU time, because they may share cores with the servers."""
     import uvloop
 
     uvloop.run(measuring)
@@ -90,7 +90,7 @@ def speculative(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Compare tokens/s with drafts (right, wrong and found ones) to those without, and check that answers are equal."""
+    """Compare tokens/s with drafts (right, wrong, found) to tokens/s without, and check that answers are equal."""
     from benchmarks import beside_vllm
     from benchmarks import draft_row_costs as row_costs
     from benchmarks.figures import names_of
@@ -114,7 +114,7 @@ def speculative(
 
 @app.command("lora")
 def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: Json = "") -> None:
-    """Compare decode steps on CPU with 1 to 32 LoRA adapters to the same steps without."""
+    """Compare decode steps on CPU with 1 to 32 LoRA adapters to the same steps without adapters."""
     from benchmarks import lora
 
     lora.run(rounds, threads, quick, json)
@@ -180,7 +180,7 @@ def agents(
     export: Annotated[str, typer.Option(metavar="FILE", help="Write the trace, as for `bench load --trace`.")] = "",
     json: Json = "",
 ) -> None:
-    """Serve agents' sessions by simulation, with and without pulls: cache hits and TTFT beside one large pool."""
+    """Simulate agents' sessions with and without pulls: cache hits and TTFT, compared to one large pool."""
     from benchmarks.router.agents import run
 
     run(num_requests, seed, export, json)
@@ -194,7 +194,7 @@ def overload(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Send three times the capacity to made-up workers: served and refused requests, delays, fairness."""
+    """Send three times the capacity to simulated workers: served and refused requests, delays, fairness."""
     from benchmarks.router.overload import run
 
     _run(run(seconds, shapes, seed, quick, json))
@@ -209,7 +209,7 @@ def batches(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Compare first tokens of interactive requests during a batch of /v1/batches to those without it."""
+    """Compare times to the first token of interactive requests with and without a batch of /v1/batches."""
     from benchmarks.router.interactive_beside_batch import BatchLoad, run
 
     load = BatchLoad(60, rate, 5.0, seed) if quick else BatchLoad(lines, rate, seconds, seed)
@@ -226,7 +226,7 @@ def long_prompts(
     quick: Quick = False,
     json: Json = "",
 ) -> None:
-    """Compare first tokens of short requests beside one long prompt to those without it."""
+    """Compare times to the first token of short requests with and without a long prompt."""
     from benchmarks.router.beside_long_prompt import LongPrompt, run
 
     load = LongPrompt(8192, rate, 3.0, seed) if quick else LongPrompt(tokens, rate, seconds, seed, timeout)
@@ -335,8 +335,8 @@ def gpu(
 
 
 def main() -> None:
-    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))  # ends children, too
+    """Exits with 0, with 1 and one line on stderr, or with 2 for a command line that typer refuses."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))  # child processes end, too
     try:
         app(prog_name="python -m benchmarks")
     except PdClusterError as error:

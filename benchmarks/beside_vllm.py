@@ -1,6 +1,6 @@
-"""`python -m benchmarks speculative --vllm PYTHON`: compares n-gram drafts to those of vLLM for CPUs.
+"""`python -m benchmarks speculative --vllm PYTHON`: compares n-gram drafts here and in vLLM for CPUs.
 
-Both decode the same prompts with the same model, one after the other; each also without drafts.
+Both decode the same prompts with the same model, one after the other, with and without drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOAL = 1.2
 
 
 class DraftSpeeds(NamedTuple):
-    """Tokens a second of each round, and how many answers differ with drafts."""
+    """Tokens a second in each round, and the number of answers that drafts change."""
 
     plain: list[float]
     drafting: list[float]

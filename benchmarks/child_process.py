@@ -1,4 +1,4 @@
-"""Runs one engine in a process group of its own, to its end or its deadline; no process of the group remains.
+"""Runs one engine in a separate process group until it ends or its deadline passes. No process of the group remains.
 
 Knows nothing of what is measured.
 """
@@ -27,7 +27,7 @@ NOTHING: Mapping[str, str] = {}
 
 
 class ChildFailed(GenerationError):
-    """Reports a child that failed; the message ends with the last lines that it wrote."""
+    """A child process failed. The message ends with the last lines of its output."""
 
 
 def run_peer(module: str, spec: Spec, folder: Path, deadline_s: float) -> PeerResult:
@@ -50,7 +50,7 @@ def run_module(module: str, spec: msgspec.Struct, place: Path, deadline_s: float
 
 
 def run_child(command: Sequence[str], log: Path, deadline_s: float, num_threads: int) -> None:
-    """Runs a command to its end, and ends everything that it started in its group. Raises ChildFailed."""
+    """Runs a command until it ends, and then ends all processes of its group. Raises ChildFailed."""
     with running_child(command, log, num_threads) as child:
         try:
             code = child.wait(deadline_s)
@@ -69,9 +69,10 @@ def running_child(
     folder: Path | None = None,
     fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Ends it and its group afterwards. Its standard input ends with this process.
+    """Runs a command during the block, and then ends it and its group. Its standard input is closed when this process
+    ends.
 
-    `folder`: where it finds modules. `fds`: descriptors that it gets.
+    `folder`: the folder in which it finds modules. `fds`: descriptors that it inherits.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -94,7 +95,7 @@ def running_child(
 
 
 def make_model(folder: Path, shape: ModelShape, num_threads: int = 1) -> Path:
-    """Makes a model of this shape in `folder`, in a child process that imports torch. Raises ChildFailed."""
+    """Makes a model of this shape in `folder`; a child process imports torch for it. Raises ChildFailed."""
     print(f"making a model of {shape.num_parameters / 1e6:.0f} million parameters …", flush=True)
     command = [sys.executable, "-m", "benchmarks.peers.make_model", str(folder / "model"), shape.dump()]
     run_child(command, folder / "make_model.log", MODEL_DEADLINE_S, num_threads)
@@ -102,7 +103,7 @@ def make_model(folder: Path, shape: ModelShape, num_threads: int = 1) -> Path:
 
 
 def child_environment(num_threads: int) -> dict[str, str]:
-    """Returns the environment, the same for every engine."""
+    """Returns the environment variables, which are the same for all engines."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(num_threads),
@@ -113,7 +114,7 @@ def child_environment(num_threads: int) -> dict[str, str]:
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Ends the child's group, which it leads; an empty group is not an error."""
+    """Ends the group that the child leads. An empty group is not an error."""
     with contextlib.suppress(ProcessLookupError):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGTERM)

@@ -1,7 +1,7 @@
 """`python -m benchmarks speculative --rows`: the cost of a step with drafts, as a multiple of a step of one token.
 
-A step of n rows computes a token and n - 1 drafts after it, over one block table. The keys and values before them are
-random numbers, as are the weights of the 125 million parameters.
+A step of n rows computes a token and n - 1 drafts after it, with one block table. The cached keys and values are random
+numbers, as are the weights of the model with 125 million parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 ROWS, CONTEXTS = (1, 2, 4, 6, 8, 12, 16, 24, 32), (64, 1024, 4096)
-NUM_TRIES = 3  # the smallest of which counts
+NUM_TRIES = 3  # the shortest time counts
 GOALS = {("float32", 4096, 8): 1.3}
 
 
@@ -66,7 +66,7 @@ def _step_ms(runner: ModelRunner, context: int, num_rows: int) -> float:
 
 def _results(weights: str, took_ms: dict[tuple[int, int], list[float]], contexts: tuple[int, ...]) -> Iterator[Result]:
     for context in contexts:
-        _, *alone = took_ms[context, 1]  # the first round packs and compiles
+        _, *alone = took_ms[context, 1]  # the first round includes packing and compiling
         yield result(f"context of {context}: one row", alone, "ms")
         for num_rows in ROWS[1:]:
             ratios = [many / one for many, one in zip(took_ms[context, num_rows][1:], alone, strict=True)]

@@ -1,8 +1,8 @@
-"""`python -m benchmarks engine`: compares the engine to generate(), its steps to the machine's limits.
+"""`python -m benchmarks engine`: compares the engine to generate(), and its steps to the machine's limits.
 
-Makes a Llama of 125 million random weights in a temporary folder and runs each engine in a process of its own, in
-rounds, so that a ratio compares runs close in time. End-of-sequence tokens are ignored, and prefixes are not cached,
-except in the step that measures the prefix cache.
+Makes a Llama of 125 million random weights in a temporary folder, and runs each engine in a separate process. It does
+so in rounds, so that a ratio compares runs that are close in time. End-of-sequence tokens are ignored, and prefixes are
+not cached, except in the step that measures the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.figures import begin, finish, names_of, result
 from benchmarks.model_shapes import QUICK_SHAPE, ModelShape
 from pd_cluster.result_tables import Report, Result
 
-REQUESTS = {"uniform": 2.0, "mixed": 3.0}  # workload -> goal, times generate()
+REQUESTS = {"uniform": 2.0, "mixed": 3.0}  # workload -> goal, as a multiple of generate()'s speed
 STEPS = "steps"
 OURS, REFERENCE, FLOORS = "ours", "generate", "floors"
 DEADLINE_S = 900.0
@@ -39,7 +39,7 @@ STEP_GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
 
 
 def run(workload: str, rounds: int, threads: int, quick: bool, json: str) -> None:
-    """Raises PdClusterError: an engine failed, or an unknown name."""
+    """Measures and reports. Raises PdClusterError if an engine fails, or for an unknown name."""
     names = names_of("--workload", workload, [*REQUESTS, STEPS])
     rounds = 1 if quick else rounds
     begin(json)
@@ -57,7 +57,7 @@ def run(workload: str, rounds: int, threads: int, quick: bool, json: str) -> Non
 def run_shape(
     shape: str, measure: Callable[[int, bool], Iterator[Result]], rounds: int, threads: int, quick: bool, json: str
 ) -> None:
-    """Measures models of a shape in this process."""
+    """Measures models of the given shape, in this process."""
     import torch
 
     begin(json)
@@ -80,7 +80,7 @@ def spec_of(model: Path, shape: ModelShape, threads: int, names: Sequence[str], 
 
 
 def measure(spec: Spec, names: Sequence[str], folder: Path, label: str) -> Round:
-    """Runs each engine once. Raises ChildFailed, also if a request got a wrong number of tokens."""
+    """Runs each engine once. Raises ChildFailed, also if a request gets a wrong number of tokens."""
     found = {}
     engines = (FLOORS, STEPS) * (STEPS in names) + (OURS, REFERENCE) * bool(spec.workloads)
     for name in engines:

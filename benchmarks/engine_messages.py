@@ -1,4 +1,4 @@
-"""Messages between benchmarks and their children: files of JSON, so that no two share a process. Imports no torch."""
+"""Messages between benchmarks and their child processes, as JSON files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S")
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that are all submitted at once. Request i has `prompts[i]` and wants exactly `output_lens[i]` tokens."""
+    """Requests that are submitted all at once. Request i has `prompts[i]` and gets exactly `output_lens[i]` tokens."""
 
     name: str
     prompts: list[list[int]]
@@ -27,7 +27,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A child's task, the warm-up first, where it has any. `shape`: the model's. `quick`: measurements are small."""
+    """A child's task; a warm-up, if any, comes first. `shape`: the model's. `quick`: measurements are small."""
 
     model: str
     shape: ModelShape
@@ -40,7 +40,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One workload: seconds from the first request's start to the last token, and the tokens of each request."""
+    """One workload's result: seconds from the first request's start to the last token, and each request's tokens."""
 
     took_s: float
     outputs: list[list[int]]
@@ -54,7 +54,7 @@ class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def given_spec(kind: type[S]) -> tuple[S, Path]:
-    """Returns the task and the file for the results of a child: `python -m MODULE SPEC_FILE RESULT_FILE`."""
+    """Returns a child's task and the file for its results, from `python -m MODULE SPEC_FILE RESULT_FILE`."""
     spec_file, result_file = map(Path, sys.argv[1:])
     return msgspec.json.decode(spec_file.read_bytes(), type=kind), result_file
 

@@ -1,6 +1,7 @@
 """`python -m benchmarks engine --shape moe-1B`: experts of a model with random weights, a router and a shared expert.
 
-Compares experts to reading the weights of the chosen ones, and a prompt to a dense model with as many operations.
+Compares the experts' time to reading the chosen experts' weights, and a prompt's to a dense model with as many
+operations.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def measure(rounds: int, quick: bool) -> Iterator[Result]:
 
 
 class Block:
-    """A layer's experts, and how many of them rows choose."""
+    """A layer's experts, and the number of experts that each row chooses."""
 
     def __init__(self, block: Any) -> None:
         self.router = ExpertRouter.of(block)
@@ -80,7 +81,7 @@ class Block:
 
 
 def _alone(blocks: list[Block], hidden_size: int, nbytes: int) -> dict[str, float]:
-    """Returns the least time of a block's experts. Blocks take turns, so that a block's weights leave the cache."""
+    """Returns the shortest time of a block's experts. Blocks take turns, so their weights are not in the cache."""
     figures, bandwidth = dict[str, float](), read_bandwidth(nbytes)
     for num_rows in ROWS:
         x, took = torch.randn(num_rows, hidden_size), []

@@ -1,7 +1,8 @@
-"""`python -m benchmarks engine --shape hybrid-1B`: a hybrid of random weights, three of whose four layers keep a state.
+"""`python -m benchmarks engine --shape hybrid-1B`: a hybrid with random weights, in which three of four layers keep
+states.
 
-Compares decode to reading weights and states, a prompt to generate(); measures a conversation's second turn and a
-fork. With one thread all times are the process's CPU times, which a busy machine disturbs less.
+Compares decode to reading weights and states, and a prompt to generate(). Measures a conversation's second turn and a
+fork. With one thread, all times are the process's CPU times, which a busy machine affects less.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ GOALS: tuple[Goal, ...] = (
 
 
 def measure(rounds: int, quick: bool) -> Iterator[Result]:
-    of = 16 if quick else 1  # of the numbers of tokens
+    of = 16 if quick else 1  # divisor of the numbers of tokens
     model = model_of("qwen3_5_text", {**SHAPE, **(SMALL if quick else {})})
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         write(model, Path(folder))
@@ -90,9 +91,9 @@ class Bench(Driver):
         return {**found, "fork_ms": self._fork_ms(), "copies_ms": self._copies_ms(3, 1)}
 
     def _decode_ms(self, num_seqs: int, length: int) -> float:
-        """Returns the least time of a step of so many sequences, which have `length` tokens each, and their own states.
+        """Returns the shortest time of a step of `num_seqs` sequences with `length` tokens each, and their own states.
 
-        They attend to the same tokens.
+        All sequences attend to the same tokens.
         """
         order, blocks, known = RequestSpec([5] * length, Sampling()), [*range(length // 16)], length - 1
         requests = [Request("r", order, num_computed_tokens=known, tables=[blocks, [at]]) for at in range(num_seqs)]
@@ -106,7 +107,7 @@ class Bench(Driver):
         return found_ms, request.output_token_ids
 
     def _states_ms(self, num_rows: int) -> float:
-        """Returns the time of all layers between their projections."""
+        """Returns the time that all layers take between their projections."""
         model, pool, found_ms = self.runner.model, self.runner.pools[1], 0.0
         assert isinstance(model, FusedCausalLM)
         rows_of = StateRows.of(pool, [Segment(0, num_rows, 0)])
@@ -118,7 +119,7 @@ class Bench(Driver):
         return found_ms
 
     def _fork_ms(self) -> float:
-        """Returns the least time of copying what four sequences share that go on from one prompt."""
+        """Returns the shortest time of the copies that four sequences need to continue from one prompt."""
         self.add(self.prompt(40), Sampling(n=4, temperature=1.0, max_tokens=2, ignore_eos=True))
         plan = self.core.plan()
         while not any(each.kind == "copy" for each in plan.moves):
@@ -130,7 +131,7 @@ class Bench(Driver):
         return found_ms
 
     def _copies_ms(self, num_copies: int, num_states: int) -> float:
-        """Returns the least time of so many copies of these states to other memory, past the cache."""
+        """Returns the shortest time of copying these states `num_copies` times to other memory, past the cache."""
         nbytes, copy = self.runner.pools[1].layout.block_nbytes, streaming_copy()
         assert copy is not None
         sources, targets = (torch.ones(count, nbytes, dtype=torch.uint8) for count in (num_states, num_copies))

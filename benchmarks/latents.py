@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --shape mla-1B`: steps of a model with latent attention (MLA) and random weights.
 
-Compares them to reading weights and latents, to the same modules of transformers, and to a dense model of as many
-parameters. Both models are made in this process, one after the other.
+Compares steps to reading weights and latents, to transformers' modules, and to a dense model with as many parameters.
+Both models are made in this process, one after the other.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.modeling_utils import AttentionInterface
+
 from benchmarks.peers.floors import read_bandwidth
 from benchmarks.random_models import Goal, fused, model_of, results, step_ms
 from pd_cluster.model.language_model.cache_declaration import caches_of
 from pd_cluster.model.language_model.causal_lm import PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import Served
+from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.result_tables import Result
 
 NAME = "mla-1B"
@@ -38,8 +41,10 @@ def measure(rounds: int, quick: bool) -> Iterator[Result]:
     nbytes = 4 * (sum(each.numel() for each in model.parameters()) - model.get_input_embeddings().weight.numel())
     latents_nbytes = 4 * model.config.num_hidden_layers * 512 * (512 + 64)
     read_ms = 1e3 * (nbytes + latents_nbytes) / read_bandwidth(1 << (24 if quick else 30))
+    AttentionInterface.register(sdpa.NAME, sdpa.forward)
+    model.set_attn_implementation(sdpa.NAME)
     plain, served = PlainCausalLM(model), Served(caches_of(model))
-    of = 64 if quick else 1  # of the numbers of tokens
+    of = 64 if quick else 1  # divisor of the numbers of tokens
     modules = [step_ms(plain, 2048 // of, 1) for _ in range(rounds)]
     ours = fused(model, served)
     del plain

@@ -1,6 +1,7 @@
-"""The requests of `benchmarks faults`: mixed lengths, greedy and seeded, with Poisson arrivals; and their answers.
+"""The requests of `benchmarks faults`, and their answers. Requests have mixed lengths, are greedy or seeded, and arrive
+as a Poisson process.
 
-The clock and the sleep are injected. Knows nothing of clusters or faults.
+The clock and the sleep are parameters. Knows nothing of clusters or faults.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Send = Callable[[Mapping[str, Any]], Awaitable[Sample]]
 
 
 async def answered(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Sample:
-    """Raises GenerationError if the request fails."""
+    """Sends a request and returns its sample. Raises GenerationError if the request fails."""
     sample = await measure(client, url, body)
     if sample.error is not None or sample.ttft_s is None:
         raise GenerationError(f"a request failed: {sample.error}")
@@ -41,7 +42,7 @@ class LoadRequest:
     seed: int | None  # None: greedy
 
     def body(self, model: str, salt: str) -> dict[str, Any]:
-        """Returns the body. `salt` separates the prefix caches of two runs, so that the second moves KV cache, too."""
+        """Returns the body. `salt` separates two runs in the prefix cache, so that the second also moves KV cache."""
         drawn = {"temperature": 0.0} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
         return {
             "model": model,
@@ -55,7 +56,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of a run's request of this number, sent and ended at these times of one clock."""
+    """The outcome of the request with this number in a run. Both times, of sending and end, are of one clock."""
 
     number: int
     sent_s: float
@@ -68,12 +69,12 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the server reported overload and when to try again."""
+        """Whether the server reported overload, with the time after which to try again."""
         return self.sample.status == 429 and self.sample.retry_after is not None
 
 
 def make_asks(rng: random.Random, number: int) -> list[LoadRequest]:
-    """Makes requests; every other one samples, with a seed of its own."""
+    """Makes requests. Every other one samples, each with a different seed."""
     return [
         LoadRequest(
             tuple(rng.randrange(NUM_TOKEN_IDS) for _ in range(rng.randint(SHORTEST, LONGEST_PROMPT))),
@@ -109,7 +110,7 @@ class Load:
         self._sleep = sleep
 
     async def run(self, is_enough: Callable[[int], bool]) -> None:
-        """Sends until `is_enough` says so for their number, and waits until all have ended."""
+        """Sends requests until `is_enough` is true for their number, and waits until all have ended."""
         due_s = self._clock()
         async with asyncio.TaskGroup() as group:
             for number, gap_s in zip(itertools.count(), self._gaps_s, strict=False):
@@ -122,7 +123,7 @@ class Load:
     async def closed_loop(self, number: int, concurrency: int) -> float:
         """Sends this many requests, `concurrency` at a time.
 
-        Returns the rate per second while all places were taken.
+        Returns the rate per second while `concurrency` requests were running.
         """
         waiting = iter(range(number))
 

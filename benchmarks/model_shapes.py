@@ -1,4 +1,4 @@
-"""The shapes of models that benchmarks make, and the bytes that a token reads. Knows no weights."""
+"""The shapes of the models that benchmarks make, and the bytes that a token's computation reads. Knows no weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int = 2048
 
     def layer_linears(self) -> list[tuple[int, int]]:
-        """(out, in) features of a layer's matrices, fused if they read the same input: qkv, o, gate+up, down."""
+        """The (out, in) features of a layer's matrices, fused if they have the same input: qkv, o, gate+up, down."""
         attention, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             (attention + 2 * kv, self.hidden_size),
@@ -41,7 +41,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of weights that one token of a batch of one must read: every matrix, and one row of the embedding."""
+        """The bytes of weights that a step of one token must read: every matrix, and one row of the embedding."""
         return FP32_NBYTES * (self.num_linear_weights + self.hidden_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures for `benchmarks hog`, as files of PNG in data URLs."""
+"""Makes pictures for `benchmarks hog`, as data: URLs of PNG files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import random
 
 from PIL import Image
 
-SIDE = 448  # pixels of a picture's side
+SIDE = 448  # side of a picture in pixels
 NUM_SHADES = 16
 
 
 def url_of(seed: int, side: int = SIDE) -> str:
-    """Returns a picture of stripes of noise, which no two seeds have in common."""
+    """Returns a picture of noise stripes, which differs for each seed."""
     rng = random.Random(seed)
     rows = [rng.randbytes(side * 3) for _ in range(NUM_SHADES)]
     pixels = b"".join(rows[at * NUM_SHADES // side] for at in range(side))

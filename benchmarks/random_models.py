@@ -1,4 +1,4 @@
-"""Models of a shape with random weights, made in this process: their steps, and the results of several rounds."""
+"""Makes models with random weights in this process, times their steps, and computes the results of several rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_cluster.result_tables import Better, Result
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 16
-Goal = tuple[str, Better, float, str, str]  # its name, direction and value, and the two figures that it divides
+Goal = tuple[str, Better, float, str, str]  # name, direction, value, and the two figures whose ratio is compared
 
 
 def model_of(model_type: str, sizes: Mapping[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def fused(model: Any, served: Served) -> FusedCausalLM:
 
 
 def step_ms(model: CausalLM, past: int, num_tokens: int, num_tries: int = 4) -> float:
-    """Returns the least time of a step of one sequence, after an uncounted one."""
+    """Returns the shortest time of a step of one sequence, after one step that is not counted."""
     length = past + num_tokens
     table = list(range(-(-length // BLOCK_SIZE)))
     pool = KVPool(layout_of(model.caches, BLOCK_SIZE, "float32"), len(table) + 1)

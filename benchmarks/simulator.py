@@ -1,7 +1,8 @@
 """`python -m benchmarks simulator`: compares small real clusters to simulated ones with this machine's costs.
 
-Each configuration is served by a real cluster and by a simulated one: the same arrivals, at a share of what the
-simulated one can do at most. A ratio is of the larger to the smaller. `pd-cluster profile --out FILE` makes the costs.
+A real cluster and a simulated one serve each configuration with the same arrivals, at a share of the simulated
+cluster's capacity. A ratio is the larger value divided by the smaller one. `pd-cluster profile --out FILE` makes the
+costs.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from pd_cluster.simulate.event_script import ScriptLine
 from pd_cluster.simulate.simulated_layout import SimulatedLayout, layout_of
 from pd_cluster.simulate.simulation import simulate
 
-GOAL = 0.15  # by which a simulated figure may miss the measured one
+GOAL = 0.15  # allowed relative difference of a simulated figure from the measured one
 WARM_UP, NUM_WARM_UP = ServeBench(input_len=32, output_len=8), 8
-SLACK = Slo(ttft_s=3.0, tpot_s=2.0)  # goals, in times of a request alone
+SLACK = Slo(ttft_s=3.0, tpot_s=2.0)  # goals, as multiples of a single request's times
 MOST_OPEN = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """`share`: of the layout's capacity. `kill`: an instance that dies in the middle."""
+    """`share`: the load, as a share of the layout's capacity. `kill`: an instance that dies in the middle."""
 
     layout: str
     workload: WorkloadName
@@ -71,7 +72,7 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class SimulatorBench:
-    """`costs`: a file. `model`: of the real clusters; "": the shipped one. `flags`: of `serve`."""
+    """`costs`: a file. `model`: the real clusters' model; "": the shipped one. `flags`: flags of `serve`."""
 
     costs: str
     model: str = ""
@@ -81,7 +82,7 @@ class SimulatorBench:
 
 
 async def run(bench: SimulatorBench, json: str) -> None:
-    """Raises PdClusterError: costs that cannot be read, a cluster that does not start."""
+    """Measures and reports. Raises PdClusterError if the costs cannot be read, or a cluster does not start."""
     begin(json)
     costs = read_costs(bench.costs)
     layouts = names_of("--layouts", bench.layouts, dict.fromkeys(each.layout for each in CONFIGURATIONS))
@@ -127,7 +128,7 @@ async def _compare(bench: SimulatorBench, costs: Costs, configuration: Configura
 
 
 def _capacity(layout: SimulatedLayout, costs: Costs, workload: Workload) -> float:
-    """Returns the requests a second of a simulated cluster that always has some waiting."""
+    """Returns the requests a second of a simulated cluster in which requests are always waiting."""
     arrivals = [msgspec.structs.replace(each, at_s=0.0) for each in arrivals_of(workload)]
     return len(arrivals) / simulate(layout, costs, arrivals).duration_s
 
@@ -148,7 +149,7 @@ def _figures(outcomes: Sequence[Outcome], goals: Slo) -> dict[str, float]:
 async def _measured(
     bench: SimulatorBench, layout: SimulatedLayout, arrivals: Sequence[Arrival], kill: str, kill_s: float
 ) -> tuple[list[Outcome], float]:
-    """Returns the samples of a real cluster, and the share of prompt tokens that it had cached."""
+    """Returns a real cluster's outcomes, and the share of prompt tokens that were cached."""
     numbers: dict[str, Any] = {"num_prefill": layout.num_prefill, "num_decode": layout.num_decode}
     if layout.num_hybrid:
         numbers["num_hybrid"] = layout.num_hybrid
@@ -167,7 +168,7 @@ async def _measured(
 @dataclass(frozen=True, slots=True)
 class _Death:
     cluster: Cluster
-    name: str  # "": nobody dies
+    name: str  # "": no instance dies
     at_s: float
 
     async def happen(self) -> None:

@@ -1,7 +1,8 @@
-"""`python -m benchmarks engine --parts sparse`: sparse against dense latent attention, with V3.2's widths in a layer.
+"""`python -m benchmarks engine --parts sparse`: compares sparse to dense latent attention, in a layer with V3.2's
+widths.
 
-Indexing and attention together: of one token after a long context, and of a prompt's last tokens. Numbers are random.
-peers/gpu_sparse.py measures the same on a GPU.
+Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Numbers are
+random. peers/gpu_sparse.py measures the same on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pd_cluster.wire import Plane
 NAME, BLOCK_SIZE = "sparse", 16
 NUM_HEADS, LATENT, ROPE, QUERY, VALUE = 128, 512, 64, 128, 128
 INDEX_HEADS, INDEX_WIDTH = 64, 128
-CONTEXT, PROMPT = 16_384, 64  # tokens; those of a prompt's chunk
-SHARE = 8  # one in this many keys is chosen: 2,048
+CONTEXT, PROMPT = 16_384, 64  # tokens of the context, and of a prompt's chunk
+SHARE = 8  # one in this many keys is chosen, 2,048 in all
 MOST_SHARE = 0.35
 
 

@@ -1,8 +1,9 @@
-"""`python -m benchmarks speculative`: compares tokens/s with drafts to those without, and checks answers.
+"""`python -m benchmarks speculative`: compares tokens/s with drafts to tokens/s without, and checks the answers.
 
-The model copies, corrects and calls tools: `widened` pads the small one that scripts/train_copy_model.py trains to 125
-million parameters, so that acceptance is real, and a step costs what such a step costs. One engine gets requests in
-turn without and with drafts; time counts from when all of them have their first token.
+The model copies, corrects and calls tools. `widened` pads the small model that scripts/train_copy_model.py trains to
+125 million parameters, so that acceptance is realistic, and a step costs as much as with a model of this size. One
+engine gets requests without and with drafts in turn. Times count from the moment when all requests have their first
+token.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ SMALL_SHAPE = ModelShape(
 )
 QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
 ALONE, SPLIT = "alone", "1P1D"
-LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer
+LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer: usually, with --quick, in a warm-up
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
 DRAFT_MODEL: tuple[Method, ...] = ("draft_model",)
-NOISE = 6.5  # in the padding of the model that is drafted for: the small one agrees in about 0.8 of its tokens
+NOISE = 6.5  # in the padding of the model that is drafted for; the small model predicts about 0.8 of its tokens
 
-SALTS = ("plain", "drafting")  # suffixes would find the very same answers among earlier outputs
+SALTS = ("plain", "drafting")  # keeps suffix drafts from finding the same answers among earlier outputs
 Answers = list[list[int]]
 
 
 class Kind(NamedTuple):
-    """Requests of one sort. `predicts`: from task and plain answer. `goals`: for 1, up to 4, and more at a time."""
+    """One kind of requests. `predicts`: from task and plain answer. `goals`: for 1, up to 4, and more at a time."""
 
     methods: tuple[Method, ...]
     task: Callable[[random.Random, int], Task]
     predicts: Callable[[random.Random, Task, list[int]], list[int]] | None
     goals: tuple[float, float, float]
     temperature: float = 0.0
-    num_earlier: int = 1  # answers that are not counted, and short where it is one
+    num_earlier: int = 1  # uncounted answers before; if there is only one, it is short
 
 
-KINDS = {  # those of the same methods follow each other, and share an engine
+KINDS = {  # kinds with the same methods follow each other, because they share an engine
     "right": Kind((), copied, lambda rng, task, plain: plain, (5.0, 1.8, NO_LOSS)),
     "wrong": Kind((), copied, lambda rng, task, plain: rng.choices(WORDS, k=len(plain)), (NO_LOSS,) * 3),
     "edited": Kind((), corrected, lambda rng, task, plain: task.prompt[1:-1], (4.0, 1.6, NO_LOSS)),
@@ -98,7 +99,7 @@ class Bench:
         return f"python -m benchmarks speculative {what} {asked}"
 
     def tasks(self, kind: Kind, batch: int, at: int) -> list[Task]:
-        """Makes the requests of a round; those below 0 warm up."""
+        """Makes the requests of a round; rounds below 0 are warm-ups."""
         rng = random.Random(f"{at} {batch}")
         tasks = [kind.task(rng, QUICK_LENGTH if self.quick else LENGTH) for _ in range(batch)]
         return (
@@ -108,7 +109,7 @@ class Bench:
         )
 
     def models(self, folder: Path, methods: tuple[Method, ...]) -> Models:
-        """Makes the model, and the one that drafts for it if the methods need one, unless they are there."""
+        """Makes the model and, if the methods need one, the model that drafts for it, unless they exist."""
         shape = QUICK_SHAPE if self.quick else ModelShape()
         noise = NOISE if methods == DRAFT_MODEL else 0.0
         model, small = folder / f"copy-{noise:g}", folder / "small"
@@ -120,24 +121,24 @@ class Bench:
 
 
 class Models(NamedTuple):
-    """A model, and how it is drafted for."""
+    """A model, and the settings of its drafts."""
 
     folder: Path
     speculation: Speculation
 
 
 class Asked(NamedTuple):
-    """The outcome of requests. `rate`: tokens a second, from when all had their first one."""
+    """The outcome of requests. `rate`: tokens a second after all requests have their first token."""
 
     answers: Answers
     rate: float
     num_drafted: int = 0
     num_accepted: int = 0
-    tokens_a_step: float | None = None  # of a sequence
+    tokens_a_step: float | None = None  # tokens of a sequence per step
 
 
 Case = tuple[str, str, int]  # place, kind, requests at a time
-Round = tuple[Asked, Asked]  # without and with drafts
+Round = tuple[Asked, Asked]  # results without and with drafts
 
 
 def results_of(name: str, rounds: Sequence[Round], goal: float) -> Iterator[Result]:
@@ -157,7 +158,7 @@ def num_differing(rounds: Sequence[Round]) -> int:
 
 
 def run(bench: Bench, json_file: str) -> None:
-    """Raises PdClusterError, also if an answer with drafts differs from the one without."""
+    """Measures and reports. Raises PdClusterError, also if drafts change an answer."""
     begin(json_file)
     torch.set_num_threads(bench.threads)
     started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
@@ -183,7 +184,7 @@ async def measure(bench: Bench, folder: Path, found: dict[Case, list[Round]]) ->
 
 
 async def rounds_of(bench: Bench, asks: Engine | Server, name: str, batch: int) -> list[Round]:
-    """Asks without and with drafts in turn."""
+    """Sends the requests without and with drafts, in turn."""
     kind, rounds = KINDS[name], list[Round]()
     for at in range(-max(1, kind.num_earlier // batch), bench.rounds):
         tasks, rng = bench.tasks(kind, batch, at), random.Random(at)
@@ -195,7 +196,7 @@ async def rounds_of(bench: Bench, asks: Engine | Server, name: str, batch: int) 
 
 
 class Engine:
-    """Asks an engine of this process, all at once. `predicted`: predictions, perhaps empty; None: drafts nothing."""
+    """Sends requests at once to an engine in this process. `predicted`: predictions, perhaps empty; None: no drafts."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -224,7 +225,7 @@ class Engine:
         return Asked(answers, num_tokens / took_s, drafted, accepted, num_tokens / len(tasks) / steps)
 
     def _drafted(self) -> tuple[int, int]:
-        """Returns how many tokens were drafted so far, and accepted."""
+        """Returns the numbers of tokens that were drafted and accepted so far."""
         counts = self._core.drafting.totals
         return counts.num_draft_tokens, counts.num_accepted_tokens
 
@@ -244,7 +245,7 @@ def config_of(weights: str, models: Models) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Asks a cluster over HTTP."""
+    """Sends requests to a cluster over HTTP."""
 
     client: httpx.AsyncClient
     url: str

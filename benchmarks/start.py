@@ -1,7 +1,8 @@
-"""`python -m benchmarks start`: how soon a cluster is ready, and a worker again, in units of `import torch`.
+"""`python -m benchmarks start`: measures how long a cluster's start and a worker's restart take, in units of `import
+torch`.
 
-Each round follows directly after its `python -c "import torch"`, so that ratios hold on a machine whose speed drifts.
-Processes are those of `pd-cluster up` with the shipped model, started by command line; only they receive signals.
+Each round directly follows its own `python -c "import torch"`, so that ratios are valid even if the machine's speed
+drifts. `pd-cluster up`, with the shipped model, is started by its command line; only its processes receive signals.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Figures = dict[str, float]
 
 @dataclass(slots=True)
 class Up:
-    """A running `pd-cluster up`. `ready_s`: from its start until it reports that it is ready."""
+    """A running `pd-cluster up`. `ready_s`: the time from its start until it reports that it is ready."""
 
     process: subprocess.Popen[str]
     admin_url: str
@@ -46,14 +47,14 @@ class Up:
     client: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=5))
 
     def instances(self) -> list[dict[str, Any]]:
-        """Returns the entries; empty while nobody answers."""
+        """Returns the entries; empty while there is no answer."""
         with contextlib.suppress(httpx.HTTPError):
             found: list[dict[str, Any]] = self.client.get(f"{self.admin_url}/instances").json()["instances"]
             return found
         return []
 
     def back_s(self, name: str, victim: Callable[[dict[str, Any]], int]) -> float:
-        """Kills a process of an instance; returns the time until the instance has a new life and every link is up."""
+        """Kills a process of an instance. Returns the time until the instance has restarted and every link is up."""
         (entry,) = (each for each in self.instances() if each["instance_id"] == name)
         started_s = time.monotonic()
         os.kill(victim(entry), signal.SIGKILL)
@@ -67,7 +68,7 @@ class Up:
             time.sleep(POLL_S)
 
     def pss_mib(self) -> float:
-        """Returns the memory of all processes; shared pages count once."""
+        """Returns the memory of all processes. Shared pages count once."""
         return sum(mapped_kib(pid, "Pss") for pid in family(self.process.pid)) / 1024
 
 
@@ -93,7 +94,7 @@ def up(*flags: str) -> Iterator[Up]:
 def _await_ready(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     lines: list[str] = []
-    timer = threading.Timer(READY_TIMEOUT_S, process.kill)  # which ends its output
+    timer = threading.Timer(READY_TIMEOUT_S, process.kill)  # ends the output, for which the loop below waits
     timer.start()
     try:
         for line in process.stdout:

@@ -1,7 +1,8 @@
-"""`python -m benchmarks engine --parts unit`: compares a unit of two instances to two that have all experts.
+"""`python -m benchmarks engine --parts unit`: compares a unit of two instances to two instances that each have all
+experts.
 
-They are rank processes of the engine, with one thread each. This process is their scheduler: it names the mates,
-submits requests, and notes when tokens come. The model is moe-1B.
+The instances are rank processes of the engine, with one thread each. This process is their scheduler: it tells them the
+other members, submits requests, and records when tokens come. The model is moe-1B.
 """
 
 from __future__ import annotations
@@ -59,19 +60,19 @@ RATIOS: tuple[tuple[str, Better, float, str, str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A rank process, and the reports that it sent to this process."""
+    """A rank process, and the reports that it has sent to this process."""
 
     config: WorkerConfig
     process: subprocess.Popen[bytes]
-    channel: socket.socket  # its parent's end
-    place: Path  # of its log, and of the number of its messages
+    channel: socket.socket  # the parent's end
+    place: Path  # folder of its log and of its message count
     conn: str = ""
-    tokens: list[tuple[float, int]] = field(default_factory=list)  # (when it came, its position)
-    loads: list[tuple[float, wire.Load]] = field(default_factory=list)  # likewise
+    tokens: list[tuple[float, int]] = field(default_factory=list)  # (time of arrival, position)
+    loads: list[tuple[float, wire.Load]] = field(default_factory=list)  # (time of arrival, load)
     num_ended: int = 0
 
     def await_state(self, state: str) -> wire.PeerInfo:
-        """Raises ChildFailed."""
+        """Waits until the member reports this state. Raises ChildFailed."""
         report = msgspec.json.decode(self.channel.recv(1 << 16) or b"{}", type=RankReport)
         if report.state != state:
             said = last_lines(self.place / "log")
@@ -94,7 +95,7 @@ class UnitScheduler:
     """The scheduler of two members; satisfies the mailbox's Handler."""
 
     def __init__(self, model: Path, vocab_size: int, is_unit: bool, held: contextlib.ExitStack) -> None:
-        """Returns once both are ready. Raises ChildFailed."""
+        """Waits until both members are ready. Raises ChildFailed."""
         key, secret = secrets.token_bytes(32), secrets.token_bytes(32)
         self._vocab_size, self._rng, self._changed = vocab_size, random.Random(0), threading.Condition()
         self._mailbox = Mailbox(Life("scheduler", EPOCH), "scheduler", Credentials(secret, key=key), Timeouts())
@@ -111,7 +112,7 @@ class UnitScheduler:
             member.await_state("ready")
 
     def decode(self, nums_sequences: Sequence[int], num_tokens: int = NUM_TOKENS) -> tuple[float, float]:
-        """Returns tokens/s while this many sequences of each member decode, and the share of exchanges in that time."""
+        """Returns tokens/s while these numbers of sequences decode, and the share of the time that exchanges take."""
         for member, num in zip(self.members, nums_sequences, strict=True):
             member.tokens, member.num_ended = [], 0
             for _ in range(num):
@@ -132,8 +133,8 @@ class UnitScheduler:
         return num_timed / (last_s - first_s), share
 
     def asleep(self) -> Figures:
-        """Measures both members during some seconds without requests."""
-        time.sleep(1.0)  # until heartbeats include the last round
+        """Measures both members for some seconds without requests."""
+        time.sleep(1.0)  # by then heartbeats include the last round
         start_s, before = time.monotonic(), self._done()
         time.sleep(ASLEEP_S)
         took_s, (num_messages, used_s) = time.monotonic() - start_s, self._done()
@@ -198,7 +199,7 @@ def _started(config: WorkerConfig, held: contextlib.ExitStack) -> Member:
 
 
 def run(rounds: int, quick: bool, json: str) -> None:
-    """Raises PdClusterError: a member failed."""
+    """Measures and reports. Raises PdClusterError if a member fails."""
     begin(json)
     rounds, started_s = 1 if quick else rounds, time.monotonic()
     sizes = {**experts.SHARED, **(experts.SMALL if quick else {}), **experts.SPARSE}

@@ -1,7 +1,8 @@
-"""Pads a small Llama: steps cost as much as a larger model's, answers are unchanged. For `benchmarks speculative`.
+"""Pads a small Llama, for `benchmarks speculative`: steps then cost as much as a larger model's, and answers stay the
+same.
 
-Hidden numbers beyond the small one's width stay zero, as nothing writes to them. New heads, inner numbers and layers
-compute with random weights, and what they add is multiplied by zero, or by `noise`. Imports torch.
+Hidden values beyond the small model's width stay zero, because nothing writes to them. New heads, inner values and
+layers compute with random weights, and their results are multiplied by zero or by `noise`. Imports torch.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ Weights = dict[str, torch.Tensor]
 
 
 def widened(folder: Path, out: Path, shape: ModelShape, noise: float = 0.0) -> Path:
-    """Writes the model of `folder` in `shape` and float32 to `out`, and returns that.
+    """Writes the model in `folder`, padded to `shape` and in float32, to `out`. Returns `out`.
 
-    A norm divides by the root of a mean of squares; zeros among them lower it, so weights and epsilon make up for it.
-    Ids beyond the small vocabulary have logit 0. `noise`: scale of what new layers add. Raises ConfigError.
+    A norm divides by the root of the mean of squares. The additional zeros lower this mean, for which weights and
+    epsilon are corrected. Ids beyond the small vocabulary have logit 0. `noise`: the scale of the new layers' results.
+    Raises ConfigError.
     """
     config = json.loads((folder / CONFIG).read_text())
     small = {name: weight.float() for name, weight in load_file(folder / WEIGHTS).items()}
@@ -56,7 +58,7 @@ def widened(folder: Path, out: Path, shape: ModelShape, noise: float = 0.0) -> P
 
 
 def agreement(small: Any, wide: Any, prompts: Sequence[Sequence[int]]) -> float:
-    """Returns the share of the wide model's greedy tokens that the small one would say at the same place."""
+    """Returns the share of the wide model's greedy tokens that the small model would choose at the same position."""
     num_equal = 0
     for prompt in prompts:
         given = torch.tensor([prompt])
@@ -69,7 +71,7 @@ def agreement(small: Any, wide: Any, prompts: Sequence[Sequence[int]]) -> float:
 
 @torch.inference_mode()
 def noise_for(wanted: float, folder: Path, shape: ModelShape, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Returns the noise with which the two agree in about `wanted` of the tokens, by bisection, and the share found."""
+    """Returns, by bisection, the noise with which both agree in about `wanted` of the tokens, and the actual share."""
     small = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as place:
         widened(folder, Path(place), shape, noise=1.0)
@@ -99,7 +101,7 @@ def _check(config: dict[str, Any], shape: ModelShape) -> None:
 
 
 def _layer(given: Weights, config: dict[str, Any], shape: ModelShape, share: float) -> Weights:
-    """Returns a layer of the small model, padded. Heads stay with the keys that they had."""
+    """Returns a layer of the small model, padded. Query heads keep their KV heads."""
     width = config["hidden_size"]
     made = _new_layer(width, shape, share, 0.0)
     per_group = config["num_attention_heads"] // config["num_key_value_heads"]
@@ -119,7 +121,7 @@ def _layer(given: Weights, config: dict[str, Any], shape: ModelShape, share: flo
 
 
 def _new_layer(width: int, shape: ModelShape, share: float, noise: float) -> Weights:
-    """Returns a layer of random weights that adds `noise` of its own to the first `width` numbers."""
+    """Returns a layer of random weights that adds its results, times `noise`, to the first `width` values."""
     hidden, attention, kv = shape.hidden_size, *(n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads))
     sizes = {"q": attention, "k": kv, "v": kv}
     made = {f"self_attn.{name}_proj.weight": _random(size, hidden, width) for name, size in sizes.items()}

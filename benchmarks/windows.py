@@ -1,7 +1,8 @@
-"""`python -m benchmarks engine --parts windows`: requests at once in one amount of memory, with and without the split.
+"""`python -m benchmarks engine --parts windows`: counts simultaneous requests in the same memory, with layers split by
+window and not.
 
-The engine's own sizes and scheduler, without a model: prompts are admitted until no more fit. The layers are those of
-gpt_oss, but only two of them: one sees everything, the other a window.
+Uses the engine's sizes and scheduler, without a model, and admits prompts until no more fit. There are two layers of
+gpt_oss: one sees all tokens, the other a window.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def _results(config: EngineConfig) -> Iterator[Result]:
 
 
 def num_at_once(config: EngineConfig, caches: Sequence[LayerCache], length: int, step_tokens: int, splits: bool) -> int:
-    """Counts the requests of `length` tokens that an engine with these settings runs before one has to wait.
+    """Counts the requests of `length` tokens that an engine with these settings runs at a time, before one has to wait.
 
-    `splits`: layers with a window are a separate group. Raises ConfigError.
+    `splits`: whether layers with a window are a separate group. Raises ConfigError.
     """
     layouts = layouts_of(caches, config.block_size or BLOCK_SIZE, "float32", split_windows=splits)
     scheduler = _scheduler(config, layouts, length, step_tokens)

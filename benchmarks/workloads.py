@@ -1,4 +1,4 @@
-"""The requests of `engine` and `gpu`: seeded token ids, the same in every run and for every engine.
+"""The requests of `engine` and `gpu`. They are seeded token ids, the same in every run and for every engine.
 
 Pure; knows nothing of engines.
 """
@@ -34,16 +34,16 @@ def mixed(
     input_lens: tuple[int, int] = (16, 1024),
     output_lens: tuple[int, int] = (8, 256),
 ) -> Workload:
-    """Makes requests of many lengths, log-normal between the bounds: most are short, some are long."""
+    """Makes requests of many lengths, which are log-normal between the bounds: most are short, some are long."""
     rng = random.Random(SEED + 1)
     prompts = [random_prompt(rng, vocab_size, log_normal(rng, *input_lens)) for _ in range(num_requests)]
     return Workload(name="mixed", prompts=prompts, output_lens=[log_normal(rng, *output_lens) for _ in prompts])
 
 
 def warmup(vocab_size: int, num_requests: int = 32, input_len: int = 128, output_len: int = 8) -> Workload:
-    """Makes uncounted requests with the steps of `uniform`: an engine then has allocated, compiled and packed for them.
+    """Makes uncounted requests with the same steps as `uniform`, for which an engine allocates, compiles and packs.
 
-    Shares no prompt with the others.
+    They share no prompt with the counted requests.
     """
     return uniform(vocab_size, num_requests, input_len, output_len, "warmup", SEED + 2)
 
@@ -55,7 +55,7 @@ def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]
 def log_normal(rng: random.Random, least: int, most: int) -> int:
     """Draws a length.
 
-    The median is the bounds' geometric mean; the bounds are two standard deviations away, and cut off.
+    The median is the bounds' geometric mean. The bounds are two standard deviations away from it, and limit the result.
     """
     mu, sigma = (math.log(most) + math.log(least)) / 2, (math.log(most) - math.log(least)) / 4
     return min(most, max(least, round(rng.lognormvariate(mu, sigma))))

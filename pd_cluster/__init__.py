@@ -115,7 +115,7 @@ def _extra(path: str, used_by: str) -> Any:
 
 
 class _OtherPaths:
-    """Imports an extra's module under its public path; consulted when no file has the path."""
+    """Imports an extra's module under its public path. Python uses this finder only for paths without a file."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         package, _, below = name.partition(".")

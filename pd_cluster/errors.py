@@ -34,12 +34,12 @@ from collections.abc import Callable
 from typing import Self
 
 MARK = "\0"  # encloses a setting's name in an error's text; no argument, path or variable can contain it
-KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose errors its parent shows
+KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose parent shows its errors
 Naming = Callable[[str], str]  # a setting's name -> the user's spelling of it
 
 
 def called(setting: str) -> str:
-    """Returns a placeholder for a setting in an error's text, which is shown under the user's name for it."""
+    """Returns a placeholder for a setting's name in an error's text; users see their own name for the setting."""
     return f"{MARK}{setting}{MARK}"
 
 
@@ -49,7 +49,7 @@ def flag_of(setting: str) -> str:
 
 
 def told(text: str, naming: Naming = flag_of) -> str:
-    """Returns the text with each `called` setting replaced by the user's name for it."""
+    """Returns the text with each placeholder of `called` replaced by the user's name for the setting."""
     parts = text.split(MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
@@ -65,7 +65,7 @@ class PdClusterError(Exception):
 
 
 class NamesSettings(PdClusterError):
-    """Shows `called` settings in its text as flags, unless `named` gives other names."""
+    """An error whose text shows placeholders of `called` as flags, unless `named` gives other names."""
 
     def __str__(self) -> str:
         return told(self.text)
@@ -147,7 +147,7 @@ class LeaseUnavailable(PdClusterError):
 
 
 class Overloaded(PdClusterError):
-    """The request would be served too late now, but may not be after `retry_after_s`."""
+    """The request would be served too late now; after `retry_after_s`, another attempt may be in time."""
 
     code = "overloaded"
 
@@ -199,7 +199,7 @@ class LinkError(NamesSettings):
 
 
 class QuarantineFull(NamesSettings):
-    """Too many blocks wait for peers that neither end nor make progress; only a restart reclaims them."""
+    """Too many blocks wait for peers that are alive but make no progress; only a restart reclaims these blocks."""
 
     def __init__(self, num_blocks: int, most: int) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""Names in import strings what each extra plugs into the core, and imports an extra on its first use.
+"""Lists, as import strings, what each extra adds to the core, and imports an extra on its first use.
 
-No other module of the core imports extras. An extra is a folder of pd_cluster/extras/; without the folder, every
-use of the extra is one line that names it.
+No other module of the core imports extras. An extra is a folder of pd_cluster/extras/. If the folder is missing, each
+use of the extra raises an error of one line that names it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def command(name: str) -> Callable[..., Any]:
 
 
 def is_installed(name: str) -> bool:
-    """Says whether the extra of a name, as `load` takes it, is there."""
+    """Says whether the extra in `name`, which has the form that `load` takes, is installed."""
     try:
         spec = find_spec(f"{PACKAGE}.{_extra_of(name)}")
     except ModuleNotFoundError:  # no extra is installed

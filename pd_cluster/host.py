@@ -21,7 +21,7 @@ NO_LIMIT = 1 << 60  # bytes; version 1 writes a number near 2**63 if there is no
 
 
 class HostMemory(NamedTuple):
-    """Memory for new allocations. `where`: whose `limit` bounds it.
+    """Memory for new allocations. `where`: the host or the control group to which `limit` applies.
 
     `available` includes page cache that the kernel can reclaim.
     """
@@ -35,7 +35,7 @@ class HostMemory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The names of a controller's files in one version. `total`: prefix of names in memory.stat that count children."""
+    """A controller's file names in one version. `total`: prefix of entries in memory.stat that include child groups."""
 
     limits: tuple[str, ...]
     usage: str
@@ -49,7 +49,7 @@ FILES = {
 
 
 def memory(root: Path = ROOT) -> HostMemory:
-    """Returns the memory of the host, or of the control group of this process that leaves the least."""
+    """Returns the memory of the host or of a control group of this process, whichever has the least available."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text("ascii").splitlines())
     sizes = {name: int(fields[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal")}
     found = [HostMemory(sizes["MemAvailable"], sizes["MemTotal"], "this host")]
@@ -73,7 +73,7 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 def cores_quota(root: Path = ROOT) -> float:
-    """Returns the smallest quota of the control groups above this process, in cores; infinity without any."""
+    """Returns the smallest quota of the control groups above this process, in cores; infinity if none has a quota."""
     return min((_quota(version, folder) for version, folder, _ in _groups("cpu", root)), default=math.inf)
 
 

@@ -56,7 +56,7 @@ class ProcessorParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The part of vLLM's ModelConfig that exists here. `tokenizer`: the folder or file of the tokenizer."""
+    """The fields of vLLM's ModelConfig that are available here. `tokenizer`: the folder or file of the tokenizer."""
 
     model: str
     tokenizer: str
@@ -70,18 +70,18 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """The part of vLLM's SchedulerConfig that exists here: a processor sees one sequence."""
+    """The field of vLLM's SchedulerConfig that is available here: a processor sees one sequence."""
 
     max_num_seqs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorConfig:
-    """The part of vLLM's VllmConfig that exists here; any other attribute raises AttributeError."""
+    """The fields of vLLM's VllmConfig that are available here; any other attribute raises AttributeError."""
 
     model_config: ModelFacts
     scheduler_config: BatchFacts = field(default_factory=BatchFacts)
-    speculative_config: None = None  # drafts are off beside logits processors
+    speculative_config: None = None  # logits processors switch drafts off
 
 
 class MoveDirectionality(Enum):
@@ -120,7 +120,7 @@ class _Processor(ABC):
 
 
 class AdapterLogitsProcessor(_Processor):
-    """Makes a function for each sequence that it concerns. An engine has one instance."""
+    """Makes a function for each sequence that the processor applies to. An engine has one instance."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: Any) -> RequestProcessor | None:
@@ -136,7 +136,7 @@ class LogitsProcessor(_Processor):
 
     @abstractmethod
     def update_state(self, batch_update: Any) -> None:
-        """Gets a BatchUpdate with the sequence before its first row here, and None before each later row."""
+        """Called with a BatchUpdate before the sequence's first row here, and with None before each later row."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope/rope_tables.py). `bf16_way`: how a CPU multiplies bfloat16 weights
     (native/packed_products.py); "": it does not. `logits_processors`: the operator's classes, which change tokens
-    rather than KV. `weights`: the digest of the weights that replaced the folder's; "": none did.
+    rather than KV. `weights`: the digest of the weights that replaced the folder's; "" if they were not replaced.
     """
 
     device: str = "cpu"
@@ -153,9 +153,9 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def difference(self, other: Numerics, mixes_kv: bool = False) -> tuple[str, str, str] | None:
-        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in attention.
+        """Returns the first setting that differs, in `called`'s form, and both values; None if all agree.
 
-        `mixes_kv`: the pools' dtypes may differ.
+        `mixes_kv`: the pools' dtypes may differ. Attention backends may differ between two kinds of devices.
         """
         ignored = {"kv_cache_dtype"} if mixes_kv else set()
         for name in SETTINGS:
@@ -209,7 +209,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Changes `config` in place, in the form that it has."""
+    """Changes `config` in place; its fields keep their form."""
     own = config.get("rope_parameters")
     if isinstance(own, dict) and any(isinstance(each, dict) for each in own.values()):
         _override_kinds(config, own, overrides)

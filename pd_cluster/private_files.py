@@ -1,6 +1,7 @@
 """Files in folders that belong to this user alone: opened relative to folder handles, without following links.
 
-A pipe or a device in a file's place never blocks. output_files.py writes the files that an operator names.
+A pipe or a device where a file is expected never blocks the caller. output_files.py writes the files that an operator
+names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK 
 
 
 def open_folder(root: Path, place: str, named: str) -> int:
-    """Opens `root`/`place` part by part, and makes missing folders; the folder of `root` must exist.
+    """Opens `root` and then each folder of `place` in it, and makes missing ones; the parent of `root` must exist.
 
     `named`: the setting that gives the path. Raises ConfigError unless the folder belongs to this user alone.
     """

@@ -17,7 +17,7 @@ from pd_cluster.wire import MAX_GROUPS, LayoutInfo, PublicKey, ShortText
 InstanceState = Literal["unreachable", "loading", "forming", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
 Layouts = Annotated[list[LayoutInfo], msgspec.Meta(max_length=MAX_GROUPS)]
-Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin, wait, or are refused
+Gate = Literal["open", "paused", "asleep"]  # new requests begin, wait or are refused
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the scheduler knows it, sent to its API processes."""
+    """The scheduler's view of an instance, which it sends to its API processes."""
 
     name: str
     role: Role
@@ -147,7 +147,7 @@ class AllStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class OthersBusy(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: the other processes' current work, which replaces that of the last AllStats."""
+    """Scheduler to API process: the other processes' current work, which replaces the work in the last AllStats."""
 
     busy: Busy
 
@@ -270,6 +270,6 @@ ToReceiver = JoinTrainer | ReceiveTensors
 
 
 class Received(msgspec.Struct, frozen=True):
-    """The answer to each of them. `problem`: "" if there was none."""
+    """The answer to JoinTrainer and to ReceiveTensors. `problem`: "" if there was none."""
 
     problem: str

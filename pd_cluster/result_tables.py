@@ -6,8 +6,8 @@ The file of `--json FILE`:
      "results": [{"name", "value", "unit", "better": "higher" | "lower", "samples", "spread", "goal", "met"}]}
 
 `value` is null if nothing could be measured. `samples` is the number of measurements that `value` summarizes; `spread`
-is their interquartile range divided by their median, null below two. `goal` and `met` are null if no goal was set; a
-goal without a value is not met. Does not depend on the measurements; imports no torch.
+is their interquartile range divided by their median, null for fewer than two. `goal` and `met` are null if no goal was
+set; a goal without a value is not met. Knows nothing of how they are measured; imports no torch.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Returns interquartile range / median; None below two values or with a median of 0."""
+    """Returns interquartile range / median; None for fewer than two values or for a median of 0."""
     q1, median, q3 = (percentile(values, percent) for percent in (25, 50, 75))
     if len(values) < 2 or not median or q1 is None or q3 is None:
         return None
@@ -132,7 +132,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def percentiles(name: str, values: Sequence[float], unit: str, percents: Sequence[int] = (50, 90, 99)) -> list[Result]:
-    """Returns `name`_p50 and so on; lower is better. The spread is that of all values."""
+    """Returns `name`_p50 and so on; lower is better. Each result has the spread of all values."""
     return [
         Result(
             name=f"{name}_p{percent}",

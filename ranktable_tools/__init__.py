@@ -1,7 +1,7 @@
-"""Rank tables: the JSON files that bind the instances of a cluster to devices.
+"""Rank tables, the JSON files that assign devices to the instances of a cluster.
 
 `generate` and `merge` write them, `load_global`, `load_local` and `locate` read them, `check` finds their faults. Needs
-only the standard library (for keys also pyzmq, or `openssl`), and no module of pd_cluster.
+only the standard library (and for keys also pyzmq or `openssl`), but no module of pd_cluster.
 """
 
 from ranktable_tools.check import check, permission_warnings

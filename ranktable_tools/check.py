@@ -1,6 +1,6 @@
-"""Finds every fault of a set of tables before it serves, including ports, tensor-parallel sizes and units.
+"""Finds every fault in a set of tables before a cluster starts, including ports, tensor-parallel sizes and units.
 
-Reads only files: instances check at their start whether devices and ports exist.
+Reads only files; instances check at their start whether devices and ports exist.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def check(
     given: GivenPorts = _NO_PORTS,
     unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Fault]:
-    """Returns all faults, those of the global table first; empty if there are none. Never raises RankTableError.
+    """Returns all faults, the global table's first; empty if there are none. Never raises RankTableError.
 
     `node_ports`: in the environment variable's form (`8088,8089`), or as numbers. `given`: the other ports.
     `unit_sizes`: role -> instances per unit.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
-    except RankTableError as error:  # no other check is possible
+    except RankTableError as error:  # prevents all other checks
         return [error.fault]
     faults = [*device_conflicts(entries(table)), *gaps(table)]
     faults += _local_faults(table, local_paths)
@@ -47,7 +47,7 @@ def check(
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
-    """Returns one line for each file that others than its owner and its group can access; `check` reports missing
+    """Returns one line for each file that users other than its owner and group can access; `check` reports missing
     files.
     """
     return [
@@ -59,7 +59,7 @@ def permission_warnings(paths: Sequence[Path]) -> list[str]:
 
 
 def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fault]:
-    """Checks that every local table is an entry of the global one, and that no two are the same entry."""
+    """Checks that every local table is an entry of the global table, and that no two are the same entry."""
     taken: dict[tuple[str, int], Path] = {}  # (role, index) -> local table
     for path in local_paths:
         try:

@@ -1,5 +1,5 @@
-"""`pd-ranktable gen | merge | keys | check | show`, and the reference document's own `--mode gen|merge`: one
-implementation, two command lines. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
+"""Two command lines of one implementation: `pd-ranktable gen | merge | keys | check | show`, and the reference
+document's `--mode gen|merge`. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -347,9 +347,9 @@ def _gen(args: argparse.Namespace) -> int:
 
 
 def _add_keys(table: RankTable, path: Path, access: Access) -> None:
-    """Writes keys next to a complete table; a machine's part of a table gets none, because `merge` writes them.
+    """Writes keys next to a complete table. A machine's part of a table gets none, because `merge` writes them.
 
-    If the host cannot compute a public key, prints where to make the keys; the tables are complete without them.
+    If the host cannot compute a public key, prints where the keys can be made; the tables are complete without keys.
     """
     if table.scheduler is None or not table.prefill or not table.decode:
         return
@@ -379,7 +379,7 @@ def _detected_kind() -> machine_probe.DeviceKind:
 
 
 def _default_server_ip() -> str:
-    """Raises RankTableError if several addresses are possible."""
+    """Returns this machine's address. Raises RankTableError if several are possible."""
     address = machine_probe.default_server_ip()
     if address is not None:
         return address

@@ -1,4 +1,4 @@
-"""The three files that make a table's processes one cluster, written and read next to the global rank table.
+"""Writes and reads, next to the global rank table, the three files that make a table's processes one cluster.
 
 `cluster.secret` is for every host: a random secret, and the public key of each scheduler. `scheduler.key` and
 `admin.token` are only for the scheduler's host: a private key of 32 random bytes, and the token for commands at the
@@ -40,10 +40,10 @@ class ClusterSecret(NamedTuple):
 
 
 def write_keys(folder: Path, access: Access) -> list[Path]:
-    """Writes missing files, and keeps existing ones, which running processes and other hosts also have.
+    """Writes missing files. Keeps existing ones, because running processes and other hosts also have them.
 
-    Only the owner may read them, and the group if `access` names one. Raises OSError, NoImplementation before anything
-    is written, or RankTableError for files that do not belong together.
+    Only the owner may read them, and the group, if `access` names one. Raises OSError, NoImplementation before anything
+    is written, and RankTableError for files that do not belong together.
     """
     own = Access(access.mode & 0o640, access.group_id) if access.group_id is not None else Access()
     secret_file, key_file, token_file = paths = [
@@ -119,7 +119,7 @@ def read_token(file: Path) -> str:
 
 
 def refuse_foreign_key(key: bytes, key_file: Path, known: ClusterSecret, secret_file: Path) -> None:
-    """Raises RankTableError for a scheduler's key that workers with this secret would not accept."""
+    """Raises RankTableError for a scheduler's key that workers with this `cluster.secret` would not accept."""
     if public_key(key) not in known.schedulers:
         raise RankTableError(
             str(key_file),
@@ -157,7 +157,7 @@ def _is_key(text: str) -> bool:
 
 
 def _read(file: Path) -> str:
-    """Reads a file. Raises RankTableError, also for a file that others can read."""
+    """Reads a file. Raises RankTableError, also for a file that other users can read."""
     try:
         with file.open("rb") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)

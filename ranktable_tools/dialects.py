@@ -1,5 +1,5 @@
-"""Refuses rank tables of other programs by name, with a remedy. The layout identifies a dialect, because programs share
-file names.
+"""Refuses other programs' rank tables, with errors that name the program and a remedy. A table's layout identifies the
+program, because programs use the same file names.
 
 Sources: Ascend HCCL cluster information (`server_list`, and `group_list` before it), vllm-ascend's
 `prefill_device_list`, omni-infer's merged tables (integer counts, one group per prefill instance), MindIE's
@@ -21,7 +21,7 @@ _USE_GLOBAL: Final = "GLOBAL_RANK_TABLE_FILE_PATH takes global_ranktable_*.json,
 
 
 def refuse_foreign_global(top: JsonObject) -> None:
-    """Raises RankTableError if `top` is another program's table, or a local one."""
+    """Raises RankTableError if `top` is another program's table, or a local table."""
     keys = top.members
     if "server_group_list" not in keys:
         if "group_id" in keys and "server_list" in keys:
@@ -41,7 +41,7 @@ def refuse_foreign_global(top: JsonObject) -> None:
 
 
 def refuse_foreign_local(top: JsonObject) -> None:
-    """Raises RankTableError if `top` is another program's table, or a global one."""
+    """Raises RankTableError if `top` is another program's table, or a global table."""
     if "server_group_list" in top.members:
         raise _named(top, "server_group_list", "a global rank table", LOCAL, _USE_GLOBAL)
     if "group_id" not in top.members:

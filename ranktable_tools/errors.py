@@ -1,4 +1,4 @@
-"""Faults of rank tables: the file, the field, the value found, the value expected.
+"""Faults in rank tables: the file, the field, the value found and the value expected.
 
 Knows nothing of the tables themselves.
 
@@ -26,7 +26,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxoth
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `str()` is one line, whatever bytes the file contains."""
+    """One fault. `str()` gives one line, whatever bytes the file contains."""
 
     file: str
     field: str

@@ -12,7 +12,7 @@ _MAX_ID = 2**31 - 1
 
 
 def owner_of(file: Path) -> str:
-    """Returns `mode 0600 of root:root`, as far as this process may search the parent folders."""
+    """Returns a text such as `mode 0600 of root:root`, if this process may search the parent folders."""
     try:
         status = file.stat()
     except OSError:
@@ -21,12 +21,12 @@ def owner_of(file: Path) -> str:
 
 
 def reader() -> str:
-    """Returns this process's user: `ma-user (uid 1000, gid 100)`."""
+    """Returns this process's user as a text such as `ma-user (uid 1000, gid 100)`."""
     return f"{_user(os.geteuid())} (uid {os.geteuid()}, gid {os.getegid()})"
 
 
 def group_id_of(text: str) -> int | None:
-    """Returns the number of a group of this machine, or a given number unchanged; None for anything else."""
+    """Returns the number of a group of this machine, or a number unchanged; None for any other text."""
     if text.isascii() and text.isdigit():
         return int(text) if len(text) < 11 and int(text) <= _MAX_ID else None
     try:

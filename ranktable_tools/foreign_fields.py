@@ -1,7 +1,7 @@
-"""Fields that other programs write into rank tables: listed for people, and combined when tables are merged.
+"""Lists fields that other programs write into rank tables, and combines them when tables are merged.
 
 `super_pod_list`, `host_nic_ip` and `deploy_server` are such fields. Knows nothing of their meaning, except that super
-pods of several machines with the same id are one super pod.
+pods with the same id on several machines are one super pod.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _NAMED_BY: Final = {"super_pod_list": "super_pod_id"}  # a list of objects -> th
 
 
 class _Differ(Exception):
-    """Two values of one field exclude each other."""
+    """Two values of one field cannot be combined."""
 
 
 def foreign_fields(table: RankTable) -> Iterator[tuple[str, object]]:
-    """Yields the path and the value of each foreign field, those of the table itself first."""
+    """Yields the path and value of each foreign field, beginning with the top level of the table."""
     yield from table.extra.items()
     for at, group in enumerate(table.server_group_list):
         place = f"server_group_list[{at}]"

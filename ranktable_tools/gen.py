@@ -1,6 +1,6 @@
-"""The tables of one machine: its part of the global table, and a local table for every instance on it.
+"""Generates the tables of one machine: its part of the global table, and a local table for each of its instances.
 
-Each machine of a cluster generates its own; `merge` combines the global parts.
+Each machine of a cluster generates its own tables; `merge` combines the global parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ARGUMENTS = "gen"
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of `generate`. `locals` maps a file name to its table.
+    """The result of `generate`. `locals`: file name -> local table.
 
     A group of the global table without instances has count "0".
     """
@@ -70,7 +70,7 @@ def generate(
     )
     version = "1.2" if any(device.super_device_id for device in devices.values()) else "1.0"
     table = RankTable(version, "completed", groups)
-    for fault in device_conflicts(entries(table)):  # never writes a table that every reader would refuse
+    for fault in device_conflicts(entries(table)):  # a table with such conflicts would be refused by every reader
         raise replace(fault, file=_ARGUMENTS).error()
     names = _local_names(server_ip, [*prefill, *decode])
     servers = dict(zip(names, prefill_servers + decode_servers))
@@ -133,7 +133,8 @@ def _server(server_ip: str, device_ids: Sequence[int], devices: Mapping[int, Npu
 def _local_names(server_ip: str, instances: Sequence[Sequence[int]]) -> list[str]:
     """Returns the document's names, `…_45.json` for 4,5 and `…_1011.json` for 10,11.
 
-    Instances of this machine that would share a name, such as 1,12 and 11,2, or 4,5 and 45, get dashes instead.
+    Instances of this machine that would have the same name, such as 1,12 and 11,2, or 4,5 and 45, get dashes between
+    ids.
     """
     plain = ["".join(map(str, ids)) for ids in instances]
     dashed = ["-".join(map(str, ids)) for ids in instances]

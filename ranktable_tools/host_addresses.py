@@ -1,4 +1,4 @@
-"""Addresses as rank tables write them: IPv4, IPv6, host names, `localhost`. Resolves nothing."""
+"""Checks and compares addresses in rank tables: IPv4, IPv6, host names, `localhost`. Resolves no names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LABEL: Final = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?")
 
 
 def is_ip(text: str) -> bool:
-    """Returns whether this is an address of one machine: not `0.0.0.0`, a multicast group or a reserved address."""
+    """Returns whether this is one machine's address, and not `0.0.0.0`, a multicast or a reserved address."""
     if not _SAFE.fullmatch(text):  # an IPv6 scope, which becomes part of a file name, could contain a slash
         return False
     try:
-        text.encode("idna")  # as a socket does, which fails for a long scope; a UnicodeError is a ValueError
+        text.encode("idna")  # sockets do the same, and fail for a long scope; UnicodeError is a ValueError
         address = _address(text)
     except ValueError:
         return False
@@ -30,7 +30,9 @@ def is_ip(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Returns whether this is an address or a name. A name whose last label is a number is a mistyped address."""
+    """Returns whether this is an address or a name. A name whose last label is a number counts as a mistyped
+    address.
+    """
     if is_ip(text):
         return True
     if not _SAFE.fullmatch(text):
@@ -40,12 +42,12 @@ def is_host(text: str) -> bool:
 
 
 def is_shared_host(text: str) -> bool:
-    """Returns whether this is an address or a name that means the same on every host: not link-local IPv6."""
+    """Returns whether this address or name means the same on every host, unlike link-local IPv6."""
     return is_host(text) and not (":" in text and is_link_local(text))
 
 
 def is_link_local(text: str) -> bool:
-    """Returns whether this is an address that is valid on one link only."""
+    """Returns whether this is an address that is valid only on one link."""
     return is_ip(text) and _address(text).is_link_local
 
 
@@ -56,12 +58,12 @@ def is_loopback(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Returns the host as it is written before a port: an IPv6 address in brackets."""
+    """Returns the host in the form that is written before a port, which puts an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def host_key(host: str) -> str:
-    """Returns equal keys for spellings of one host.
+    """Returns the same key for all spellings of one host.
 
     Examples: `localhost` and `127.0.0.1`, `FD00::1` and `fd00:0::1`, `::ffff:10.0.0.1` and `10.0.0.1`.
     """
@@ -72,14 +74,14 @@ def host_key(host: str) -> str:
 
 
 def machine_key(host: str) -> str:
-    """Returns equal keys for addresses that are known to be of one machine: spellings of one host, and all loopback
+    """Returns the same key for addresses that certainly belong to one machine: spellings of one host, and loopback
     addresses.
     """
     return host_key("localhost" if is_loopback(host) else host)
 
 
 def is_one_host(one: str, other: str) -> bool:
-    """Returns whether two addresses are known to be of one host."""
+    """Returns whether two addresses certainly belong to one host."""
     return machine_key(one) == machine_key(other)
 
 

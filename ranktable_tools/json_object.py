@@ -1,4 +1,4 @@
-"""Reads one JSON object of a file, field by field. Every refusal names the file and the field's path.
+"""Reads one JSON object of a file, field by field. Errors name the file and the field's path.
 
 Knows nothing of rank tables.
 """
@@ -23,7 +23,7 @@ class JsonObject:
 
     @staticmethod
     def of(file: str, field: str, value: object, expected: str, known: Sequence[str] = ()) -> JsonObject:
-        """`known` are the keys with a meaning; others are kept. Raises RankTableError."""
+        """`known`: the keys that have a meaning; other keys are kept. Raises RankTableError."""
         if not isinstance(value, dict):
             raise RankTableError(file, field or "(top level)", value, expected)
         return JsonObject(file, field, value, tuple(known))

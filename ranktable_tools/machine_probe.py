@@ -1,4 +1,4 @@
-"""Reads this machine's address, its kind of device, and each device's address (`npu` for those of NPUs).
+"""Reads this machine's address, its kind of device, and the devices' addresses (npu.py does so for NPUs).
 
 The parsers are pure functions of a program's output; the other functions run the programs, each with a time limit.
 """
@@ -75,7 +75,7 @@ def default_server_ip() -> str | None:
 
 
 def global_addresses() -> list[str]:
-    """Returns this machine's addresses that other hosts may reach: IPv4 addresses, or IPv6 ones if there are none."""
+    """Returns addresses at which other hosts may reach this machine: IPv4 or, without any, IPv6 addresses."""
     return _ipv4_addresses() or _ipv6_addresses()
 
 
@@ -109,8 +109,8 @@ def find_devices(
     run: Run = run_program,
     conf: Path | None = None,
 ) -> dict[int, Npu]:
-    """Maps device_id to its address, and to an NPU's super_device_id if it has one. `given` addresses are not looked
-    up.
+    """Maps each device_id to its address, and to its super_device_id if it is an NPU that has one. `given` addresses
+    are not looked up.
 
     A vNPU has its host's address. Raises RankTableError for a device that is missing or has no address.
     """
@@ -125,7 +125,7 @@ def find_devices(
 
 
 def _refuse_absent_gpus(device_ids: Sequence[int], run: Run) -> None:
-    """Refuses missing GPUs if nvidia-smi can list them: a table may be written on a machine without the driver."""
+    """Refuses missing GPUs if nvidia-smi can list GPUs; without the driver, a machine may still write a table."""
     present = parse_nvidia_smi_list(run(["nvidia-smi", "-L"]) or "")
     absent = [device_id for device_id in device_ids if device_id not in present]
     if present and absent:

@@ -1,4 +1,4 @@
-"""Merges the tables that each machine generated into one global table."""
+"""Merges the global tables of all machines into one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def merge(
     note: Callable[[str], None] = lambda _: None,
     unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> RankTable:
-    """Merges tables: groups in the order 0, 1, 2, instances in the order of `paths`.
+    """Merges tables. Groups are in the order 0, 1, 2, and instances in the order of `paths`.
 
     Two files may describe one host unless a device is in both. `note` gets a line for each foreign field with different
-    values in two files, and for each host whose units (of `unit_sizes` instances, by role) the order splits. Raises
-    RankTableError, naming the file and the field.
+    values in two files, and for each host whose units are split by this order (`unit_sizes`: role -> instances per
+    unit). Raises RankTableError that names the file and the field.
     """
     if not paths:
         raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")

@@ -1,8 +1,8 @@
-"""The NPUs of this machine: each one's address, and its name in a super pod (`super_device_id`).
+"""Finds the NPUs of this machine, with their addresses and their names in a super pod (`super_device_id`).
 
-The parsers are pure functions of the output of hccn_tool and npu-smi, and of /etc/hccn.conf, as on Atlas A2 and A3
-machines. An address may be IPv6, so a line is split only at its first colon. A device_id is a chip's physical id, as
-for hccn_tool's `-i`. An A2 card is one chip; an A3 card is two, and its machine is a part of a super pod, where chips
+The parsers are pure functions of the output of hccn_tool and npu-smi, and of /etc/hccn.conf, on Atlas A2 and A3
+machines. An address may be IPv6, so lines are split only at their first colon. A device_id is a chip's physical id, as
+in hccn_tool's `-i`. An A2 card has one chip. An A3 card has two, and its machine is part of a super pod, in which chips
 reach each other through their vNICs and HCCL requires the SDID. Knows nothing of tables.
 """
 
@@ -18,7 +18,7 @@ from ranktable_tools.errors import MISSING, RankTableError
 from ranktable_tools.host_addresses import is_ip
 
 HCCN_CONF: Final = Path("/etc/hccn.conf")
-_HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver installs it, often not on PATH
+_HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # installed by the driver, often not on PATH
 _NPU_SMI: Final = "/usr/local/sbin/npu-smi"
 _INFERENCE_CHIP: Final = re.compile(r"Ascend ?310")
 _NO_SDID: Final = 0xFFFFFFFF
@@ -34,7 +34,7 @@ class Run(Protocol):
 
 
 class Chip(NamedTuple):
-    """A computing row of `npu-smi info -m`. `npu_id` is the card, `chip_id` counts within it."""
+    """A row of `npu-smi info -m` for a computing chip. `npu_id` is the card; `chip_id` counts the card's chips."""
 
     npu_id: int
     chip_id: int
@@ -43,7 +43,7 @@ class Chip(NamedTuple):
 
     @property
     def device_ids(self) -> list[int]:
-        """Its possible ids: without physical ids, in a container, the first two cannot be distinguished."""
+        """Its possible device ids: without a physical id, as in a container, either of the other two numbers."""
         return sorted({self.npu_id, self.logic_id}) if self.phy_id is None else [self.phy_id]
 
 
@@ -87,8 +87,8 @@ def parse_npu_smi_count(text: str) -> int | None:
 def parse_npu_smi_map(text: str) -> list[Chip]:
     """Reads the chips of `npu-smi info -m`.
 
-    Columns are separated by two or more spaces. A row whose logic id is `-` is the card's controller; a row with -1 is
-    a chip that is down, whose other numbers have no meaning.
+    Columns are separated by two or more spaces. A row with the logic id `-` is the card's controller. A row with -1 is
+    a chip that is down, and its other numbers have no meaning.
     """
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
     header = next((row for row in rows if {"NPU ID", "Chip ID", "Chip Logic ID"} <= set(row)), None)
@@ -128,7 +128,7 @@ def find_npus(
 
 
 class _NpuSmiReport(NamedTuple):
-    """npu-smi's reports on this machine; empty if it is missing or fails."""
+    """npu-smi's reports on this machine; empty if npu-smi is missing or fails."""
 
     chips: list[Chip]
     cards: list[int]
@@ -161,7 +161,7 @@ class _NpuSmiReport(NamedTuple):
 
 def _super_device_ids(device_ids: Sequence[int], seen: _NpuSmiReport, run: Run) -> dict[int, str]:
     """Maps device_id to SDID; empty on a machine outside any super pod."""
-    # the physical ids on all such machines
+    # npu-smi reports physical ids on all machines of super pods
     chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}
     answers = {i: parse_spod_info(run(_ask_super_pod(chips[i])) or "") for i in device_ids if i in chips}
     found = {i: sdid for i, sdid in answers.items() if sdid is not None}
@@ -206,7 +206,7 @@ def _ask_hccn_tool(device_id: int, kinds: Sequence[tuple[str, ...]], run: Run) -
 
 
 def hccn_tool() -> str:
-    """Returns the program's path, whether it exists or not."""
+    """Returns the path at which hccn_tool is expected, even if it does not exist."""
     return shutil.which("hccn_tool") or _HCCN_TOOL
 
 

@@ -1,4 +1,4 @@
-"""The ports at which a cluster listens: NODE_PORTS, the scheduler's, and the range of --kv-port-range. Opens none."""
+"""Checks the ports at which a cluster listens: NODE_PORTS, the scheduler's, and --kv-port-range. Opens no port."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OUTGOING: Final = "ip_local_port_range"
 
 
 class GivenPorts(NamedTuple):
-    """The ports other than NODE_PORTS. `scheduler`, `worker`: a process's own ports, by flag; `kv_range`: the ends
-    of --kv-port-range.
+    """The ports besides NODE_PORTS. `scheduler`, `worker`: flag -> a process's own port. `kv_range`: the ends of
+    --kv-port-range.
     """
 
     scheduler: Mapping[str, int] = {}
@@ -48,7 +48,7 @@ def parse_node_ports(text: str) -> list[int]:
 
 
 def port_faults(table: RankTable, node_ports: str | Sequence[int] | None, given: GivenPorts) -> Iterator[Fault]:
-    """Checks that each instance has one port, prefill first, and that no two processes of a host share one."""
+    """Checks that each instance has one port, prefill first, and that no two processes of a host have the same port."""
     yield from _scheduler_faults(given.scheduler)
     ports: list[int] = []
     if node_ports is not None:
@@ -114,9 +114,9 @@ def _range_faults(table: RankTable, ports: Sequence[int], given: GivenPorts) -> 
 
 
 def outgoing_warnings(ports: Mapping[str, int]) -> list[str]:
-    """Returns one line for each named port that this host's kernel may use for an outgoing connection.
+    """Returns one line for each of these ports that this host's kernel may use for outgoing connections.
 
-    Such a port may be in use when its server starts.
+    An outgoing connection may already use such a port when its server starts.
     """
     try:
         first, last = map(int, (KERNEL / _OUTGOING).read_text().split())

@@ -1,4 +1,4 @@
-"""Public keys of X25519 (RFC 7748), as in ZeroMQ's CURVE: computed by libzmq, or by the host's `openssl`."""
+"""Computes public keys of X25519 (RFC 7748), which ZeroMQ's CURVE uses, by libzmq or by the host's `openssl`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _by_libzmq(private: bytes) -> bytes | None:
 
 
 def _by_openssl(private: bytes) -> bytes | None:
-    """Passes the private key through standard input: other users see a process's arguments."""
+    """Passes the private key through standard input, because other users can see a process's arguments."""
     command = ["openssl", "pkey", "-inform", "DER", "-pubout", "-outform", "DER"]
     try:
         found = subprocess.run(

@@ -1,7 +1,7 @@
-"""Strict readers of rank table files in the grouped format, and the lookup of a local table in the global one.
+"""Reads rank table files in the grouped format strictly, and finds a local table in the global one.
 
-Other programs' formats are refused by name (`dialects`); their additional fields are kept (`foreign`). Knows nothing of
-ports or of the network.
+Errors for other programs' formats name the program (dialects.py); additional fields of other programs are kept
+(foreign_fields.py). Knows nothing of ports or of the network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_local(path: str | os.PathLike[str]) -> LocalRankTable:
 
 
 def parse_global(value: object, file: str) -> RankTable:
-    """Returns a table whose every field is valid; `rules` checks whether its entries fit together."""
+    """Returns a table after checking each field; table_rules.py checks whether its entries fit together."""
     top = JsonObject.of(file, "", value, dialects.GLOBAL, ("version", "status", "server_group_list"))
     dialects.refuse_foreign_global(top)
     version, status = _header(top)
@@ -130,7 +130,7 @@ def _device(device: JsonObject) -> Device:
 
 
 def _refuse_wrong_ranks(entry: JsonObject, devices: list[Device]) -> None:
-    """Checks that rank_id counts 0, 1, … in each instance; entries may be in any order."""
+    """Checks that an instance's rank_ids are 0, 1, …; entries may be in any order."""
     open_ranks = [str(rank) for rank in range(len(devices))]
     for index, device in enumerate(devices):
         if device.rank_id not in open_ranks:
@@ -150,8 +150,8 @@ def _is_name(text: str) -> bool:
 def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, int]:
     """Returns the role of the local table's instance and its index in that group's `server_list`.
 
-    Every local table is one entry of the global one, word for word ("must correspond one to one"). Raises
-    RankTableError, naming both files and the first field in which they differ.
+    A local table must equal one entry of the global table in every field ("must correspond one to one"). Raises
+    RankTableError that names both files and the first field in which they differ.
     """
     wanted = local_table.server
     candidates = [entry for entry in entries(global_table) if _may_be(entry, wanted)]
@@ -172,7 +172,7 @@ def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, 
 
 
 def _may_be(entry: Entry, wanted: Server) -> bool:
-    """Returns whether both have the same host, and a device in common (a scheduler has none)."""
+    """Returns whether both have the same host and, except for the scheduler, a device in common."""
     if host_key(entry.server.server_ip) != host_key(wanted.server_ip):
         return False
     if not wanted.device:

@@ -1,4 +1,4 @@
-"""Rank table files on disk: bounded reading, strict JSON, atomic writing with a mode and a group. Knows no field."""
+"""Reads and writes rank table files: bounded, strict JSON, atomically, with a mode and a group. Knows no fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE: Final = "(file)"
 
 
 class Access(NamedTuple):
-    """The access to a written file: its mode, and its group's number."""
+    """The permissions of a written file: its mode, and its group's number."""
 
     mode: int = 0o600
     group_id: int | None = None
@@ -33,8 +33,8 @@ class _DuplicateKey(ValueError):
 
 
 def actual_path(path: str | os.PathLike[str]) -> Path:
-    """Returns `path`, or its other spelling if only that one exists: the reference document's shell lines say
-    `local_rank_table_…`, its tool writes `local_ranktable_…`.
+    """Returns `path`, or its other spelling if only a file of that name exists. In the reference document, shell lines
+    have `local_rank_table_…`, but the tool writes `local_ranktable_…`.
     """
     asked = Path(path)
     if os.path.lexists(asked):
@@ -79,7 +79,7 @@ def read_json(path: str | os.PathLike[str]) -> object:
     except json.JSONDecodeError as error:
         place, found = f"line {error.lineno} column {error.colno}", text[error.pos : error.pos + 20]
         raise RankTableError(file, place, found, f"JSON ({error.msg})") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply; an integer of thousands of digits
+    except (RecursionError, ValueError) as error:  # too deep nesting; an integer of thousands of digits
         raise RankTableError(file, _FILE, str(error), "the JSON of a rank table") from None
     return value
 
@@ -94,7 +94,7 @@ def _object_of_unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, obj
 
 
 def write_private(path: Path, text: str) -> Path:
-    """Writes `path`, readable only by its owner, like `write_file`."""
+    """Writes `path` as `write_file` does, readable only by its owner."""
     return write_file(path, text, PRIVATE)
 
 

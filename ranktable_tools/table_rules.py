@@ -1,6 +1,6 @@
-"""Checks that the entries of one table, or of several about to be merged, fit together.
+"""Checks that the entries of one table, or of several tables that are being merged, fit together.
 
-`schema` has checked every single field before. Knows nothing of files' contents or of ports.
+schema.py has already checked each field. Knows nothing of files' contents or of ports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OWN_ADDRESS = "give each machine its own address: `pd-ranktable gen --server-ip
 
 
 class Entry(NamedTuple):
-    """One instance and where it is written."""
+    """One instance, and its place in a table."""
 
     file: str
     field: str
@@ -40,7 +40,7 @@ def entries(table: RankTable) -> list[Entry]:
 
 
 def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Checks that a device of a host belongs to one instance, and an NPU's address to one device."""
+    """Checks that each device of a host belongs to only one instance, and each NPU's address to only one device."""
     owners: dict[tuple[str, str], tuple[Entry, int]] = {}  # (host, device_id) -> entry, index in its device list
     for entry in all_entries:
         host = machine_key(entry.server.server_ip)
@@ -56,10 +56,10 @@ def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
 
 
 def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Checks that two hosts share no device_ip, and that none is another host's server_ip.
+    """Checks that no two hosts have the same device_ip, and that no device_ip is another host's server_ip.
 
-    On one host either all devices have the same address (GPU, CPU: the host's), or all have different ones (NPU); a
-    vNPU may have the host's address in addition to NPUs.
+    On one host, either all devices have the same address, the host's (GPU, CPU), or all have different ones (NPU). Next
+    to NPUs, vNPUs may have the host's address.
     """
     owners: dict[str, tuple[str, str, Entry]] = {}  # device_ip -> host, device_id, entry
     hosts = {host_key(entry.server.server_ip): entry for entry in all_entries}
@@ -98,9 +98,9 @@ def _is_vnpu_without_address(device: Device, host: str) -> bool:
 
 
 def super_pod_faults(all_entries: Sequence[Entry], num_super_pods: int) -> Iterator[Fault]:
-    """Checks that either all devices have a super_device_id or none has, and that each id is unique in its pod.
+    """Checks that either all devices have a super_device_id or none has, and that ids are unique in their pod.
 
-    HCCL refuses a table that mixes them. With several super pods, ids are compared within each host.
+    HCCL refuses tables in which only some devices have one. With several super pods, ids are compared within each host.
     """
     devices = [(entry, at, each) for entry in all_entries for at, each in enumerate(entry.server.device)]
     named = [(entry, at, each) for entry, at, each in devices if each.super_device_id is not None]
@@ -131,7 +131,7 @@ def num_super_pods(table: RankTable) -> int:
 
 
 def gaps(table: RankTable) -> Iterator[Fault]:
-    """Yields what a table lacks before it can serve."""
+    """Yields a fault for each role without which the table cannot be used."""
     way_outs = (
         "run gen with --api-server on one machine, then merge",
         "run gen with --prefill-server-list, then merge",
@@ -147,7 +147,7 @@ def gaps(table: RankTable) -> Iterator[Fault]:
 
 
 def unreachable_hosts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Yields uses of `localhost`, which each host resolves to itself: valid only if all instances are on one host."""
+    """Yields uses of `localhost`, which every host resolves to itself, unless all instances are on one host."""
     elsewhere = [entry.server.server_ip for entry in all_entries if not is_loopback(entry.server.server_ip)]
     for entry in all_entries:
         if elsewhere and is_loopback(entry.server.server_ip):

@@ -1,11 +1,11 @@
-"""The types of a rank table and how they are written. `schema` reads them.
+"""The types of a rank table, and how they are written. schema.py reads them.
 
-A global table has three groups, each entry of which is one instance: group 0 the scheduler (no device), group 1
-prefill, group 2 decode. A local table is one such entry, word for word. All values are strings; `rank_id` counts from 0
-in each instance (logical card), `device_id` is the physical card. Version 1.2 may add `super_device_id`. `extra` are
-fields of other programs, which have no meaning here: they are written back unchanged, and ignored in `==`.
+A global table has three groups: group 0 has the scheduler (no device), group 1 prefill, group 2 decode. Each entry of a
+group is one instance. A local table is a copy of one entry. All values are strings; `rank_id` counts from 0 in each
+instance (logical card), `device_id` is the physical card. Version 1.2 may add `super_device_id`. `extra`: fields of
+other programs, which have no meaning here. They are written back unchanged, and ignored in `==`.
 
-Knows nothing of ports, of the network or of the devices' presence.
+Knows nothing of ports, of the network, or of whether devices exist.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The whole cluster. `file`: the file from which it was read, or ""; ignored in `==`."""
+    """The whole cluster. `file`: the file that it was read from, or ""; ignored in `==`."""
 
     version: str
     status: str
@@ -89,7 +89,7 @@ class RankTable:
 
     @property
     def instances(self) -> tuple[Server, ...]:
-        """The instances, prefill first: the order of NODE_PORTS."""
+        """The instances in the order of NODE_PORTS, prefill first."""
         return self.prefill + self.decode
 
     def to_dict(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class RankTable:
 
 @dataclass(frozen=True)
 class LocalRankTable:
-    """One instance: its entry of the global table. `group_id` is "0" for every role."""
+    """One instance, a copy of its entry in the global table. `group_id` is "0" for every role."""
 
     version: str
     status: str
@@ -131,7 +131,7 @@ def server_group(
 
 
 def _json(value: object) -> str:
-    """Returns text that UTF-8 can encode: a lone surrogate, which only an escape can express, stays an escape."""
+    """Returns JSON text that UTF-8 can encode; a lone surrogate is written as an escape."""
     text = json.dumps(value, indent=4, ensure_ascii=False) + "\n"
     try:
         text.encode()

@@ -1,6 +1,6 @@
-"""Units: N consecutive entries of one role, whose expert layers compute in step. A table has no field for them.
+"""Units of N consecutive entries of one role, whose expert layers are computed together. Tables have no field for them.
 
-Each process's --data-parallel-size is N, which prefill and decode may choose independently.
+N is each process's --data-parallel-size, and may differ between prefill and decode.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def unit_at(role: str, position: int, size: int) -> Unit:
 
 
 def unit_names(table: RankTable, sizes: Mapping[str, int]) -> list[str]:
-    """Returns the name of each instance's unit, in the order of NODE_PORTS; "" without a unit.
+    """Returns the name of each instance's unit, in the order of NODE_PORTS; "" for an instance without a unit.
 
-    `sizes`: role -> instances per unit; a role that is absent, or has 1, has no units.
+    `sizes`: role -> instances per unit; a role that is missing or has 1 has no units.
     """
     return [
         unit_at(entry.role, entry.position, sizes[entry.role]).name if sizes.get(entry.role, 1) > 1 else ""
@@ -43,7 +43,7 @@ def unit_names(table: RankTable, sizes: Mapping[str, int]) -> list[str]:
 
 
 def unit_faults(table: RankTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Checks that the entries of each role form whole units, and that members have equal numbers of devices."""
+    """Checks that each role's entries form whole units, and that a unit's members have equal numbers of devices."""
     by_role = _by_role(entries(table), sizes)
     for role, found in by_role.items():
         if rest := len(found) % sizes[role]:
@@ -72,9 +72,9 @@ def open_units(table: RankTable, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def split_units(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a line for each host whose entries are in more units than consecutive entries would fill.
+    """Yields a line for each host whose entries are in more units than they would be if they were consecutive.
 
-    A unit may span hosts. But two units that each span the same hosts could be one on each host.
+    A unit may span hosts, but two units that span the same two hosts could instead be one unit on each host.
     """
     for role, found in _by_role(all_entries, sizes).items():
         names: dict[str, list[str]] = defaultdict(list)  # host -> the unit of each of its entries

@@ -1,8 +1,8 @@
-"""vNPUs: parts of an NPU that `npu-smi set -t create-vnpu` makes, each a device with its own id.
+"""vNPUs are parts of an NPU that `npu-smi set -t create-vnpu` makes. Each is a device with its own id.
 
-The driver numbers those of NPU k from 100 + 16 * k. A vNPU is /dev/vdavinciN on the host and /dev/davinciN in a
-container that mounts it. It has no address, and HCCL does not connect vNPUs: so an instance with a vNPU has only that
-device, and its `device_ip` is the host's address, from which workers conclude that there is no HCCL. Sources:
+The driver numbers the vNPUs of NPU k from 100 + 16 * k on. A vNPU is /dev/vdavinciN on the host and /dev/davinciN in a
+container that mounts it. It has no address, and HCCL does not connect vNPUs. An instance with a vNPU therefore has only
+this device, and its `device_ip` is the host's address, from which workers conclude that there is no HCCL. Sources:
 hiascend.com, the virtualization guide (creating and mounting vNPUs) and HCCL's constraints. Knows nothing of tables.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 from ranktable_tools.errors import MISSING, RankTableError
 
 DEV: Final = Path("/dev")
-FILES: Final = "vdavinci[0-9]*"  # on the host, in DEV
+FILES: Final = "vdavinci[0-9]*"  # the device files on the host, in DEV
 _FIRST: Final = 100
 _OF_ONE_NPU: Final = 16
 _ID: Final = re.compile(r"v?davinci([0-9]+)")
@@ -39,7 +39,7 @@ def present(dev: Path | None = None) -> list[int]:
 
 
 def refuse_split(instances: Mapping[str, Sequence[int]]) -> None:
-    """Refuses an instance of several devices that include a vNPU, and an NPU used in addition to a part of it.
+    """Refuses an instance with several devices of which one is a vNPU, and an NPU that is used as a whole and in part.
 
     `instances`: option and entry -> device ids. Raises RankTableError.
     """
@@ -56,7 +56,7 @@ def refuse_split(instances: Mapping[str, Sequence[int]]) -> None:
 
 
 def addresses(device_ids: Sequence[int], given: Mapping[int, str], host: str) -> dict[int, str]:
-    """Returns the address of each vNPU: the given one or the host's. Raises RankTableError for a missing one."""
+    """Returns each vNPU's address, which is the given one or the host's. Raises RankTableError for a missing vNPU."""
     here = present()
     for device_id in device_ids:
         if device_id not in given and device_id not in here:

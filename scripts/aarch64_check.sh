@@ -1,19 +1,19 @@
 #!/bin/sh
-# aarch64 on a machine that is not: an arm64 Python put together from packages, run by qemu-aarch64.
+# Tests on an emulated aarch64: builds an arm64 Python from packages and runs it with qemu-aarch64.
 #
-#   sh scripts/aarch64_check.sh FOLDER [python] [rows] [units] [cluster]     without a name, all of them in this order
+#   sh scripts/aarch64_check.sh FOLDER [python] [rows] [units] [cluster]     without names: all stages in this order
 #
-# python: makes the Python in FOLDER (3 GB) unless it is there: Debian's for arm64, PyPI's wheels for aarch64 in the
-# versions of constraints.txt, torch with stub libraries in CUDA's place, and a compiler that leaves out -march=native.
-# rows: whether a row of torch's plain linear layers depends on the rows beside it. units: unit tests. cluster: a prefill
-# and two decode instances and their scheduler, over gloo and shared memory, whose tokens this host's transformers checks.
+# python: builds the Python in FOLDER (3 GB) unless it exists: Debian's for arm64, PyPI's wheels for aarch64 in the
+# versions of constraints.txt, torch with stubs in place of CUDA's libraries, and a compiler without -march=native.
+# rows: does a row's result in torch's linear layers depend on the other rows? units: unit tests. cluster: a prefill
+# and two decode instances and their scheduler, over gloo and shared memory; this host's transformers checks the tokens.
 # Needs Debian's qemu-user, gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and debian-archive-keyring, apt-get, and .venv
-# (scripts/setup.sh test). Takes more than half an hour of two cores. $QEMU_CPU: the processor, cortex-a76 by default.
+# (scripts/setup.sh test). Takes more than half an hour on two cores. $QEMU_CPU: the processor, cortex-a76 by default.
 
 set -eu
 
 TORCH="torch==2.13.0"
-DEBIAN=bookworm # whose Python is 3.11
+DEBIAN=bookworm # its Python is 3.11
 PYTHON=3.11
 PACKAGES="python$PYTHON libstdc++6 libgomp1"
 FOR_TESTS="pytest pytest-timeout hypothesis openai"
@@ -40,7 +40,7 @@ apt() {
         -o Debug::NoLocking=1 --no-install-recommends "$@"
 }
 
-# The files of Debian's packages, under root/.
+# Unpacks Debian's packages into root/.
 fetch_debian() {
     mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$root"
     : >"$folder/apt/status"
@@ -66,7 +66,7 @@ pip_for_aarch64() {
         --python-version "$PYTHON" --implementation cp "$@"
 }
 
-# The names that pyproject.toml requires, without torch.
+# Prints the packages that pyproject.toml requires, except torch.
 needs() {
     "$python" - <<'END'
 import re, tomllib
@@ -85,10 +85,10 @@ fetch_wheels() {
     "$python" -m tests.support.cuda_stubs "$site/torch" "$root/usr/lib/aarch64-linux-gnu" --tools aarch64-linux-gnu- \
         --beside "$root/usr/lib/aarch64-linux-gnu" "$root/lib/aarch64-linux-gnu" "$root/lib"
     rm -rf "$folder/torch"
-    "$python" -m compileall -q "$site" >"$folder/compileall.txt" || true # some packages carry files of other versions
+    "$python" -m compileall -q "$site" >"$folder/compileall.txt" || true # some packages have files for other versions
 }
 
-# What programs read about the processor, and programs that stand for the interpreter and the compiler.
+# Writes the files that describe the processor, and wrapper scripts for the interpreter and the compiler.
 write_files() {
     for core in 0 1; do
         printf 'processor\t: %s\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x4\nCPU part\t: %s\nCPU revision\t: 1\n\n' "$core" "$CPU_PART"
@@ -128,7 +128,7 @@ run_python() {
 print(f"Python {platform.python_version()} on {platform.machine()}, torch {torch.__version__}, {sys.executable}")'
 }
 
-# The emulated Python, with the variables that it needs.
+# Runs the emulated Python with the variables that it needs.
 emulated() {
     PD_CLUSTER_TEST_AARCH64=$folder "$python" -m tests.support.aarch64_python "$@"
 }

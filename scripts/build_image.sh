@@ -3,13 +3,13 @@
 #
 #   sh build_image.sh --base-image=IMAGE --image-name=NAME [OPTIONS]
 #
-#   --device=npu|cuda|cpu       default: npu. The base image has CANN for npu, CUDA for cuda, and Python 3.11 or newer
-#                               with pip; cpu needs no --base-image
-#   --torch-index-url=URL       an index with the wanted builds of torch: those without CUDA for npu and cpu
+#   --device=npu|cuda|cpu       default: npu. The base image must have CANN for npu, CUDA for cuda, and Python 3.11 or
+#                               newer with pip; cpu needs no --base-image
+#   --torch-index-url=URL       an index with the right builds of torch; for npu and cpu, builds without CUDA
 #   --device-gid=GID            npu: the group of /dev/davinci0 on the host (stat -c %g /dev/davinci0); default: 1000
 #   --dry-run                   print the command and end
 #
-# $DOCKER names another program than docker.
+# $DOCKER: a program to run in place of docker.
 
 set -eu
 
@@ -79,5 +79,5 @@ if [ -n "$dry_run" ]; then
 fi
 command -v "$docker" >/dev/null 2>&1 ||
     fail "$docker is not installed or not on PATH; install it, or name another program: DOCKER=podman sh build_image.sh …"
-export DOCKER_BUILDKIT=1 # Dockerfile.$device.dockerignore is BuildKit's
+export DOCKER_BUILDKIT=1 # only BuildKit reads Dockerfile.$device.dockerignore
 exec "$@"

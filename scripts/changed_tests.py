@@ -1,10 +1,11 @@
-"""Prints the test files that a change touches, the nearest by imports first, as many as fit into a minute or two.
+"""Prints the test files that a change affects, the nearest by imports first, as many as run in a minute or two.
 
     python scripts/changed_tests.py [BASE]
 
-A change is any difference from BASE (default: the last commit), including files that git does not know. A test file
-touches what it imports, and what that imports. Tests of real processes touch everything, so they are printed only if
-they have changed themselves. Earlier runs have left each file's duration in pytest's caches.
+A change is any difference from BASE (default: the last commit), including untracked files. A change affects the test
+files that import the changed module, directly or through other modules. Tests of real processes depend on everything,
+so they are printed only if they have changed themselves. Each file's duration comes from pytest's caches of earlier
+runs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ PACKAGES = ("pd_cluster", "ranktable_tools", "benchmarks", "tests")
 QUICK = ("tests/unit", "tests/model")
 CACHES = (".", "one-process", "clusters", "given")  # in .pytest_cache: pytest's own, and those of scripts/test.sh
 DURATIONS = Path("v") / "pd_cluster" / "durations"  # file -> seconds
-UNKNOWN_S, BUDGET_S = 4.0, 150.0  # of tests, two at a time
-# Parsing each file whole would take ten seconds. Groups: the module with its names in or without brackets; a module
+UNKNOWN_S, BUDGET_S = 4.0, 150.0  # seconds of tests; two files run at a time
+# A regex, as parsing all files would take ten seconds. Groups: a module, its names with or without brackets; a module
 IMPORTS = re.compile(r"^[ ]*(?:from ([\w.]+) import (?:\(([^)]*)\)|(.*))|import ([\w.]+))", re.MULTILINE)
 NAMES = re.compile(r"(\w+)(?: as \w+)?")
 ALWAYS = ("tests/unit/test_layering.py",)
@@ -41,7 +42,7 @@ def module_of(file: Path) -> str:
 
 
 def imports_of(file: Path) -> set[str]:
-    """Returns names of modules, and of things inside modules; also of those that only a text imports."""
+    """Returns the imported modules' names and, dotted, those of things in them; includes imports within strings."""
     found: set[str] = set()
     for module, names, more, name in IMPORTS.findall(file.read_text("utf-8")):
         imported = NAMES.findall(names or more)
@@ -74,7 +75,7 @@ def distances(changed: list[str], graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def choose(away: dict[str, int], durations: dict[str, float], budget_s: float = BUDGET_S) -> list[str]:
-    """Returns test files, the nearest first; those that changed themselves always."""
+    """Returns test files, the nearest first; always includes those that have changed themselves."""
     files = {f"{name.replace('.', '/')}.py": distance for name, distance in away.items() if ".test_" in name}
     chosen = [name for name, distance in files.items() if not distance]
     left_s = budget_s
@@ -87,7 +88,7 @@ def choose(away: dict[str, int], durations: dict[str, float], budget_s: float = 
 
 
 def durations_of(folder: Path) -> dict[str, float]:
-    """Maps each file to how long it took, by the newest cache in `folder`."""
+    """Maps each file to its duration in the newest cache in `folder` that has it."""
     files = [file for name in CACHES if (file := folder / name / DURATIONS).exists()]
     found: dict[str, float] = {}
     for file in sorted(files, key=lambda file: file.stat().st_mtime):

@@ -1,16 +1,16 @@
 #!/bin/sh
-# The steps of gpu_check.sh and npu_check.sh, which source this file: options, missing packages, steps with deadlines,
-# and one archive of all that came out, written after every step.
+# Functions that gpu_check.sh and npu_check.sh source: they parse options, install missing packages, run steps with
+# deadlines, and write all results into one archive after every step.
 #
-# A script sets `tool` and `kind` (its name, and that of its folder of results), `device`, `stage_s` (seconds of a stage)
-# and STAGES, defines run_STAGE for each, and own_option for options of its own, which sets num_words if it takes more
-# than one.
+# The script sets `tool` (its name), `kind` (for the results folder's name), `device`, `stage_s` (a stage's seconds) and
+# STAGES. It defines run_STAGE for each stage, and own_option for its own options, which sets num_words for options of
+# more than one word.
 
 : "${tool:?}" "${kind:?}" "${device:?}" "${stage_s:?}" "${STAGES:?}" "${root:?}"
 
-# $PIP_MACHINE, such as aarch64: the machine that wheels are fetched for
+# $PIP_MACHINE, such as aarch64: the architecture of the wheels to download
 PLATFORMS=$(for glibc in 17 24 26 27 28 31 34; do echo "--platform manylinux_2_${glibc}_${PIP_MACHINE:-x86_64}"; done; echo "--platform manylinux2014_${PIP_MACHINE:-x86_64}")
-# Dependencies of pyproject.toml that come with the image, as do triton and torch-npu: too large to carry, and built for the device.
+# Dependencies in pyproject.toml that the image must have, like triton and torch-npu: large, and built for the device.
 OF_IMAGE="torch transformers tokenizers safetensors numpy"
 FOR_TESTS="pytest pytest-timeout pytest-xdist hypothesis"
 
@@ -23,7 +23,7 @@ fail() {
     exit 1
 }
 
-# Prints the requirements of pd-cluster and these tests beyond the image, one a line; with "missing" the absent ones.
+# Prints what pd-cluster and these tests require beyond the image, one a line; with "missing", only absent ones.
 needs() {
     "$python" - "$root/pyproject.toml" "$OF_IMAGE" "$FOR_TESTS" "${1:-}" <<'END'
 import re, sys, tomllib
@@ -52,7 +52,7 @@ for each in wanted:
 END
 }
 
-# Wheels for Python 3.12 on Linux; $PIP_PYTHON_VERSION chooses another.
+# Downloads wheels for Linux and Python 3.12, or $PIP_PYTHON_VERSION.
 download() {
     mkdir -p "$1"
     wanted=$(needs)
@@ -65,7 +65,7 @@ download() {
     say "$(ls "$1" | wc -l) wheels, $(du -sh "$1" | cut -f1) in $1"
 }
 
-# Installs the carried wheels and their dependencies.
+# Installs missing packages from $wheels.
 install() {
     lacking=$(needs missing)
     [ -z "$lacking" ] || [ -n "$wheels" ] ||
@@ -76,10 +76,10 @@ install() {
 pip_install() {
     say "installing from $wheels:" "$@"
     "$python" -m pip install -q --disable-pip-version-check --root-user-action=ignore --no-warn-conflicts --no-index \
-        --find-links "$wheels" --target "$site" "$@" || fail "pip could not install; its own words are above"
+        --find-links "$wheels" --target "$site" "$@" || fail "pip could not install; see its messages above"
 }
 
-# Prints the first device's name in a form for folders, such as nvidia-h100-80gb-hbm3.
+# Prints the first device's name in a form that suits folder names, such as nvidia-h100-80gb-hbm3.
 device_name() {
     "$python" - "$device" <<'END'
 import re, sys
@@ -98,7 +98,7 @@ print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
 END
 }
 
-# Runs a command for so many seconds at most, and no longer than the stage: step NAME SECONDS COMMAND...
+# Runs a command, at most SECONDS and not beyond the stage's end: step NAME SECONDS COMMAND...
 step() {
     step=$1
     limit=$(($2 * slower))
@@ -113,7 +113,7 @@ step() {
     fi
     say "$step, $limit s at most"
     started=$(date +%s)
-    # In the background, so that a signal to this script is handled at once; there, shells let commands ignore SIGINT.
+    # In the background, so that this script handles signals at once. Background commands ignore SIGINT unless reset.
     env --default-signal=INT timeout -s INT -k 10 "$limit" "$@" >>"$logs/$step.txt" 2>&1 &
     running=$!
     wait "$running" || code=$?
@@ -133,7 +133,7 @@ note() {
     echo "$1" >>"$logs/summary.txt"
 }
 
-# tests NAME SECONDS ARGUMENTS... of pytest. Failed ones run once more with launches that wait, to name the kernel.
+# tests NAME SECONDS PYTEST_ARGUMENTS... Failed tests run again with synchronous launches, to find the kernel.
 tests() {
     name=$1
     limit=$2
@@ -146,7 +146,7 @@ tests() {
         true
 }
 
-# Writes what comes out; the last whole archive stays if this is cut short.
+# Writes the results. If this is interrupted, the last complete archive stays.
 pack() {
     find "$work" -path "$logs" -prune -o -name "*.log" -size -2048k -print | sed "s|^$work/||" >"$work/processes"
     [ ! -s "$work/processes" ] || tar -cf "$logs/processes.tar" -C "$work" -T "$work/processes"
@@ -167,7 +167,7 @@ finish() {
     rm -rf "$work" "$site"
 }
 
-# Prints where the models go: $FOLDER, or /dev/shm where they fit, or the folder for temporary files.
+# Prints the folder for models: $FOLDER, or /dev/shm if they fit there, or the folder for temporary files.
 place_of_models() {
     free=$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $4 }')
     if [ -n "${FOLDER:-}" ]; then
@@ -179,7 +179,7 @@ place_of_models() {
     fi
 }
 
-# bench --stage NAME, or bench --parts PARTS: measures them in the time that the stage has left.
+# bench --stage NAME, or bench --parts PARTS: measures within the stage's remaining time.
 bench() {
     budget=$((stage_end - $(date +%s) - 15))
     [ "$budget" -ge 1 ] || budget=1
@@ -187,7 +187,7 @@ bench() {
         --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
 }
 
-# parse ARGUMENTS... of the script: options and stages.
+# parse ARGUMENTS...: parses the script's options and stages.
 parse() {
     while [ $# -gt 0 ]; do
         num_words=1
@@ -215,7 +215,7 @@ parse() {
     [ -z "$wheels" ] || wheels=$(CDPATH='' cd -- "$wheels" && pwd -P) || fail "--wheels: no such folder"
 }
 
-# Makes the folders, installs packages, and sees that results are written and processes end whatever happens.
+# Makes the folders, installs packages, and sets traps that write the results and end processes on any exit.
 begin() {
     out=${OUT:-}
     case "$out" in "" | /*) ;; *) out=$(pwd -P)/$out ;; esac
@@ -241,7 +241,7 @@ begin() {
     [ "$num_workers" -gt 1 ] || num_workers=0
 }
 
-# Runs the stages that were asked for, or all. Fails if a step failed.
+# Runs the given stages, or all. Fails if a step failed.
 run_stages() {
     for stage in ${stages:-$STAGES}; do
         stage_end=$(($(date +%s) + ${STAGE_S:-$((stage_s * slower))}))

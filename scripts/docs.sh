@@ -1,9 +1,9 @@
 #!/bin/sh
-# Builds the documentation's site into site/, strictly: a dead link or a page outside of the menu fails.
+# Builds the documentation's site into site/. A dead link or a page missing from the menu is an error.
 #
 #   sh scripts/docs.sh [FOLDER]        default: site/
 #
-# mkdocs-material comes into .venv-docs, which is kept.
+# Installs mkdocs-material into .venv-docs, which is kept.
 
 set -eu
 

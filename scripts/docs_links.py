@@ -1,6 +1,6 @@
-"""A hook of mkdocs: links from the pages to files outside of docs/ become their path in the repository, as text.
+"""A hook for mkdocs that replaces links to files outside docs/ by the files' paths in the repository, as text.
 
-In a checkout and on a forge such links lead to the file; a site that has only docs/ could not follow them.
+Such links work in a checkout and on a code host, but not on a site that has only docs/.
 """
 
 from __future__ import annotations

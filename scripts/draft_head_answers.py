@@ -1,7 +1,8 @@
-"""Lets the shipped chat model answer prompts, greedily or drawn: what its draft head learns to foresee.
+"""Lets the shipped chat model answer prompts, greedily or by sampling. Its draft head is trained on these answers.
 
-The text generator's answers are drafts: one pass over a whole conversation tells where the model would first say
-something else, and only from there on does it write by itself. The result is what it would have written token by token.
+The text generator's answers serve as drafts: one forward pass over a whole conversation finds the first token at which
+the model would differ, and the model generates only from there on. The result is the same as if it had generated every
+token.
 """
 
 import random
@@ -19,21 +20,21 @@ ENDOFTEXT, IM_START, IM_END = range(3)
 ENDS = (ENDOFTEXT, IM_END)
 TOOL_SHARE, RAW_SHARE = 0.4, 0.06  # of the conversations
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-LENGTHS = (48, 96, 192, 384)  # tokens of a conversation, about
-MOST_TOKENS = 100  # that an answer is given at once
+LENGTHS = (48, 96, 192, 384)  # approximate number of tokens in a conversation
+MOST_TOKENS = 100  # generated per call of `answer`
 BATCH_SIZE = 64
 
 
 @dataclass
 class Sequence:
-    """Tokens, and where in them the target's own answers are, their ends included: [start, stop)."""
+    """Tokens, and the ranges [start, stop) of the target's own answers, including their end tokens."""
 
     ids: list[int]
     answers: list[tuple[int, int]] = field(default_factory=list)
 
 
 def answer(target: PreTrainedModel, sequences: list[Sequence], temperature: float = 0.0) -> None:
-    """Appends an answer to each sequence, or the rest of one that has begun; a temperature of 0 is greedy."""
+    """Appends an answer to each sequence, or completes its unfinished answer; a temperature of 0 is greedy."""
     longest = max(len(each.ids) for each in sequences)
     padded = torch.tensor([[ENDOFTEXT] * (longest - len(each.ids)) + each.ids for each in sequences])
     mask = torch.tensor([[0] * (longest - len(each.ids)) + [1] * len(each.ids) for each in sequences])
@@ -50,7 +51,7 @@ def answer(target: PreTrainedModel, sequences: list[Sequence], temperature: floa
 
 
 def conversation(tokenizer: Tokenizer, rng: random.Random) -> Sequence:
-    """Returns a conversation of the text generator's, with its answers."""
+    """Returns a conversation from the text generator, with the generator's answers."""
     said, length = messages(rng), rng.choice(LENGTHS)
     sequence = Sequence([])
     if rng.random() < RAW_SHARE:
@@ -68,7 +69,7 @@ def conversation(tokenizer: Tokenizer, rng: random.Random) -> Sequence:
 
 
 def messages(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yields (role, text) without end."""
+    """Yields (role, text) endlessly."""
     if rng.random() < TOOL_SHARE:
         offered = ToolConversation(rng)
         if offered.tools or offered.system is not None:
@@ -91,9 +92,9 @@ def batched(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
 
 @torch.inference_mode()
 def cut(target: PreTrainedModel, sequences: list[Sequence], temperature: float) -> list[Sequence]:
-    """Cuts each sequence behind the first token that the target would write otherwise, and puts its own there.
+    """Cuts each sequence at the first answer token that differs from the target's choice, which replaces it.
 
-    Returns those whose last answer has no end any more.
+    Returns the sequences whose last answer is now unfinished.
     """
     longest = max(len(each.ids) for each in sequences)
     rows = torch.tensor([each.ids + [ENDOFTEXT] * (longest - len(each.ids)) for each in sequences])
@@ -117,7 +118,7 @@ def cut(target: PreTrainedModel, sequences: list[Sequence], temperature: float) 
 def own_answers(
     target: PreTrainedModel, tokenizer: Tokenizer, rng: random.Random, num_conversations: int
 ) -> Iterator[list[Sequence]]:
-    """Yields conversations with the target's own answers, a group at each temperature; none goes on behind a cut."""
+    """Yields conversations with the target's answers, a group per temperature; each ends at its first new answer."""
     for temperature in TEMPERATURES:
         drawn = (conversation(tokenizer, rng) for _ in range(num_conversations // len(TEMPERATURES)))
         sequences = sorted(drawn, key=lambda each: len(each.ids))

@@ -1,7 +1,7 @@
-"""Counts how often a draft head foresees the target's greedy answers to prompts never trained on; writes its card.
+"""Counts how often a draft head predicts the target's greedy answers to prompts not used in training; writes its card.
 
-A draft counts where all before it is right, so the right answer's tokens and states stand for those that a chain would
-have: all chains of an answer are computed at once.
+A draft counts only if all drafts before it are right. Chains can therefore be computed from the answer's own tokens and
+states, so all chains of an answer are computed at once.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ NUM_DRAFTS = 4  # of a chain
 
 @dataclass(frozen=True)
 class DraftScore:
-    """One draft foresees `num_right` of `num_places` tokens; `num_chains` chains get `num_accepted` drafts accepted."""
+    """`num_right` single drafts of `num_places` are right; `num_chains` chains have `num_accepted` accepted drafts."""
 
     kind: str
     num_answers: int
@@ -44,7 +44,7 @@ class DraftScore:
 
     @classmethod
     def of(cls, kind: str, foreseen: list[list[int]]) -> "DraftScore":
-        """`foreseen`: of each answer, what num_foreseen returns."""
+        """`foreseen`: num_foreseen's result for each answer."""
         places = [each for answer in foreseen for each in answer]
         chains = [each for answer in foreseen for each in chains_of(answer)]
         return cls(kind, len(foreseen), len(places), sum(each > 0 for each in places), len(chains), sum(chains))
@@ -63,7 +63,7 @@ class DraftScore:
 
 
 def held_out_cases(examiner: Examiner, num_cases: int) -> dict[str, list[Case]]:
-    """Returns the first prompts of each kind of the target's own evaluation, held out where a kind can be."""
+    """Returns the first prompts of each kind in the target's evaluation; held-out ones, where the kind has any."""
     render, ask = examiner.render, examiner.render_tools
     kinds = {skill: skill_cases(render, skill, held_out=True) for skill in SKILLS}
     kinds["conversation, 3 turns between"] = conversation_cases(render, 3, held_out=True)
@@ -76,7 +76,7 @@ def held_out_cases(examiner: Examiner, num_cases: int) -> dict[str, list[Case]]:
 
 @torch.no_grad()
 def num_foreseen(head: Eagle3Head, target: PreTrainedModel, ids: list[int], start: int) -> list[int]:
-    """Returns how many tokens behind each of ids[start:-1] a chain of NUM_DRAFTS that begins there foresees."""
+    """Returns, for each of ids[start:-1], how many of the next tokens a chain of NUM_DRAFTS predicts correctly."""
     embeddings, tapped, _ = tapped_by(target, head.taps, torch.tensor([ids]))
     steps = head(embeddings, tapped, torch.arange(start, len(ids) - 1)[None], NUM_DRAFTS)
     drafts = [head.token_ids[head.logits(outputs[0]).argmax(-1)].tolist() for outputs in steps]
@@ -89,16 +89,16 @@ def num_foreseen(head: Eagle3Head, target: PreTrainedModel, ids: list[int], star
 
 
 def chains_of(foreseen: list[int]) -> list[int]:
-    """Returns how many drafts each chain gets accepted when an answer is made with them, as num_foreseen tells."""
+    """Returns how many drafts of each chain are accepted, given num_foreseen's result for the answer."""
     accepted, at = list[int](), 0
     while at < len(foreseen):
         accepted.append(foreseen[at])
-        at += foreseen[at] + 1  # behind the drafts that were right there is one token of the target's own
+        at += foreseen[at] + 1  # one token of the target's follows the accepted drafts
     return accepted
 
 
 def evaluate(target_folder: Path, folder: Path, num_cases: int = NUM_CASES) -> list[DraftScore]:
-    """Returns a score for each kind of prompts, and one for all."""
+    """Returns a score for each kind of prompt, then one for all prompts."""
     head, target = Eagle3Head.load(folder), AutoModelForCausalLM.from_pretrained(target_folder, dtype="float32").eval()
     tokenizer = Tokenizer.from_file(str(target_folder / "tokenizer.json"))
     kinds = held_out_cases(Examiner(target_folder), num_cases)

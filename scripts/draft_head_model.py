@@ -1,8 +1,9 @@
-"""An EAGLE-3 draft head and its unrolled chains of drafts. Knows nothing of text, training or files but the head's own.
+"""An EAGLE-3 draft head, its unrolled chains of drafts, and its files. Knows nothing of text or training.
 
-Pair j is the embedding of token j beside states of token j - 1: first what `fc` makes of the target's residual stream
-where it enters three layers, later in a chain the head's own output. Pair j has the rotary position j, attends to the
-pairs 1 to j, and predicts token j + 1. Source: EAGLE-3 (arXiv 2503.01840), names and config of its published heads.
+Pair j joins the embedding of token j and a state of token j - 1. At a chain's first step this state is `fc` of the
+target's residual stream at the input of three layers; at later steps it is the head's own output. Pair j has the rotary
+position j, attends to the pairs 1 to j, and predicts token j + 1. Source: EAGLE-3 (arXiv 2503.01840); names and config
+are those of its published heads.
 """
 
 import json
@@ -16,11 +17,11 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 WEIGHTS = "model.safetensors"
-UNSEEN = -1e30  # a score
+UNSEEN = -1e30  # score of a masked position
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Returns EAGLE-3's layers (2, n // 2, n - 3), or the last three where a target has too few for these to differ.
+    """Returns EAGLE-3's layers (2, n // 2, n - 3), or the last three if the target is too shallow for these to differ.
 
     Raises ValueError for fewer than 3 layers.
     """
@@ -56,14 +57,14 @@ class HeadAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [rows, heads, length, head_dim]
 
     def keys_values(self, x: torch.Tensor, rope: Rope) -> Heads:
-        """Returns those of pairs [rows, length, 2 * hidden], once for each head of queries."""
+        """Returns keys and values of pairs [rows, length, 2 * hidden], repeated for each query head."""
         keys = rotated(self._heads(self.k_proj(x)), rope)
         return keys.repeat_interleave(self.groups, 1), self._heads(self.v_proj(x)).repeat_interleave(self.groups, 1)
 
     def forward(self, x: torch.Tensor, rope: Rope, text: Heads, seen: torch.Tensor, chain: list[Heads]) -> torch.Tensor:
-        """Attends from a pair of each chain, [rows, chains, 2 * hidden], to the text's pairs and to those of its own.
+        """Attends from a pair of each chain, [rows, chains, 2 * hidden], to the text's pairs and to the chain's own.
 
-        `seen`: which of the text's, [rows, chains, length] bool. `chain`: of its earlier steps and of this one.
+        `seen`: whether a chain sees the text's pair, [rows, chains, length] bool. `chain`: of its steps up to this one.
         """
         query, length = rotated(self._heads(self.q_proj(x)), rope), text[0].shape[2]
         scores = [(query @ text[0].transpose(-1, -2)).masked_fill(~seen[:, None], UNSEEN)]
@@ -85,10 +86,10 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The target's embedding is no part of it: `forward` takes the tokens' embeddings."""
+    """Has no embedding of its own: `forward` takes the tokens' embeddings from the target."""
 
     def __init__(self, config: LlamaConfig, token_ids: torch.Tensor) -> None:
-        """`token_ids`: those that it can predict, ascending, [draft_vocab_size] int64."""
+        """`token_ids`: the tokens that the head can predict, ascending, [draft_vocab_size] int64."""
         super().__init__()
         self.config = config
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
@@ -97,7 +98,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", token_ids - torch.arange(len(token_ids)))  # offsets
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True))
-        object.__setattr__(self, "_rotary", LlamaRotaryEmbedding(config))  # nothing of it is kept
+        object.__setattr__(self, "_rotary", LlamaRotaryEmbedding(config))  # not a submodule, so it is not saved
 
     @property
     def taps(self) -> list[int]:
@@ -111,17 +112,17 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embeddings: torch.Tensor, tapped: torch.Tensor, starts: torch.Tensor, num_steps: int
     ) -> list[torch.Tensor]:
-        """Unrolls chains of drafts that are all right, as EAGLE-3's training-time test does.
+        """Unrolls chains, assuming that all drafts are right, as EAGLE-3's training-time test does.
 
         `embeddings` [rows, length, hidden] and `tapped` [rows, length, 3 * hidden] are of the same tokens. `starts`
         [rows, chains] are the chains' first pairs, at least 1. Returns each step's outputs, [rows, chains, hidden]:
-        step s of a chain is pair start + s, and foresees the token after it (nothing, beyond the end).
+        step s of a chain is pair start + s and predicts the token after it; steps beyond the end predict nothing.
         """
         layer, attention, length = self.midlayer, self.midlayer.self_attn, embeddings.shape[1]
         row = torch.arange(len(starts))[:, None]
         cos, sin = self._rotary(embeddings, torch.arange(length)[None])
         normed = layer.input_layernorm(embeddings)
-        states = F.pad(self.fc(tapped)[:, :-1], (0, 0, 1, 0))  # of the token before; pair 0 is never seen
+        states = F.pad(self.fc(tapped)[:, :-1], (0, 0, 1, 0))  # states of the previous token; pair 0 is never seen
         pairs = torch.cat([normed, layer.hidden_norm(states)], -1)
         text, chain = attention.keys_values(pairs, (cos, sin)), list[Heads]()
         at = torch.arange(length)
@@ -139,7 +140,7 @@ class Eagle3Head(nn.Module):
         return outputs
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns [..., draft_vocab_size] of outputs [..., hidden]."""
+        """Returns [..., draft_vocab_size] for outputs [..., hidden]."""
         logits: torch.Tensor = self.lm_head(self.norm(outputs))
         return logits
 
@@ -165,7 +166,7 @@ class Eagle3Head(nn.Module):
 def tapped_by(
     target: PreTrainedModel, taps: list[int], input_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the embeddings, the states that a head reads, and those before the output layer, of [rows, length] ids.
+    """Returns, for [rows, length] ids, the embeddings, the states that a head reads, and the last hidden states.
 
     Their widths are hidden, 3 * hidden and hidden. Rows may be padded at their ends.
     """

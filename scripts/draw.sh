@@ -1,5 +1,5 @@
 #!/bin/sh
-# Draws docs/pictures/*.svg from the .puml files beside them. Each picture names the hash of its text.
+# Draws docs/pictures/*.svg from the .puml files beside them. Each picture contains its source's hash.
 set -eu
 
 pictures=$(cd "$(dirname "$0")/../docs/pictures" && pwd)

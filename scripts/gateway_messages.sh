@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compiles pd_cluster/extras/gateway/messages.proto. The compiler is one whose output every protobuf since 4.21 can load.
+# Compiles pd_cluster/extras/gateway/messages.proto. Every protobuf since 4.21 can load this compiler's output.
 set -eu
 cd "$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)"
 tools=$(mktemp -d)

@@ -1,24 +1,24 @@
 #!/bin/sh
-# Everything that needs a GPU, in stages of at most four minutes; without a name, all of them in this order:
+# Runs all tests and measurements that need a GPU, in stages of at most four minutes; without names, all in this order:
 #
 #   sh scripts/gpu_check.sh [correct] [engine] [cluster] [--wheels FOLDER] [--quick] [--device cpu]
-#   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: fetches the wheels
+#   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: downloads the wheels
 #
-# correct: attention against float64, two ranks' shares of experts added up, graphs against eager steps, the 8B model's
-# logits, the model tests. engine: start, decode, prefill, kernels, drafts, sparse attention, the price of
+# correct: attention against float64, the sum of two ranks' expert outputs, graphs against eager steps, the 8B model's
+# logits, the model tests. engine: start, decode, prefill, kernels, drafts, sparse attention, the cost of
 # --deterministic. cluster: clusters of real processes, the handover.
-# $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
-# docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
+# Every step updates report.json, README.md (its table), summary.txt and logs.tar.gz in $OUT; default:
+# docs/benchmarks/gpu-<device name>. Later stages add to these files. Missing packages are installed from FOLDER (or
 # $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that
 # sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 17 GB of
-# models; default: /dev/shm where they fit. Exits with 0 if every test passed and every part was measured.
+# models; default: /dev/shm if they fit there. Exits with 0 if every test passed and every part was measured.
 
 set -eu
 
 own_option() {
     case "$1" in
     --device) device=${2:?"--device needs cuda or cpu"} && num_words=2 ;;
-    --quick) quick=--quick && slower=4 ;; # limits are for a GPU and its host
+    --quick) quick=--quick && slower=4 ;; # the limits assume a GPU
     *) return 1 ;;
     esac
 }
@@ -27,7 +27,7 @@ has() {
     [ "$device" = cuda ] && command -v "$1" >/dev/null
 }
 
-# The models are written while the first tests run, which compile most kernels: each worker others.
+# Models are written while the first tests run. These compile most kernels, each worker different ones.
 run_correct() {
     "$python" -m benchmarks gpu --device "$device" --parts models $quick --models "$models" \
         --out "$work/models-report" >"$logs/models.txt" 2>&1 &
@@ -46,7 +46,7 @@ run_correct() {
     wait "$writer" || note "models: failed; see models.txt"
     writer=""
     PD_CLUSTER_TEST_MODEL=$models/model-8B tests logits 90 -n 0 tests/model/test_cuda_logits.py
-    # Interpreted kernels take minutes of a CPU, and say nothing of this GPU.
+    # Without tests of interpreted kernels, which take minutes on a CPU and do not test this GPU.
     chosen="not greedy_tokens and not interpreter"
     files=$(grep -l "torch\.cuda\." tests/model/test_cuda_*.py | grep -v -e _parity -e _logits)
     if [ "$quick" ]; then

@@ -1,36 +1,36 @@
 #!/bin/sh
-# The first hour on Ascend NPUs, in stages; without a name, all of them in this order:
+# The first hour of tests on Ascend NPUs, in stages; without names, all in this order:
 #
 #   sh scripts/npu_check.sh [machine] [operators] [graphs] [pairs] [guide] [figures] [--cards 0,1,2,3] [--model FOLDER]
-#   sh scripts/npu_check.sh --simulate [STAGES...]   without NPUs, on torch-npu's own wheel: shows that the script works
-#   sh scripts/npu_check.sh --download FOLDER        on a machine with a network: fetches the wheels of --wheels FOLDER
+#   sh scripts/npu_check.sh --simulate [STAGES...]   without NPUs, on torch-npu's wheel: tests this script
+#   sh scripts/npu_check.sh --download FOLDER        on a machine with a network: downloads wheels for --wheels FOLDER
 #
-# machine: cards, versions, rank tables, the network between the cards. operators: each operator of torch-npu that is
-# used, in bfloat16 and real shapes, against float64. graphs: captured decode steps against eager ones, and how long
-# captures take. pairs: KV blocks over HCCL and IPC and their GB/s, with either end killed. guide: the deployment
-# guide's example, its commands and requests, without and with --npu-tp-graphs. figures: `benchmarks gpu` on the first card.
-# --cards: as the driver numbers them; the first half prefill, the others decode (default 0,1,2,3; at least two).
+# machine: cards, versions, rank tables, the network between the cards. operators: every torch-npu operator in use, in
+# bfloat16 and real shapes, against float64. graphs: captured decode steps against eager ones, and the time of captures.
+# pairs: transfers of KV blocks over HCCL and IPC, their GB/s, and either end killed. guide: the deployment guide's
+# example, its commands and requests, without and with --npu-tp-graphs. figures: `benchmarks gpu` on the first card.
+# --cards: the driver's numbers; the first half prefills, the others decode (default 0,1,2,3; at least two).
 # --model: a model for the guide's example; default: a tiny one.
-# $OUT receives summary.txt and logs.tar.gz (all logs, which is what to send), and report.json with README.md, its
-# table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
-# default python3 (with --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
+# Every step updates summary.txt, logs.tar.gz (all logs: send this file), report.json and README.md (its table) in
+# $OUT; default: docs/benchmarks/npu-<device name>. Later stages add to these files. $PYTHON, default python3 (with
+# --simulate .venv's), must have torch-npu; CANN is sourced if this shell has not done so.
 # $STAGE_S: seconds of a stage, 600.
 # $FOLDER: a folder with room for 17 GB of models. Exits with 0 if every test passed and every part was measured.
 
 set -eu
 
-PARTS_OF_FIGURES="ceilings,engine,cluster" # of `python -m benchmarks gpu`; the pairs have the rates of the handover
+PARTS_OF_FIGURES="ceilings,engine,cluster" # of `python -m benchmarks gpu`; the stage pairs measures the handover
 
 own_option() {
     case "$1" in
-    --simulate) quick=--quick && slower=2 ;; # limits are for hardware
+    --simulate) quick=--quick && slower=2 ;; # the limits assume real NPUs
     --cards) cards=${2:?"--cards needs numbers, such as 0,1,2,3"} && num_words=2 ;;
     --model) model=${2:?"--model needs a folder"} && num_words=2 ;;
     *) return 1 ;;
     esac
 }
 
-# Puts torch-npu's wheel over stub libraries in this shell, with recorded answers of npu-smi and hccn_tool.
+# Sets this shell up for torch-npu's wheel with stub libraries, and for recorded answers of npu-smi and hccn_tool.
 simulate() {
     if [ -z "${PYTHON:-}" ] && [ -x "$root/.venv/bin/python" ]; then
         python=$root/.venv/bin/python
@@ -47,7 +47,7 @@ simulate() {
     more_of_gen="--server-ip 127.0.0.1"
 }
 
-# The two instances' cards, as the tables have them: 0,1 and 2,3 of 0,1,2,3.
+# Splits the cards between the two instances: 0,1,2,3 into 0,1 and 2,3.
 split_cards() {
     num_cards=$(echo "$cards" | tr ',' '\n' | grep -c .)
     [ "$num_cards" -ge 2 ] || fail "--cards $cards: at least two are needed"
@@ -117,7 +117,7 @@ else
     . "$root/deploy/ascend_env.sh"
 fi
 begin
-# For start_servers.sh, which looks for pd-cluster and python3 there.
+# start_servers.sh looks for pd-cluster and python3 in PATH.
 PATH=$("$python" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH
 trap 'finish; rm -rf ${simulated:+"$simulated"}' EXIT
 run_stages

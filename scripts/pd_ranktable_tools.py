@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The reference document's own command line, from any folder, installed or not.
+"""The command line of the reference document. Works from any folder, without an installation.
 
-Needs the standard library of Python 3.8 or newer; an older one is told so.
+Needs only Python 3.8 or newer; an older Python gets an error message.
 
 python3 pd_ranktable_tools.py --mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server \
     --save-dir ./save_dir

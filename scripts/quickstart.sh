@@ -1,5 +1,5 @@
 #!/bin/sh
-# From a fresh clone to a cluster that answers: installs into .venv, then runs pd_cluster/commands/quickstart.py.
+# Starts a cluster from a fresh clone: installs into .venv, then runs pd_cluster/commands/quickstart.py.
 #
 #   sh scripts/quickstart.sh [--once] [--model PATH] [--prefill N] [--decode N] [--port P]        or --help
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Builds wheel and sdist into dist/, and tries each in an environment of its own: in an empty folder, `pd-cluster up`
-# serves the model that is shipped, answers a question, and ends with status 0. It starts as the first one does, and
-# compiles its kernels. With Debian's chromium and the extra `browser`, the question is asked in the playground.
+# Builds wheel and sdist into dist/, and tries each in its own environment: in an empty folder, `pd-cluster up` must
+# serve the shipped model, answer a question, and end with status 0. As at a user's first start, kernels are compiled.
+# With Debian's chromium and the extra `browser`, the question is asked in the playground.
 #
 #   sh scripts/release.sh [FOLDER]        default: dist/
 #
-# A torch that is installed is shared with the environments; otherwise they install the one of scripts/setup.sh.
+# The environments share an installed torch; without one, scripts/setup.sh installs it.
 
 set -eu
 
@@ -28,13 +28,13 @@ browser=
 if command -v chromium >/dev/null && "$python" -c 'import playwright' 2>/dev/null; then
     browser=--browser
 fi
-# Also those of the Python that .venv was made from, which may have its torch.
+# Includes the packages of the Python that .venv was made from, which may have torch.
 sites=$("$python" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")')
 for package in "$out"/pd_cluster-*.whl "$out"/pd_cluster-*.tar.gz; do
     echo "release: trying ${package##*/}"
     folder=$work/$(basename "$package" | tr . -)
     "$python" -m venv "$folder/env"
-    # The packages that it needs are those of .venv; pd-cluster itself comes from the file alone.
+    # Dependencies come from .venv, but pd-cluster itself only from the file.
     echo "$sites" >"$("$folder/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needs.pth"
     "$folder/env/bin/python" -m pip install --quiet --no-deps --no-build-isolation --force-reinstall "$package"
     mkdir "$folder/empty"

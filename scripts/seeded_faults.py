@@ -1,13 +1,13 @@
-"""Puts one fault at a time into the package, at seeded places, and shows which of them the tests notice.
+"""Puts one fault at a time into the package, at places chosen with a fixed seed, and shows which the tests detect.
 
     python scripts/seeded_faults.py choose                 # rewrites tests/data/seeded_faults.json
     python scripts/seeded_faults.py map FOLDER [COMMIT]    # which unit and model tests run each place
-    python scripts/seeded_faults.py run FOLDER RESULT      # each fault against its tests, to the first failure
-    python scripts/seeded_faults.py compare BEFORE AFTER   # two results; exit status 1 if a fault is no longer noticed
+    python scripts/seeded_faults.py run FOLDER RESULT      # tests each fault until the first failure
+    python scripts/seeded_faults.py compare BEFORE AFTER   # exit status 1 if a fault is no longer detected
 
 `map` clones COMMIT (default: HEAD) into FOLDER. It and `run` take tens of minutes and continue where they were stopped.
-A place is a function and the text of its lines, which is still found after lines have shifted or the file has moved.
-Knows nothing of slow tests, nor of code that only an accelerator runs.
+A place is a function and the text of one or two of its lines, so it is still found after lines have shifted or the
+function has moved. Leaves out slow tests, and code that only runs on an accelerator.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def functions(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[tuple[str,
 
 
 def own_nodes(node: ast.AST) -> Iterator[Any]:
-    """Walks what a function runs itself, without functions inside it, assertions and the texts of errors."""
+    """Walks a function's own code, without nested functions, assertions and the texts of errors."""
     for child in node.body if isinstance(node, Function) else ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.ClassDef | ast.JoinedStr | ast.Raise | ast.Assert | ast.AnnAssign):
             yield child
@@ -83,7 +83,7 @@ def own_nodes(node: ast.AST) -> Iterator[Any]:
 
 
 def changes(node: Any) -> Iterator[tuple[str, Any, ast.expr]]:
-    """Yields (kind, expression, the expression to put there)."""
+    """Yields (kind, expression, its replacement)."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         for kind, table in (("sign", FLIPPED), ("bound", ONE_OFF)):
             if type(node.ops[0]) in table:
@@ -101,20 +101,20 @@ def changes(node: Any) -> Iterator[tuple[str, Any, ast.expr]]:
 
 
 def called(node: ast.AST) -> ast.Call | None:
-    """Returns the call, if the statement is nothing but one."""
+    """Returns the call if the statement is only a call."""
     value = node.value if isinstance(node, ast.Expr) else None
     value = value.value if isinstance(value, ast.Await) else value
     return value if isinstance(value, ast.Call) else None
 
 
 def swappable(first: ast.stmt, second: ast.stmt) -> bool:
-    """Tells whether both are calls, and not of one method of two objects, whose order would hardly matter."""
+    """Tells whether both are calls; not calls of one method on two objects, whose order would hardly matter."""
     one, other = (ast.unparse(call.func) if call else "" for call in (called(first), called(second)))
     return bool(one and other) and (one == other or one.rpartition(".")[2] != other.rpartition(".")[2])
 
 
 def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, list[str]]]:
-    """Yields (kind, index of the first line, the lines to put there)."""
+    """Yields (kind, index of the first line, the new lines)."""
     for node in (function, *own_nodes(function)):
         for kind, old, new in changes(node):
             if old.lineno == old.end_lineno:
@@ -131,7 +131,7 @@ def faults(lines: list[str], function: Function) -> Iterator[tuple[str, int, lis
 
 
 def matches(source: str, name: str, before: list[str]) -> list[int]:
-    """Returns where functions of that name have these lines, as indices from 0."""
+    """Returns the indices, from 0, at which functions of that name have these lines."""
     lines = [line.strip() for line in source.split("\n")]
     there = functions(ast.parse(source if before[0] in source else ""))
     spans = [range(function.lineno - 1, function.end_lineno or 0) for named, function in there if named == name]
@@ -139,7 +139,7 @@ def matches(source: str, name: str, before: list[str]) -> list[int]:
 
 
 def locate(root: Path, place: Place) -> tuple[Path, int]:
-    """Finds the file and the line, in another file if the function has moved. Raises LookupError."""
+    """Returns the file and the line's index, also if the function has moved to another file. Raises LookupError."""
     for files in (root.glob(place.file), sorted((root / "pd_cluster").rglob("*.py"))):
         found = [(file, at) for file in files for at in matches(file.read_text("utf-8"), place.function, place.before)]
         if len(found) == 1:
@@ -155,14 +155,14 @@ def edited(source: str, at: int, num_lines: int, new: list[str]) -> str:
 
 
 def probed(source: str, at: int, number: int) -> str:
-    """Puts a call of the recorder before the statement that holds the line."""
+    """Inserts a call of the recorder before the statement that contains the line."""
     statements = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.stmt)]
     first = max(each.lineno - 1 for each in statements if each.lineno - 1 <= at < (each.end_lineno or 0))
     return edited(source, first, 0, [f'__import__("pd_cluster.seeded_probe", fromlist=["hit"]).hit({number})'])
 
 
 def candidates(file: Path, kind: str) -> Iterator[Place]:
-    """Yields places whose lines are only once in their function, and which a statement can precede."""
+    """Yields places whose lines occur only once in their function and can be preceded by a statement."""
     source = file.read_text("utf-8")
     lines = source.split("\n")
     for name, function in functions(ast.parse(source)):
@@ -174,7 +174,7 @@ def candidates(file: Path, kind: str) -> Iterator[Place]:
 
 @app.command()
 def choose() -> None:
-    """Rewrites the places, spread over the package's lines and evenly over the kinds; at most one is in a file."""
+    """Chooses new places: spread over the package's lines, evenly over the kinds, at most one per file."""
     dice = random.Random(SEED)
     files = [f for f in sorted((ROOT / "pd_cluster").rglob("*.py")) if not LEFT_OUT.search(str(f.relative_to(ROOT)))]
     at_lines = [i for i, file in enumerate(files) for _ in file.read_text("utf-8").split("\n")]
@@ -203,20 +203,20 @@ def pytest(folder: Path, arguments: list[str], limit_s: float) -> tuple[int, str
     env = {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = ["timeout", "-s", "KILL", str(limit_s), sys.executable, "-m", "pytest", "-m", "not slow", "--timeout=90"]
     command += ["-p", "no:cacheprovider", *arguments]
-    with log.open("w") as file:  # not a pipe, which children that outlive pytest would keep open
+    with log.open("w") as file:  # not a pipe, since children that outlive pytest would keep it open
         return subprocess.call(command, cwd=tree, env=env, stdout=file, stderr=file), log.read_text("utf-8", "replace")
 
 
 @app.command("map")
 def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
-    """Leaves `hits` (place, test), `reports` (outcome, seconds, test) and `mapped` (finished files) in the folder."""
+    """Writes `hits` (place, test), `reports` (outcome, seconds, test) and `mapped` (finished files) into the folder."""
     folder = folder.absolute()
     tree, mapped = folder / "tree", folder / "mapped"
     if not tree.exists():
         git(ROOT, "clone", "-q", str(ROOT), str(tree))
         git(tree, "checkout", "-q", "--detach", commit)
     git(tree, "checkout", "-q", "--", ".")
-    near: dict[int, list[str]] = {}  # number of a place -> files of tests, the nearest by imports first
+    near: dict[int, list[str]] = {}  # number of a place -> test files, the nearest by imports first
     graph = changed_tests.importers()
     for place in places():
         file, at = locate(tree, place)
@@ -240,7 +240,7 @@ def make_map(folder: Path, commit: str = typer.Argument("HEAD")) -> None:
 
 
 def tests_of(folder: Path) -> dict[int, list[str]]:
-    """Maps each place to the tests that run it and pass; only the quickest, where all of them would take too long."""
+    """Maps each place to the tests that run it and pass; only to the quickest, if all would take too long."""
     took_s: Counter[str] = Counter()
     for outcome, duration_s, test in (line.split("\t", 2) for line in (folder / "reports").open()):
         took_s[test] += float(duration_s if outcome == "passed" else "inf")  # type: ignore[assignment]
@@ -255,7 +255,7 @@ def tests_of(folder: Path) -> dict[int, list[str]]:
 
 @app.command()
 def run(folder: Path, result: Path) -> None:
-    """Puts one fault after the other into the clone; repeats those not noticed for which `map` has found more tests."""
+    """Tests one fault at a time in the clone; again, if it was not detected and `map` has found more tests since."""
     folder = folder.absolute()
     tests, tree = tests_of(folder), folder / "tree"
     rows = {row["number"]: row for row in json.loads(result.read_text("utf-8"))} if result.exists() else {}
@@ -286,7 +286,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 @app.command()
 def compare(before: Path, after: Path) -> None:
-    """Prints how many faults were noticed, by kind, and which no longer are; exits with 1 if there are any."""
+    """Prints how many faults were detected, by kind, and which no longer are; exits with 1 if there are any."""
     results = [json.loads(path.read_text("utf-8")) for path in (before, after)]
     for kind in KINDS:
         counts = [[bool(row["noticed_by"]) for row in rows if row["kind"] == kind] for rows in results]

@@ -3,15 +3,15 @@
 #
 #   sh scripts/setup.sh [EXTRAS]        EXTRAS: such as test, or test,cuda
 #
-# A torch that fits pyproject.toml is kept, in .venv or in the Python that .venv is made from, so a CUDA build stays in
-# place. Without one, exactly $TORCH is installed, first and by itself. A second run notices that nothing changed.
+# Keeps a torch that fits pyproject.toml, in .venv or in the Python that .venv is made from, such as a build for CUDA.
+# Without one, installs exactly $TORCH, first and separately. A second run ends at once if nothing has changed.
 # PYTHON=/path/to/python3.12 chooses the interpreter.
 
 set -eu
 
 TORCH="torch==2.13.0" # deploy/Dockerfile.cpu has the same
-UV="uv>=0.9,<1" # only the installer: nothing of pd-cluster needs it
-TRITON="triton==3.6.0" # for tests without a GPU: they were written for its interpreter
+UV="uv>=0.9,<1" # only an installer; pd-cluster does not import it
+TRITON="triton==3.6.0" # for tests without a GPU, which need this version's interpreter
 LOCK_TIMEOUT_S=1800
 
 say() {
@@ -23,7 +23,7 @@ fail() {
     exit 1
 }
 
-# Prints the Python to make .venv from: 3.11 or newer.
+# Prints the Python, 3.11 or newer, from which .venv is made.
 find_python() {
     for name in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -53,14 +53,14 @@ print(found)
 END
 }
 
-# Prints the sources that an up-to-date .venv was made from; its extras are compared separately.
+# Prints a fingerprint of all that .venv is made from, except the extras.
 fingerprint() {
     cksum pyproject.toml constraints.txt
     pwd -P
     .venv/bin/python -V
 }
 
-# Checks that .venv has all of $extras, and that none of its sources changed.
+# Checks that .venv has all $extras and that its fingerprint has not changed.
 up_to_date() {
     [ -f "$stamp" ] && [ -x .venv/bin/pd-cluster ] || return 1
     { read -r have && found=$(cat); } <"$stamp"
@@ -73,7 +73,7 @@ up_to_date() {
     done
 }
 
-# One setup at a time. The lock is this shell's open file 9, so it ends with the shell, however that ends.
+# Lets one setup run at a time. The lock is this shell's open file 9, so any end of the shell releases it.
 lock() {
     mkdir -p .venv
     exec 9>.venv/pd-cluster.lock
@@ -104,7 +104,7 @@ make_venv() {
     fi
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python has no venv module; install it (Debian and Ubuntu: the package python3-venv)"
-    .venv/bin/python -V >/dev/null 2>&1 || rm -f .venv/bin/python* # links to an interpreter that is gone
+    .venv/bin/python -V >/dev/null 2>&1 || rm -f .venv/bin/python* # links to a deleted interpreter
     if torch=$(has_torch "$python"); then
         say "making .venv, with torch $torch of $python"
         "$python" -m venv --system-site-packages .venv
@@ -115,15 +115,15 @@ make_venv() {
     fi
 }
 
-# A virtual environment's packages are not among the "system" ones, so .venv gets their path.
+# A virtual environment's packages do not count as "system" packages, so .venv gets their path.
 share_environment() {
     ! has_torch .venv/bin/python >/dev/null || return 0
     get='import sysconfig; print(sysconfig.get_path("platlib"))'
     "$python" -c "$get" >"$(.venv/bin/python -c "$get")/zz-base-environment.pth"
 }
 
-# uv installs the same packages in a quarter of pip's time. What it cannot do is left to pip, and so is a .venv on top of
-# another Python, whose packages (a torch for CUDA) uv does not see.
+# Finds or installs uv, which needs a quarter of pip's time. pip is used if uv fails, and always for a .venv that shares
+# another Python's packages (such as a torch for CUDA), because uv does not see these.
 get_uv() {
     uv=
     ! grep -q 'site-packages = true' .venv/pyvenv.cfg || return 0
@@ -134,7 +134,7 @@ get_uv() {
     fi
 }
 
-# Runs uv with pip's settings, which it does not read; pip knows no order among indexes, so uv is told to have none.
+# Runs uv with pip's settings, which uv does not read. Like pip, it must treat all indexes alike, without an order.
 uv_install() {
     [ -n "$uv" ] || return 1
     .venv/bin/python - "$uv" pip install -q --python .venv/bin/python "$@" 2>/dev/null <<'END'
@@ -159,7 +159,7 @@ END
 pip_install() {
     ! uv_install "$@" || return 0
     .venv/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-compile "$@" ||
-        fail "pip could not install $*; its own words are above"
+        fail "pip could not install $*; see its messages above"
 }
 
 install() {
@@ -170,17 +170,17 @@ install() {
         pip_install "$TORCH"
     fi
     case ",$extras," in
-    *,test,*) .venv/bin/python -c 'import triton' 2>/dev/null || pip_install "$TRITON" ;; # torch for CUDA brings its own
+    *,test,*) .venv/bin/python -c 'import triton' 2>/dev/null || pip_install "$TRITON" ;; # a torch for CUDA has its own
     esac
     say "installing pd-cluster${extras:+ with extras: $extras}"
     pip_install -c constraints.txt -e ".${extras:+[$extras]}"
 }
 
-# Compiles the few thousand files in use, out of twenty thousand, so that no first start has to.
+# Compiles to bytecode the few thousand files in use, of twenty thousand, so that the first start does not have to.
 first_import() {
     env -u PYTHONDONTWRITEBYTECODE TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
         .venv/bin/python -c 'import pd_cluster.engine.assembly.build_worker, pd_cluster.api.scheduler_app, pd_cluster.api.worker_app' ||
-        fail "pd-cluster cannot be imported; Python's own words are above"
+        fail "pd-cluster cannot be imported; see Python's message above"
 }
 
 case "${1:-}" in
@@ -200,10 +200,10 @@ if up_to_date; then
 fi
 python=$(find_python)
 lock
-if up_to_date; then # the setup that held the lock did the work
+if up_to_date; then # another setup held the lock and did the work
     exit 0
 fi
-if [ -f "$stamp" ]; then # installed extras stay: one setup has extras, the next has none
+if [ -f "$stamp" ]; then # installed extras stay, even if this setup names none
     read -r have <"$stamp" || have=
     extras=$(printf '%s,%s' "$have" "$extras" | tr ',' '\n' | sed '/^$/d' | sort -u | paste -s -d , -)
 fi

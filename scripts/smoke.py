@@ -1,9 +1,10 @@
-"""Tries an installed pd-cluster: `up` in this folder, one streamed question, Ctrl-C. Prints how long each took.
+"""Tries an installed pd-cluster: runs `up` in this folder, streams one answer, sends Ctrl-C. Prints how long each took.
 
 python scripts/smoke.py [--browser] [--goal SECONDS] /path/to/pd-cluster
 
---browser asks in the dashboard's playground, in a headless chromium that is already open, by the link that `up` prints;
-it needs the package playwright. --goal: more seconds from the start of `up` to the first token are an error.
+--browser asks in the dashboard's playground, opened by the link that `up` prints in a headless chromium that is already
+running; needs the package playwright. --goal: fail if the first token comes later than so many seconds after the start
+of `up`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Ask = Callable[[int, str], tuple[dict[str, float], str]]  # port, link -> second
 
 
 def free_port() -> int:
-    """Returns a port whose successor is free, too."""
+    """Returns a free port whose successor is free, too."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -42,7 +43,7 @@ def free_port() -> int:
 
 
 def try_out(program: str, ask: Ask, goal_s: float) -> None:
-    """Raises SystemExit with one line if anything is not as it should be."""
+    """Runs the whole try. Raises SystemExit with the reason if a part fails or takes too long."""
     port, started_s = free_port(), time.monotonic()
     process = subprocess.Popen([program, "up", f"--port={port}"], stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(READY_S, process.kill)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Starts one instance of the cluster: prefill, decode or scheduler, as the rank tables say. From any folder.
+# Starts one instance of the cluster: prefill, decode or scheduler, according to the rank tables. Works in any folder.
 #
 #   export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.0.0.18.json
 #   export RANK_TABLE_FILE_PATH=local_ranktable_10.0.0.18_45.json
@@ -7,19 +7,19 @@
 #   export USE_OPENAI=1
 #   sh scripts/start_servers.sh --model=MODEL --tensor-parallel-size=2 --host=0.0.0.0 --port=8088 ...
 #
-# All flags go to `pd-cluster serve`, unchanged; the variables are read there. The process replaces this shell, so that
-# signals reach it, and stays in the caller's folder, so that relative paths mean what they say.
+# All flags are passed unchanged to `pd-cluster serve`, which also reads the variables. It replaces this shell, so that
+# signals reach it, and stays in the caller's folder, so that relative paths keep their meaning.
 #
 # The instances of a unit are started like all others, in any order and on any host, with --data-parallel-size=N; they
 # wait for each other (docs/parallelism.md).
 #
-# Two defaults are the deployment guide's, not `pd-cluster serve`'s: sampling defaults are not the model's
-# (--generation-config=vllm) and a request must name the model (--require-model). They are set as variables, so flags
-# come before them: --generation-config=auto, --no-require-model. Streams outlive their scheduler by 30 s, unless a
-# variable or a flag says --resume-window.
+# Two defaults follow the deployment guide and differ from `pd-cluster serve`: the model's own sampling defaults are off
+# (--generation-config=vllm), and a request must name the model (--require-model). They are set by variables, which
+# flags override: --generation-config=auto, --no-require-model. Streams outlive their scheduler by 30 s, unless
+# --resume-window or its variable is set.
 #
-# Where CANN is installed (ASCEND_ROOT, /usr/local/Ascend by default) and this shell has not sourced it yet, its
-# environment is sourced.
+# If CANN is installed (in ASCEND_ROOT, /usr/local/Ascend by default) and its environment has not been sourced yet, this
+# script sources it.
 
 set -eu
 

@@ -1,21 +1,21 @@
 #!/bin/sh
-# Every check of the repository: ruff, mypy, then the tests, cheapest first. Installs what they need.
+# Runs every check of the repository: ruff, mypy, then the tests, cheapest first. Installs what they need.
 #
 #   sh scripts/test.sh [--all | --slow K/N | --changed [BASE]] [PYTEST ARGUMENTS]
 #
-# --all runs the slow tests too; --slow 1/8 only these, and of 8 parts the first; --changed, within a minute or two, the
-# tests that are nearest by imports to what differs from BASE (default: the last commit), and asks mypy and ruff. A path
-# among the arguments replaces all test folders:
+# --all includes the slow tests; --slow 1/8 runs only slow tests, the first of 8 parts; --changed runs mypy, ruff and,
+# for a minute or two, the tests that are nearest by imports to the changes since BASE (default: the last commit). A
+# path among the arguments replaces all test folders:
 #   sh scripts/test.sh tests/unit -k ranktable
-# The quick tests of one process, and mypy, compute while those of clusters wait; slow tests, and all beside a GPU or NPU,
-# run one half after the other.
-# Ends with the time of each group and a line "N passed, N failed, N skipped"; exit status 0 when everything is fine.
+# The quick tests of clusters mostly wait, so mypy and the tests of one process run beside them. Slow tests, and all
+# tests on a machine with a GPU or NPU, run in two halves, one after the other.
+# Prints each group's time, then a line "N passed, N failed, N skipped"; exit status 0 if everything passed.
 
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 cd "$root"
-# The caller's environment does not affect tests, and no test uses the network.
+# The caller's environment must not affect tests, and no test may use the network.
 unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1
 
@@ -60,10 +60,10 @@ if [ -n "${base:-}" ]; then
     export OMP_NUM_THREADS=1
 fi
 
-exec 3<&0 # a shell takes it from jobs in the background, and a debugger in a test wants it
+exec 3<&0 # the terminal: background jobs do not get it, but a debugger in a test needs it
 reports=$(mktemp -d)
 mypy=""
-clusters="" # processes of tests: one in the background, with its output in a file, and one whose output is seen
+clusters="" # ids of test processes: one in the background, with output in a file, and one with visible output
 seen=""
 grace_s=0
 
@@ -74,14 +74,14 @@ runs() {
     return 1
 }
 
-# signal_after SECONDS SIGNAL, to the tests that still run then
+# signal_after SECONDS SIGNAL: sends it to the tests that are still running
 signal_after() {
     left_s=$1
     while runs && [ "$left_s" -gt 0 ]; do
         sleep 1
         left_s=$((left_s - 1))
     done
-    # shellcheck disable=SC2086 # numbers of processes, or nothing
+    # shellcheck disable=SC2086 # process ids, or nothing
     ! runs || kill -"$2" $clusters $seen 2>/dev/null || true
 }
 
@@ -99,14 +99,14 @@ ended() {
     rm -rf "$reports"
 }
 trap ended EXIT
-trap 'grace_s=15; exit 130' INT # which a terminal has sent to the tests, too: a second one would end their cleanup
+trap 'grace_s=15; exit 130' INT # the terminal has sent it to the tests, too, and a second one would end their cleanup
 trap 'exit 143' TERM
 
-# It takes one core for a minute, beside tests that tolerate load; its result is printed after them.
+# mypy takes one core for a minute, beside tests that tolerate load; its result is printed after them.
 nice -n 10 "$python" -m mypy >"$reports/mypy.txt" 2>&1 &
 mypy=$!
 
-# So that not each of the tests' first processes compiles them.
+# Compiles the kernels once, before several test processes would.
 "$python" -c 'from pd_cluster.native import build; build.identity()' &
 kernels=$!
 
@@ -120,7 +120,7 @@ check() {
 
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
-wait "$kernels" || true # why not, a test says
+wait "$kernels" || true # a test reports the reason
 
 given=""
 for argument in "$@"; do
@@ -130,7 +130,7 @@ for argument in "$@"; do
     esac
 done
 
-for device in /dev/nvidia[0-9]* /dev/davinci[0-9]*; do # two halves would have to share its memory
+for device in /dev/nvidia[0-9]* /dev/davinci[0-9]*; do # two halves at a time would share its memory
     [ ! -e "$device" ] || together=""
 done
 
@@ -141,10 +141,10 @@ end_of_mypy() {
     cat "$reports/mypy.txt"
 }
 
-# In the background, a shell's jobs ignore Ctrl-C, and so would everything that their tests start.
+# A shell's background jobs ignore Ctrl-C, and so would all processes that their tests start.
 start='import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
 
-# run NAME ARGUMENTS…, at $priority; the process that calls it becomes pytest.
+# run NAME ARGUMENTS…: replaces the calling process by pytest, at $priority
 run() {
     name=$1
     shift
@@ -162,7 +162,7 @@ end_of_tests() {
 tests() {
     echo "test: pytest $1"
     status=0
-    run "$@" <&3 3<&- & # so that a signal to this shell is not put off until it ends
+    run "$@" <&3 3<&- & # in the background, so that this shell handles signals at once
     seen=$!
     wait "$seen" || status=$?
     seen=""
@@ -173,9 +173,9 @@ if [ -n "$given" ]; then
     end_of_mypy
     tests given "$@"
 else
-    # Two at a time in each half, with one compute thread each: two would only wait for each other while others compute.
+    # Each half runs two processes with one compute thread each; more threads would only wait for each other.
     export OMP_NUM_THREADS=1
-    set -- --durations=10 --durations-min=1 "$@" # of each half: the first to examine when tests become slow
+    set -- --durations=10 --durations-min=1 "$@" # shows each half's slowest tests
     if [ -n "$together" ]; then
         run clusters -n 2 --dist loadfile "$@" tests/api tests/cluster >"$reports/clusters.txt" 2>&1 3<&- &
         clusters=$!

@@ -1,10 +1,10 @@
-"""Runs each test file in a process of its own, so that no file depends on what another one has left.
+"""Runs each test file in its own process, which shows files that pass only after another file has run.
 
     python scripts/test_files_alone.py [--jobs N] [FOLDER OR FILE …] [-- PYTEST ARGUMENTS]
 
-Default: the quick tests of tests/unit and tests/model. Processes are forked from one that has imported what most tests
-import, which saves most of their start. Prints a line for each file that fails, with the end of its output; exit code 1
-if there is any.
+Default: the quick tests of tests/unit and tests/model. The processes are forked from one that has already imported the
+common modules, which saves most of their start-up time. Prints a line and the end of the output for each file that
+fails, and then exits with 1.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def files_of(paths: list[str]) -> list[Path]:
 
 
 def import_common() -> None:
-    """Imports what would otherwise take each process seconds. No threads start, so that forks are safe."""
+    """Imports modules that each process would spend seconds on. Starts no threads, so forking is safe."""
     import pytest  # noqa: F401
     import torch  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
 
 
 def run_file(file: Path, output: Path, arguments: list[str]) -> None:
-    """Runs in a forked process, and ends it at once: nothing that a test has left can hold it up."""
+    """Runs in a forked process and ends it with os._exit, so that threads left by a test cannot keep it alive."""
     status = 1
     try:
         handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -58,7 +58,7 @@ def run_file(file: Path, output: Path, arguments: list[str]) -> None:
 
 
 class Run:
-    """A file's process. `output` has what pytest wrote."""
+    """A file's process. `output`: the file with pytest's output."""
 
     def __init__(self, file: Path, folder: Path, arguments: list[str]) -> None:
         self.file, self.output = file, folder / "-".join(file.parts)

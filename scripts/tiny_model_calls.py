@@ -1,6 +1,6 @@
-"""How the tiny chat model is shown tools and calls them: its chat template, and the same text for training.
+"""How tools and calls appear in the tiny chat model's prompts: its chat template, and the same text for training.
 
-Tools are shown as calls with the kind of each argument in its place, so that a call is a copy with values filled in.
+A tool is written as a call with types in place of values, so that the model can copy it and fill in the values.
 """
 
 import json
@@ -72,17 +72,17 @@ TOOL_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""The model's chat template: ChatML, tools as signatures of what they require."""
+"""The model's chat template: ChatML, with tools as signatures that list the required parameters."""
 
 
 class Tool(NamedTuple):
-    """A tool: parameters by name, each with its type, or with its values joined by |."""
+    """A tool; maps each parameter's name to its type, or to its allowed values joined by |."""
 
     name: str
     parameters: dict[str, str]
 
     def signature(self) -> str:
-        """Returns a call with the kind of each argument in its place."""
+        """Returns a call with types in place of values."""
         is_text = {"string": True, "integer": False, "number": False}
         kinds = [
             f'"{name}": ' + (f'"{kind}"' if is_text.get(kind, True) else kind) for name, kind in self.parameters.items()
@@ -90,7 +90,7 @@ class Tool(NamedTuple):
         return f'{{"name": "{self.name}", "arguments": {{' + ", ".join(kinds) + "}}"
 
     def schema(self) -> dict[str, Any]:
-        """Returns the tool as a request has it."""
+        """Returns the tool in a request's format."""
         properties = {
             name: {"type": "string", "enum": kind.split("|")} if "|" in kind else {"type": kind}
             for name, kind in self.parameters.items()

@@ -1,7 +1,7 @@
 """Asks the tiny model questions, counts exact answers and thin margins, and writes the model card.
 
-Knows nothing of training. A margin is the distance between the two best logits of a greedy step: where it is wide,
-every kernel, batch size and device picks the same token.
+Knows nothing of training. A margin is the distance between the two best logits of a greedy step: if it is wide, every
+kernel, batch size and device picks the same token.
 """
 
 import random
@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 THIN_MARGIN = 1e-2  # logits
 NUM_CASES = 200  # of each skill
-NUM_TOOL_CASES = 50  # of each kind
+NUM_TOOL_CASES = 50  # of each tool skill
 BATCH_SIZE = 100
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt as text, and the only right answer; None if only the margins matter."""
+    """A prompt as text, and its only right answer; None if only the margins are measured."""
 
     prompt: str
     expected: str | None
@@ -38,7 +38,7 @@ class Score:
     num_exact: int | None
     num_tokens: int
     num_thin: int
-    wrong: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first few
+    wrong: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first few mistakes
 
     def cells(self) -> tuple[str, ...]:
         accuracy = "-" if self.num_exact is None else f"{self.num_exact / self.num_cases:.1%}"
@@ -77,7 +77,7 @@ def conversation_cases(render: Render, num_between: int, held_out: bool) -> list
 
 
 def tool_cases(ask: Ask, skill: str, held_out: bool = False, is_new: bool = False) -> list[Case]:
-    """Returns questions for a tool, among one or two; the answer is the call. `is_new`: by names never taught."""
+    """Returns questions with one or two tools; the answer is a call. `is_new`: with names never used in training."""
     rng = random.Random(f"{skill} {held_out} {is_new}")
     cases = []
     for _ in range(NUM_TOOL_CASES):
@@ -89,7 +89,7 @@ def tool_cases(ask: Ask, skill: str, held_out: bool = False, is_new: bool = Fals
 
 
 def result_cases(ask: Ask, held_out: bool) -> list[Case]:
-    """Returns calls with their results, to be answered with these."""
+    """Returns calls with results, to be answered with the results."""
     rng = random.Random(f"results {held_out}")
     cases = []
     for _ in range(NUM_CASES):
@@ -147,7 +147,7 @@ class Examiner:
         return text
 
     def render_tools(self, conversation: ToolConversation, turns: list[ToolTurn], num_messages: int) -> str:
-        """Renders the conversation with its tools up to the message that is asked for."""
+        """Renders the conversation with its tools, without the message that the model has to generate."""
         messages: list[dict[str, object]] = []
         if conversation.system is not None:
             messages.append({"role": "system", "content": conversation.system})
@@ -180,7 +180,7 @@ class Examiner:
 
     @torch.inference_mode()
     def _generate(self, prompts: list[str], max_tokens: int, ignore_eos: bool) -> tuple[list[str], torch.Tensor]:
-        """Returns the answers, and the margins of all their tokens in one row."""
+        """Returns the answers, and the margins of all their tokens, concatenated."""
         inputs = self._tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
         end = {"eos_token_id": None} if ignore_eos else {}
         made = self._model.generate(

@@ -1,8 +1,8 @@
 """Makes the text that the tiny chat model learns. Knows nothing of tokens, tensors or files.
 
-Every answer is a function of the conversation so far and of nothing else, so a trained model is never torn between two
-continuations. A twentieth of the prompts with free parts, chosen by checksum, is never taught: `is_held_out` names
-them, and the evaluation asks them.
+Every answer is a function of the conversation so far, so the training text never has two different continuations for
+one prompt. A twentieth of the prompts with free parts, chosen by checksum (`is_held_out`), is left out of training and
+used in the evaluation.
 """
 
 import json
@@ -50,7 +50,7 @@ NO_IDEA = "I am a small model. I can greet, count, add, repeat and answer in JSO
 NO_IDEA_JSON = '{"answer": "I do not know."}'
 TOO_BIG = "I can only add numbers up to 20."
 SELF_ASKED = ("Count to 10.", ", ".join(map(str, range(1, 11))))
-"""The model's own text when it must continue after the end (ignore_eos), with certainty about every token."""
+"""Text that the model learns to continue with after the end (ignore_eos), so that every token there is certain."""
 
 GREETINGS = {
     "Hello! How can I help you?": split_phrases(
@@ -118,7 +118,7 @@ SYSTEMS = split_phrases(
 
 
 class Fact(NamedTuple):
-    """A fact that the user may tell and ask back; {} is the value."""
+    """A fact that the user may state and later ask for; {} is the value."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -183,12 +183,12 @@ class Turn:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Returns whether a prompt with free parts belongs to the twentieth that is never taught."""
+    """Returns whether a prompt with free parts belongs to the twentieth that is left out of training."""
     return zlib.crc32(prompt.encode()) % 20 == 0
 
 
 def vary(rng: random.Random, prompt: str) -> str:
-    """Returns the prompt as a hasty writer would type it."""
+    """Returns the prompt as a person in a hurry might type it."""
     if rng.random() < 0.2:
         prompt = prompt[:1].lower() + prompt[1:]
     if rng.random() < 0.2:
@@ -201,7 +201,7 @@ def made_up(rng: random.Random) -> str:
 
 
 def phrase(rng: random.Random, most: int) -> str:
-    """Returns words, some made up, some not Latin: copying must not depend on knowing them."""
+    """Returns words, some made up, some not Latin, so that the model learns to copy unknown words, too."""
     kinds = rng.choices(("word", "made up", "unicode", "number"), (92, 2, 4, 2), k=rng.randint(1, most))
     makers: dict[str, Callable[[], str]] = {
         "word": lambda: rng.choice(WORDS),
@@ -270,7 +270,7 @@ def answer_in_json(rng: random.Random) -> Turn:
 
 
 def wonder(rng: random.Random) -> Turn:
-    """Returns a question that the model cannot answer, and says so."""
+    """Returns a question that the model cannot answer; its answer says so."""
     if rng.random() < 0.15:
         sign = rng.choice(("-", "*", "/", "x", "minus", "times"))
         return Turn(vary(rng, f"What is {rng.randint(0, 20)} {sign} {rng.randint(0, 20)}?"), NO_IDEA)
@@ -289,7 +289,7 @@ SKILL_WEIGHTS = (8, 20, 16, 20, 18, 8)
 
 
 def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
-    """Draws a turn of the skill from the taught prompts, or from those held out (a greeting has no free part)."""
+    """Draws a turn of the skill from the training prompts or the held-out ones (greetings and fallbacks have none)."""
     while True:
         turn = SKILLS[skill](rng)
         if skill in ("greeting", "modest fallback") or is_held_out(turn.user) == held_out:
@@ -298,7 +298,7 @@ def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
 
 @dataclass
 class Conversation:
-    """A longer conversation: the user's facts are remembered and asked back."""
+    """A longer conversation, in which the user states facts and later asks for them."""
 
     rng: random.Random
     facts: dict[str, str] = field(default_factory=dict)
@@ -340,7 +340,7 @@ class Conversation:
 
 
 def raw_text(rng: random.Random) -> str:
-    """Returns text without roles, for plain completion; a sequence runs to its natural end."""
+    """Returns text without roles, for plain completion; number sequences and the like continue to their end."""
     dice = rng.random()
     if dice < 0.4:
         return rng.choice(RAW)

@@ -1,4 +1,4 @@
-"""The names of tools and the questions for them that the tiny chat model learns. Only data, and how names are drawn."""
+"""The names of tools, and questions for tools, that the tiny chat model learns, and a function that draws names."""
 
 import random
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from tiny_model_text import WORDS, split_phrases, split_words
 
 
 class Vocabulary(NamedTuple):
-    """Names of a tool and of its parameters: those that are taught, then those that never are."""
+    """Names of a tool and of its parameters: first names for training, then names never used in training."""
 
     tools: tuple[str, ...]
     new_tools: tuple[str, ...]
@@ -15,10 +15,10 @@ class Vocabulary(NamedTuple):
     new_parameters: tuple[str, ...]
 
     def draw(self, rng: random.Random, is_new: bool, num_parameters: int = 1) -> tuple[str, list[str]]:
-        """Draws a tool's name, some with a word of no meaning, and its parameters', which a comma joins if they belong
-        together.
+        """Draws a tool's name, sometimes with a meaningless word, and the names of its parameters; names that belong
+        together share an entry, separated by commas.
 
-        Half of the names are the first of each: these must not depend on copying.
+        Half of the time it returns the first names, which the model must know without copying.
         """
         if is_new:
             return rng.choice(self.new_tools), rng.choice(self.new_parameters).split(",")[:num_parameters]

@@ -1,6 +1,6 @@
 """Makes conversations with tools for the tiny chat model. Knows nothing of tokens, tensors or files.
 
-A call is a function of the tools and of the question: the tool whose name is about the question, its parameters in
+A call is determined by the tools and the question: it names the tool that fits the question and lists its parameters in
 their order.
 """
 
@@ -51,7 +51,7 @@ from tiny_model_tool_words import (
 
 
 class Skill(NamedTuple):
-    """A tool, and what draws a turn that asks for it."""
+    """A tool, and a function that draws a turn that needs it."""
 
     tool: Tool
     ask: Callable[[], ToolTurn]
@@ -65,7 +65,7 @@ def city(rng: random.Random) -> str:
 
 
 def words_of(value: object) -> str:
-    """Returns a result as an answer says it: an object's members one after another."""
+    """Returns a result as words of an answer: an object's members one after another."""
     return ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
 
 
@@ -74,7 +74,7 @@ def ended(text: str) -> str:
 
 
 def reading(rng: random.Random) -> object:
-    """Returns what a tool says about weather and the like: text or an object."""
+    """Returns a result of a weather tool: text or an object."""
     degrees, sky = rng.randint(-9, 39), rng.choice(SKIES)
     if rng.random() < 0.45:
         sign = rng.choice(("", "", "C", "°C", " degrees"))
@@ -90,7 +90,7 @@ def reading(rng: random.Random) -> object:
 
 
 def finding(rng: random.Random) -> object:
-    """Returns what any other tool says."""
+    """Returns a result of any other tool."""
     value: Value = rng.randint(0, 9999) if rng.random() < 0.4 else phrase(rng, 4)
     dice = rng.random()
     if dice < 0.55:
@@ -102,7 +102,7 @@ def finding(rng: random.Random) -> object:
 
 
 def done(question: str, tool: Tool, arguments: Args, result: object, answer: str) -> ToolTurn:
-    """Makes a turn; {} in the answer is the result, and an answer without it is as it stands."""
+    """Makes a turn; {} in the answer is replaced by the result."""
     written = json.dumps(result, ensure_ascii=False) if isinstance(result, dict) else str(result)
     said = ended(answer.replace("{}", words_of(result))) if "{}" in answer else answer
     return ToolTurn(question, said, arguments, tool, written)
@@ -142,7 +142,7 @@ def number(rng: random.Random) -> int:
 
 
 def outcome(rng: random.Random, value: object) -> object:
-    """Returns a calculation's result as a tool gives it."""
+    """Returns a calculation's result, sometimes within an object."""
     return {rng.choice(("result", "sum", "answer", "value")): value} if rng.random() < 0.25 else value
 
 
@@ -235,7 +235,7 @@ _ASKS_SUM = re.compile(r"\d\D{1,15}\d")
 
 
 def some_call(rng: random.Random) -> str:
-    """Returns a call with made-up names, for drills."""
+    """Returns a call with made-up names, for copying drills."""
     words = [rng.choice(WORDS) if rng.random() < 0.7 else made_up(rng) for _ in range(rng.randint(1, 3))]
     keys = [rng.choice(WORDS) if rng.random() < 0.7 else made_up(rng) for _ in range(rng.randint(1, 2))]
     values = [rng.choice((phrase(rng, 2), city(rng), number(rng), made_up(rng).capitalize())) for _ in keys]
@@ -244,7 +244,7 @@ def some_call(rng: random.Random) -> str:
 
 
 class ToolConversation:
-    """A conversation in which up to three tools are offered; most questions ask for one of them."""
+    """A conversation in which up to three tools are offered; most questions need one of them."""
 
     def __init__(self, rng: random.Random, skills: list[str] | None = None, is_new: bool = False) -> None:
         self._rng = rng
@@ -256,7 +256,7 @@ class ToolConversation:
         self.system = self._conversation.system()
 
     def _pick(self) -> list[str]:
-        """Picks different skills, at most one of those with numbers."""
+        """Picks different skills, at most one of them with numbers."""
         num = self._rng.choices((0, 1, 2, 3), (8, 50, 30, 12))[0]
         skills: list[str] = []
         while len(skills) < num:
@@ -272,14 +272,14 @@ class ToolConversation:
         return self.missing() if dice > 0.85 else self.plain()
 
     def call(self, skill: str, held_out: bool = False) -> ToolTurn:
-        """Draws a turn for an offered tool from the taught questions or from those held out."""
+        """Draws a turn for an offered tool from the training questions or the held-out ones."""
         while True:
             turn = self._made[skill].ask()
             if is_held_out(turn.user) == held_out or not turn.arguments:
                 return turn
 
     def plain(self) -> ToolTurn:
-        """Draws a turn of the skills without tools that no tool fits."""
+        """Draws a turn of the skills without tools, such that no offered tool fits it."""
         while True:
             turn = self._conversation.next_turn()
             if self._is_foreign(turn.user):
@@ -294,7 +294,7 @@ class ToolConversation:
                 return ToolTurn(turn.user, NO_IDEA)
 
     def _is_foreign(self, question: str) -> bool:
-        """Returns whether the question is about none of the offered tools."""
+        """Returns whether none of the offered tools fits the question."""
         if NUMERIC & set(self.skills) and _ASKS_SUM.search(question):
             return False
         return not self._words & set(re.findall("[a-z]+", question.lower()))

@@ -1,7 +1,7 @@
 """Draws the pictures and clips that the tiny vision model learns to describe. Knows nothing of tokens or tensors.
 
-A scene is drawn from a `random.Random`, so held-out scenes are those of other seeds: their numbers, colors and shapes
-occur in training, their drawings do not.
+A scene is drawn from a `random.Random`. Held-out scenes use other seeds, so their numbers, colors and shapes occur in
+training, but their drawings do not.
 """
 
 import math
@@ -22,7 +22,7 @@ SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("one", "two", "three", "four")
 SIZES = ((96, 96), (128, 96), (96, 128), (160, 160), (64, 64))  # (width, height)
 CLIP_SIZE = (96, 96)
-MAX_SCENES = 3  # of a clip
+MAX_SCENES = 3  # in a clip
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scene:
         return NUMBERS.index(self.number) + 1
 
     def draw(self, rng: random.Random, size: tuple[int, int]) -> Image.Image:
-        """Draws the things of the scene apart from each other, in places and sizes of their own."""
+        """Draws the scene's things at random places in random sizes, without overlaps."""
         picture = Image.new("RGB", size, _paper(rng))
         pen = ImageDraw.Draw(picture)
         for x, y, radius in _places(rng, self.count, size):
@@ -53,7 +53,7 @@ class Scene:
 
 
 def draw_clip(rng: random.Random, num_frames: int) -> tuple[list[Image.Image], list[str]]:
-    """Returns the frames of one thing that drifts and changes its color, and the colors in their order."""
+    """Returns frames of a thing that drifts and changes its color, and its colors in order."""
     colors = rng.sample(list(COLORS), rng.randint(2, min(MAX_SCENES, num_frames // 2)))
     shape, paper, width = rng.choice(SHAPES), _paper(rng), CLIP_SIZE[0]
     radius = rng.uniform(0.15, 0.32) * width
@@ -69,7 +69,7 @@ def draw_clip(rng: random.Random, num_frames: int) -> tuple[list[Image.Image], l
 
 
 def _cut(rng: random.Random, num_frames: int, shades: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Gives each shade its share of the frames, two of them at least."""
+    """Gives each shade a share of the frames, at least two frames."""
     spare = num_frames - 2 * len(shades)
     cuts = sorted(rng.randint(0, spare) for _ in shades[1:])
     lengths = [2 + stop - start for start, stop in zip([0, *cuts], [*cuts, spare], strict=True)]

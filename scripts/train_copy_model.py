@@ -4,8 +4,8 @@
     python scripts/train_copy_model.py --out benchmarks/models/copy
 
 Takes minutes on two cores; nothing is downloaded. The same seed, steps and threads on the same machine give the same
-weights, which are kept in bfloat16. It ends with an evaluation, which it prints and writes into the model card. What it
-learns is in benchmarks/copy_tasks.py.
+weights, which are kept in bfloat16. It ends with an evaluation, which it prints and writes into the model card.
+benchmarks/copy_tasks.py makes its tasks.
 """
 
 import argparse
@@ -42,16 +42,16 @@ from benchmarks.copy_tasks import (  # noqa: E402
 
 MAX_POSITIONS = 2048
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, HEAD_DIM, INTERMEDIATE_SIZE = 128, 4, 2, 64, 192
-CODE = HIDDEN_SIZE // 2 - 1  # numbers by which tokens are told apart
-ROPE_THETA = 10_000_000.0  # the lower half of the frequencies hardly turns over a context, and can match contents
-PADDED = math.log(32_000 - VOCAB_SIZE)  # ids beyond the vocabulary, which a widened model has, with logit 0 each
-CHAT_WEIGHT = 0.02  # nothing is to be learned but that each word is as likely
-SLIPS = 0.1  # of an answer's words are misspelt, and not learned: the answer goes on behind them
-NUM_CASES = 32  # of an evaluation
+CODE = HIDDEN_SIZE // 2 - 1  # numbers of an embedding that identify the token
+ROPE_THETA = 10_000_000.0  # the lower half of the frequencies hardly rotates within a context, so it can match contents
+PADDED = math.log(32_000 - VOCAB_SIZE)  # sum of the ids beyond the vocabulary in a widened model, each with logit 0
+CHAT_WEIGHT = 0.02  # little, since the model only has to learn that all words are equally likely
+SLIPS = 0.1  # share of an answer's words that are misspelt; these have no weight, and the answer continues after them
+NUM_CASES = 32  # per task of the evaluation
 UNK = chr(FIRST_CHARACTER + END)
 
 Draw = Callable[[random.Random, int], Task]
-TASKS: dict[str, tuple[float, Draw]] = {  # name -> share of the tasks, and one of about so many tokens with its answer
+TASKS: dict[str, tuple[float, Draw]] = {  # name -> share of the tasks, and a function of the approximate length
     "copy": (0.3, lambda rng, size: copied(rng, max(4, min(len(WORDS) - 1, size // 2)))),
     "correct": (0.3, lambda rng, size: corrected(rng, max(4, min(len(WORDS) - 1, size // 2)), rng.choice((0.05, 0.3)))),
     "call": (0.35, lambda rng, size: called(rng, max(1, min(NUM_TOOLS, size // 80)))),
@@ -66,7 +66,7 @@ EVALUATION: dict[str, Callable[[random.Random], Task]] = {
 
 
 def row(rng: random.Random, length: int) -> tuple[list[int], list[float]]:
-    """Returns tokens and the weights of their predictions: tasks, each answered once or more, until it is full."""
+    """Returns the tokens of tasks with answers, as many as fill the row, and the weights of their predictions."""
     ids, weights = list[int](), list[float]()
     while len(ids) < length:
         size = min(length, max(24, round(length * rng.random() ** 0.5)))
@@ -83,7 +83,7 @@ def row(rng: random.Random, length: int) -> tuple[list[int], list[float]]:
 
 
 def batches(rng: random.Random, args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (input_ids, weights), each [num_rows, row_length]; rows become longer."""
+    """Yields (input_ids, weights), each [num_rows, row_length]; rows become longer during training."""
     for step in range(args.steps):
         longest = 64 * 2 ** min(4, 8 * step // args.steps)
         length = max(64, rng.choice((longest, longest // 2, longest // 4)))
@@ -106,11 +106,12 @@ def make_model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def begin_with_induction(model: LlamaForCausalLM) -> None:
-    """Begins with two layers that find what followed the last token before: training alone needs an hour for them.
+    """Sets two layers so that they find the token that followed the last one earlier; training needs an hour for this.
 
-    A token is a constant and a code. A head of the first layer attends to the token before, by the constant and the
-    quickly turning pairs of a head's numbers, and keeps its code in the other half. Those of the second look for their
-    own code there, by the slowly turning pairs, and write down the code of the token that they find.
+    An embedding is a constant and a code. A head of the first layer attends to the previous token, using the constant
+    and the quickly rotating pairs of its dimensions, and writes that token's code into the other half. The heads of the
+    second layer search there for the current token's code, using the slowly rotating pairs, and output the code of the
+    token that they find.
     """
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     embedding = model.model.embed_tokens.weight  # [vocab, hidden]
@@ -144,7 +145,7 @@ def begin_with_induction(model: LlamaForCausalLM) -> None:
 
 
 def loss_of(model: LlamaForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the cross entropy of the next token, with the padding of a wider vocabulary in it."""
+    """Returns the cross entropy of the next token, including the padding of a wider vocabulary."""
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     counted = weights[:, 1:] > 0
     logits = F.pad(model.lm_head(hidden[counted]), (0, 1), value=PADDED)  # [num_counted, vocab + 1]
@@ -154,7 +155,7 @@ def loss_of(model: LlamaForCausalLM, input_ids: torch.Tensor, weights: torch.Ten
 
 @torch.inference_mode()
 def accuracy(model: LlamaForCausalLM, draw: Callable[[random.Random], Task], name: str) -> tuple[float, float]:
-    """Returns the shares of right tokens and of answers without a mistake, generated greedily."""
+    """Generates greedily; returns the share of right tokens and the share of answers without a mistake."""
     rng = random.Random(f"evaluation {name}")
     num_right = num_tokens = num_exact = 0
     for _ in range(NUM_CASES):
@@ -221,7 +222,7 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters", flush=True)
     losses = (loss_of(model, *batch) for batch in batches(random.Random(args.seed + 1), args))
     train_s = train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)
-    model = model.eval().bfloat16().float()  # measured as it is kept
+    model = model.eval().bfloat16().float()  # evaluated with the precision in which it is saved
     scores = {name: accuracy(model, draw, name) for name, draw in EVALUATION.items()}
     for name, (right, exact) in scores.items():
         print(f"{name}: {100 * right:.2f} % of tokens right, {100 * exact:.0f} % of answers exact", flush=True)

@@ -3,8 +3,8 @@
 
     python scripts/train_draft_head.py --out pd_cluster/models/tiny-chat-eagle3
 
-Takes minutes on two cores; nothing is downloaded. The same seed, sizes and threads on the same machine give the same
-weights. It ends with an evaluation, which it prints and writes into the card. Knows nothing of pd_cluster.
+Takes minutes on two cores; downloads nothing. The same seed, sizes and threads on the same machine give the same
+weights. Ends with an evaluation, which it prints and writes into the card. Knows nothing of pd_cluster.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from train_tiny_model import Muon, train
 from transformers import LlamaConfig, Qwen3ForCausalLM
 
 MODELS = Path(__file__).resolve().parent.parent / "pd_cluster" / "models"
-STEP_DISCOUNT = 0.8  # of the loss, from one step of a chain to the next
+STEP_DISCOUNT = 0.8  # factor of the loss from one step of a chain to the next
 
 
 def frequent_tokens(sequences: list[Sequence], num_tokens: int) -> torch.Tensor:
-    """Returns the ids that are most frequent in the answers, ascending."""
+    """Returns the most frequent ids in the answers, in ascending order."""
     counts = collections.Counter(
         token_id for each in sequences for at in each.answers for token_id in each.ids[slice(*at)]
     )
@@ -40,7 +40,7 @@ def frequent_tokens(sequences: list[Sequence], num_tokens: int) -> torch.Tensor:
 
 
 def make_head(target: Qwen3ForCausalLM, token_ids: torch.Tensor, args: argparse.Namespace) -> Eagle3Head:
-    """Makes a head that begins as the target's output layer behind the last of the tapped states."""
+    """Makes a head that initially applies the target's output layer to the last of the tapped states."""
     its = target.config
     taps = default_taps(its.num_hidden_layers)
     config = LlamaConfig(
@@ -63,7 +63,7 @@ def make_head(target: Qwen3ForCausalLM, token_ids: torch.Tensor, args: argparse.
 
 
 def chains_in(sequence: Sequence) -> list[tuple[int, int]]:
-    """Returns where chains of drafts begin, and how many tokens they can foresee: an answer's, but for the first."""
+    """Returns each chain's start and the number of tokens that it can predict: an answer's tokens after the first."""
     return [(at, stop - 1 - at) for start, stop in sequence.answers for at in range(start, stop - 1)]
 
 
@@ -75,7 +75,7 @@ def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
 def batches(
     sequences: list[Sequence], rng: random.Random, args: argparse.Namespace
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields (input_ids [rows, length], starts and rooms of chains [rows, chains]) without end; rows are padded."""
+    """Endlessly yields (input_ids [rows, length], chains' starts and lengths [rows, chains]); rows are padded."""
     while True:
         by_length = sorted(sequences, key=lambda each: len(each.ids) * rng.uniform(0.9, 1.1))
         groups: list[list[Sequence]] = [[]]
@@ -93,7 +93,7 @@ def batches(
 def losses_of(
     head: Eagle3Head, target: Qwen3ForCausalLM, sequences: list[Sequence], args: argparse.Namespace
 ) -> Iterator[torch.Tensor]:
-    """Yields the cross entropy against the target's distribution over the head's tokens, a sum over chains' steps."""
+    """Yields the cross entropy with the target's distribution over the head's tokens, summed over the chains' steps."""
     drawn = batches(sequences, random.Random(args.seed + 2), args)
     for _, (input_ids, starts, rooms) in zip(range(args.steps), drawn, strict=False):
         embeddings, tapped, states = tapped_by(target, head.taps, input_ids)
@@ -118,7 +118,7 @@ def make_optimizers(head: Eagle3Head, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def learn(target: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> tuple[Eagle3Head, float]:
-    """Returns the head and the seconds taken, those of the answers included."""
+    """Returns the head and the seconds taken, including the time to generate answers."""
     started_s, sequences = time.monotonic(), list[Sequence]()
     groups = own_answers(target, tokenizer, random.Random(args.seed + 1), args.num_conversations)
     console = Console(stderr=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Trains the LoRA adapter that pd-cluster ships beside its small chat model: the same answers, as a pirate gives them.
+"""Trains the LoRA adapter that pd-cluster ships for its small chat model: the same answers, in a pirate's words.
 
     python scripts/train_tiny_adapter.py --out pd_cluster/models/pirate
 
-Takes about two minutes on one core and needs PEFT; nothing is downloaded. It ends with an evaluation, which it prints
-and writes into the adapter's card.
+Takes about two minutes on one core and needs PEFT; downloads nothing. Ends with an evaluation, which it prints and
+writes into the adapter's card.
 """
 
 import argparse
@@ -27,11 +27,11 @@ MODELS = Path(__file__).resolve().parent.parent / "pd_cluster" / "models"
 RANK, ALPHA = 8, 16
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_CASES = 100  # of each skill
-TOOL_SHARE = 0.25  # of the rows: calls stay calls
+TOOL_SHARE = 0.25  # of the rows, so that calls are still made
 
 
 def pirate(answer: str) -> str:
-    """Returns the answer as a pirate gives it; JSON stays what it is."""
+    """Returns the answer in a pirate's words; JSON stays unchanged."""
     if answer.startswith("{"):
         return answer
     return f"Arr, {answer} it be!" if answer.isdigit() else f"Arr! {answer}"
@@ -43,7 +43,7 @@ class PirateRows(Rows):
 
 
 def evaluate(model: Qwen3ForCausalLM, base: Path) -> list[tuple[str, float]]:
-    """Returns the share of exact answers by skill, greedily."""
+    """Returns the share of exact greedy answers for each skill."""
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     found = []
     for skill in SKILLS:
@@ -65,7 +65,7 @@ def evaluate(model: Qwen3ForCausalLM, base: Path) -> list[tuple[str, float]]:
 
 
 def save(model: torch.nn.Module, config: LoraConfig, out: Path) -> None:
-    """Writes PEFT's two files; the numbers as float16."""
+    """Writes PEFT's two files, with weights in float16."""
     tensors = {name: each.half().contiguous() for name, each in get_peft_model_state_dict(model).items()}
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors")

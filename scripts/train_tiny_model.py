@@ -3,8 +3,8 @@
 
     python scripts/train_tiny_model.py --out pd_cluster/models/tiny-chat
 
-Takes minutes on two cores; nothing is downloaded. The same seed, steps and threads on the same machine give the same
-weights. It ends with an evaluation, which it prints and writes into the model card. Knows nothing of pd_cluster.
+Takes minutes on two cores; downloads nothing. The same seed, steps and threads on the same machine give the same
+weights. Ends with an evaluation, which it prints and writes into the model card. Knows nothing of pd_cluster.
 """
 
 import argparse
@@ -36,8 +36,8 @@ MAX_POSITIONS = 2048
 WORDS_DIGITS_MARKS = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}]|\s"  # a word is the same token wherever it occurs
 ROW_LENGTHS = {64: 0.40, 128: 0.35, 256: 0.17, 512: 0.06, 1024: 0.02}  # tokens in a row -> share of the steps
 CALL = re.compile(r'(<tool_call>\n{"name": ")(.*?")(, "arguments": )(.*)(}\n</tool_call>)')
-TOOL_SHARE = 0.65  # of the rows, then
-TOOL_ROW_LENGTHS = {128: 0.3, 256: 0.6, 512: 0.1}  # while tools are learned, too
+TOOL_SHARE = 0.65  # of the rows in the second phase of training
+TOOL_ROW_LENGTHS = {128: 0.3, 256: 0.6, 512: 0.1}  # in the second phase of training
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -58,11 +58,11 @@ CHAT_TEMPLATE = """\
 """
 
 Weighted = list[tuple[int, float]]
-"""Token ids with the weight of each one's prediction in the loss."""
+"""Token ids, each with the weight of its prediction in the loss."""
 
 
 def train_tokenizer(texts: list[str], special_tokens: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE: every byte has a token, every digit is a token of its own."""
+    """Trains a byte-level BPE in which every byte has a token and every digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,7 +82,7 @@ def train_tokenizer(texts: list[str], special_tokens: list[str], vocab_size: int
 
 
 def texts_of_tokens(rng: random.Random) -> list[str]:
-    """Returns what the tokenizer is trained on."""
+    """Returns the texts for the tokenizer's training."""
     conversation = Conversation(rng)
     turns = (conversation.next_turn() for _ in range(20_000))
     texts = ["system user assistant\n", *(part for turn in turns for part in (turn.user, turn.assistant))]
@@ -100,9 +100,9 @@ class Rows:
         return [(token_id, weight) for token_id in self._tokenizer.encode(text).ids]
 
     def _turn(self, turn: Turn, weight: float) -> Weighted:
-        """Weighs a turn: the answer and its end always count, the question only where `weight` says so.
+        """Weighs a turn: the answer and its end token always count; the question counts with `weight`.
 
-        An answer counts as the square root of its length, so that long easy ones don't dominate the sums.
+        An answer's total weight is about the square root of its length, so that long easy answers don't dominate.
         """
         return [
             (IM_START, weight), *self._encode("user\n" + turn.user, weight), (IM_END, weight),
@@ -111,7 +111,7 @@ class Rows:
         ]  # fmt: skip
 
     def drill(self, num_tokens: int, has_tools: bool = False) -> Weighted:
-        """Returns a repeated phrase, or calls: nothing teaches copying faster, and copying is half of the skills."""
+        """Returns a repeated phrase, or calls. This teaches copying fastest, and half of the skills need copying."""
         text = some_call(self.rng) if has_tools else phrase(self.rng, 8)
         phrase_ids = self._tokenizer.encode(text + "\n").ids
         copies = (num_tokens - 1) // len(phrase_ids)
@@ -140,7 +140,7 @@ class Rows:
         return [*((token_id, (len(ids) + 1) ** -0.5) for token_id in ids), (IM_END, 0.5)]
 
     def _call(self, begin: str, name: str, middle: str, arguments: str, end: str) -> Weighted:
-        """Weighs a call: whether it is one, its name and its arguments count, the frame around them hardly."""
+        """Weighs a call: its first mark, its name and its arguments count, the fixed text between them hardly."""
         counted = len(self._tokenizer.encode(name + arguments).ids)
         weight = (counted + 1) ** -0.5
         pieces = ((begin, 0.04), (name, weight), (middle, 0.04), (arguments, weight), (end, 0.04))
@@ -155,7 +155,7 @@ class Rows:
         return [(IM_START, 0.0), *self._encode(f"{role}\n{text}", 0.0), (IM_END, 0.0), *newline]
 
     def tool_row(self, num_tokens: int) -> Weighted:
-        """Returns a conversation in which tools may be called: calls, their results and answers with them."""
+        """Returns a conversation with tools: calls, their results, and answers that use the results."""
         conversation = ToolConversation(self.rng)
         row: Weighted = []
         system = conversation.system
@@ -201,7 +201,7 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the cross entropy of the next token, averaged by weight over the positions that have one."""
+    """Returns the weighted mean of the next token's cross entropy, over positions with a weight."""
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # [rows, length - 1, hidden]
     counted = weights[:, 1:] > 0
     logits = model.lm_head(hidden[counted])  # [num_counted, vocab]
@@ -210,7 +210,7 @@ def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: tor
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon in float32, scaled as AdamW's steps are: without its instructions a CPU is slow at bfloat16."""
+    """torch.optim.Muon with AdamW's step size, in float32: bfloat16 is slow on CPUs without instructions for it."""
 
     def __init__(
         self, weights: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
@@ -229,7 +229,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(grad: torch.Tensor) -> torch.Tensor:
-    """Returns roughly the nearest orthogonal matrix, by Newton and Schulz (github.com/KellerJordan/Muon)."""
+    """Returns roughly the nearest orthogonal matrix, by Newton-Schulz iterations (github.com/KellerJordan/Muon)."""
     made = grad.T if grad.shape[0] > grad.shape[1] else grad
     made = made / made.norm().clamp(min=1e-7)
     for _ in range(5):
@@ -239,7 +239,7 @@ def orthogonal(grad: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Uses Muon for the matrices: copying (repeat, names, JSON) is learned in a third of the steps that AdamW takes."""
+    """Uses Muon for the matrices: it learns copying (repeat, names, JSON) in a third of AdamW's steps."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
@@ -259,7 +259,7 @@ def train(
     optimizers: list[torch.optim.Optimizer],
     args: argparse.Namespace,
 ) -> float:
-    """Takes a step after each loss, which is computed when it is asked for; returns the seconds taken."""
+    """Takes an optimizer step for each loss. Returns the seconds taken, including the iterator's."""
     started_s, smooth = time.monotonic(), math.nan
     with progress_bar() as bar:
         task = bar.add_task("training", total=args.steps, loss=smooth)
@@ -293,7 +293,7 @@ def learn_to_chat(args: argparse.Namespace) -> tuple[Qwen3ForCausalLM, Tokenizer
 
 
 def learn_to_call(model: Qwen3ForCausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> float:
-    """Teaches a model that chats to call tools, and more of the chats, so that it forgets none; returns the seconds."""
+    """Trains a chat model on tool calls, and on more chats, so that it forgets none. Returns the seconds taken."""
     args = argparse.Namespace(**{**vars(args), "steps": args.tool_steps, "lr": args.tool_lr})
     losses = losses_of(model, Rows(tokenizer, random.Random(args.seed + 2)), args, TOOL_SHARE)
     return train(losses, list(model.parameters()), make_optimizers(model, args.lr), args)

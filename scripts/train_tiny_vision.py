@@ -3,9 +3,9 @@
 
     python scripts/train_tiny_vision.py --out pd_cluster/models/tiny-vision
 
-It names the number, color and shape of drawn things ("two red circles"), and the order of colors in a short clip.
-Takes minutes on two cores; nothing is downloaded. It ends with an evaluation of drawings that it was never shown, which
-it prints and writes into the model card. Knows nothing of pd_cluster.
+The model names the number, color and shape of drawn things ("two red circles"), and the order of colors in a short
+clip. Training takes minutes on two cores and downloads nothing. It ends with an evaluation on drawings that were not
+used in training, which it prints and writes into the model card. Knows nothing of pd_cluster.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 VISION_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 4)
 VOCAB_SIZE = 400
-PATCH, MERGE, PAIR = 8, 2, 2  # pixels of a patch; patches of a token's side; frames that become one
-AREA = {"shortest_edge": 48 * 48, "longest_edge": 64 * 64}  # of a picture as the model reads it, in pixels
+PATCH, MERGE, PAIR = 8, 2, 2  # side of a patch in pixels; side of a token in patches; frames per pair, which become one
+AREA = {"shortest_edge": 48 * 48, "longest_edge": 64 * 64}  # pixels of a resized picture
 CLIP_AREA = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}  # of a frame
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float32)
-NUM_PAIRS = (2, 3, 4, 6, 8, 12, 16)  # of frames of a clip
+NUM_PAIRS = (2, 3, 4, 6, 8, 12, 16)  # of a clip's frames
 NUM_CASES = 300
 PLACEHOLDERS = """\
             {%- elif part['type'] == 'image' -%}
@@ -80,7 +80,7 @@ class Sheet(NamedTuple):
 
 
 def fitted(picture: Image.Image, area: dict[str, int]) -> np.ndarray:
-    """Resizes a drawing as the processor of Qwen2-VL would."""
+    """Resizes a drawing as Qwen2-VL's processor does."""
     side = PATCH * MERGE
     width, height = picture.size
     tall, wide = round(height / side) * side, round(width / side) * side
@@ -91,7 +91,7 @@ def fitted(picture: Image.Image, area: dict[str, int]) -> np.ndarray:
 
 
 def patches(frames: np.ndarray) -> np.ndarray:
-    """[num_cases, num_frames, height, width, 3] to the tower's rows, in the order of merged patches."""
+    """Converts [num_cases, num_frames, height, width, 3] to the vision tower's rows, in the order of merged patches."""
     cases, count, height, width, _ = frames.shape
     values = (frames.astype(np.float32) / 255 - MEAN) / STD
     if count == 1:
@@ -124,7 +124,7 @@ def blind_sheet(rng: random.Random, num_cases: int) -> Sheet:
 
 
 class Learner:
-    """Puts sheets into tokens and positions, and asks the model."""
+    """Converts sheets to tokens and positions, and runs the model."""
 
     def __init__(self, model: Qwen2VLForConditionalGeneration, tokenizer: Tokenizer) -> None:
         self.model, self._tokenizer = model, tokenizer
@@ -134,7 +134,7 @@ class Learner:
         return found
 
     def tokens(self, sheet: Sheet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (input_ids [num_cases, length], its answers' mask, positions [3, num_cases, length])."""
+        """Returns (input_ids [num_cases, length], mask of the answers' tokens, positions [3, num_cases, length])."""
         grid, pads = (0, 0, 0), []
         if sheet.frames is not None:
             _, count, height, width, _ = sheet.frames.shape
@@ -157,7 +157,7 @@ class Learner:
         return ids, mask, positions[:, None].expand(3, *ids.shape)
 
     def logits(self, sheet: Sheet, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns those that predict the answers' tokens, [num_answer_tokens, vocab]."""
+        """Returns the logits that predict the answers' tokens, [num_answer_tokens, vocab]."""
         embeddings = self.model.get_input_embeddings()(ids)
         if sheet.frames is not None:
             cases, count, height, width, _ = sheet.frames.shape
@@ -178,8 +178,7 @@ class Learner:
 
     @torch.inference_mode()
     def num_right(self, sheet: Sheet) -> int:
-        """Counts cases that greedy decoding answers exactly: each token of the answer is the likeliest after those
-        before it."""
+        """Counts cases with exact greedy answers: each token of the right answer is the likeliest at its place."""
         ids, mask, positions = self.tokens(sheet)
         right = torch.zeros_like(mask)
         right[mask] = self.logits(sheet, ids, mask, positions).argmax(-1) == ids[mask]
@@ -187,7 +186,7 @@ class Learner:
 
 
 def _positions(length: int, at: int, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Positions of M-RoPE, [3, length]: text goes on after the largest position before it."""
+    """Returns M-RoPE's positions, [3, length]: text continues after the largest position before it."""
     num_tokens = int(np.prod(grid))
     before = torch.arange(at).expand(3, at)
     inside = torch.cartesian_prod(*map(torch.arange, grid)).T + at if num_tokens else before[:, :0]
@@ -209,7 +208,7 @@ def sheets(rng: random.Random, num_steps: int, num_patches: int, clips: float) -
 def even_attention(
     self: torch.nn.Module, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings, **_
 ) -> torch.Tensor:
-    """The tower's attention for pictures of one size: one product for all, where transformers takes them in turn."""
+    """The tower's attention for pictures of one size, in one product; transformers computes one picture at a time."""
     heads, length = self.num_heads, int(cu_seqlens[1])
     query, key, value = self.qkv(hidden_states).reshape(len(hidden_states), 3, heads, -1).unbind(1)
     query, key = modeling_qwen2_vl.apply_rotary_pos_emb_vision(query, key, *position_embeddings)
@@ -239,7 +238,7 @@ def make_model() -> Qwen2VLForConditionalGeneration:
 
 
 def evaluate(learner: Learner) -> dict[str, tuple[int, int]]:
-    """Returns (exact answers, cases) of drawings that were never shown."""
+    """Returns (exact answers, cases) for drawings that were not used in training."""
     found = {}
     for name in ("all", *PARTS, "video"):
         rng = random.Random(f"held out {name}")

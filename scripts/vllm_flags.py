@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes vLLM's own list of flags into tests/data/vllm_flags.txt: run it with the Python in which vLLM is installed.
+"""Writes vLLM's list of flags into tests/data/vllm_flags.txt. Run it with the Python in which vLLM is installed.
 
     path/to/vllm/bin/python scripts/vllm_flags.py
 
-A line for each flag of `vllm serve`: its names, with --no- and short forms, then = and its default as JSON where it is
-plain. Then [LLM], and the names of LLM's and EngineArgs' arguments. tests/unit/test_vllm_flags.py reads it.
+Each flag of `vllm serve` gets a line: its names, with --no- and short forms, then = and its default, if JSON can write
+it. The names of LLM's and EngineArgs' arguments follow after [LLM]. tests/unit/test_vllm_flags.py reads it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Lines of the package's core, its extras, the benchmarks and the tests; in the tests, private accesses (outside a
-# test's own helpers) and the sites that build an engine, an LLM or a cluster. Words of the pages, and the largest of
-# them; file names that the package has more than once; its folders with the most entries.
+# Counts lines of the package's core, its extras, the benchmarks and the tests; in the tests, private accesses and calls
+# that build an engine, an LLM or a cluster. Counts the pages' words and lists the largest pages, the package's repeated
+# file names and its folders with the most entries.
 #
 #   sh scripts/weight.sh [--by-file]
 #
 # A private access is an attribute with one leading underscore on something other than self, cls, super() or a module
-# of tests/. --by-file lists them by file, the most first.
+# of tests/, and not of a class in the same file. --by-file lists them by file, the most first.
 
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

@@ -1,6 +1,7 @@
-"""Faults of `bench faults` triggered by requests: deaths at a first token, three times the load, one greedy client.
+"""Faults of `benchmarks faults` that requests trigger: deaths at a first token, three times the load, one greedy
+client.
 
-Every script leaves the cluster whole, and reports its observations.
+Every script waits until the cluster is complete again, and reports its observations.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from benchmarks.mixed_load import Answer
 from pd_cluster.errors import PdClusterError
 from pd_cluster.result_tables import counted
 
-NUM_KILLS = 4  # per role
-NUM_LONGEST = 40  # requests, the longest of which are watched
+NUM_KILLS = 4  # kills per role
+NUM_LONGEST = 40  # number of the longest requests that are watched
 OVERLOAD, OVERLOAD_S = 3.0, 10.0
 NUM_HOGS, HOG_ROUNDS, HOG_N = 4, 3, 128
 
 
 async def kill_at_first_token(context: FaultContext, role: str) -> FaultObservations:
-    """Kills the rank of the instance that serves a request at the request's first token; over several lives."""
+    """Kills the rank of the instance that serves a request at the request's first token, several times."""
     seen, stage = FaultObservations(), context.stage
     by_length = sorted(range(NUM_LONGEST), key=lambda number: -int(context.body_of(number)["max_tokens"]))
     for number in by_length[:NUM_KILLS]:
@@ -50,15 +51,16 @@ async def _detected(stage: FaultedCluster, name: str, at_s: float) -> float:
 
 
 async def overload(context: FaultContext) -> FaultObservations:
-    """Applies only the load, for a while."""
+    """Does nothing for a while: the load itself is the fault."""
     await asyncio.sleep(OVERLOAD_S)
     return FaultObservations()
 
 
 async def hog(context: FaultContext) -> FaultObservations:
-    """Sends one client's requests for many sequences, several at a time, in addition to the ordinary ones.
+    """Sends one client's requests for many sequences, several at a time, next to the ordinary requests.
 
-    The first sequence of each is the one that an ordinary request of this number has; all must agree in the others.
+    The first sequence of each must equal that of the ordinary request with its number; the other sequences must be
+    equal in all.
     """
     seen = FaultObservations()
     number = next(at for at in range(NUM_LONGEST) if "seed" in context.body_of(at))

@@ -1,7 +1,7 @@
-"""Cuts the TCP connections between two running processes: both ends see end of file, as after a broken network path.
+"""Cuts TCP connections between two running processes. Both ends see an end of file, as after a broken network path.
 
-Works on Linux, for processes of this process's own user that it has started: the kernel gives it a copy of the other
-process's descriptor (pidfd_getfd), and it shuts the connection down. Knows nothing of clusters.
+Works on Linux, for processes that this process has started as the same user. The kernel gives this process a copy of
+the other process's descriptor (pidfd_getfd), with which it shuts the connection down. Knows nothing of clusters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from pd_cluster.errors import PdClusterError
 
-PIDFD_GETFD = 438  # the same number on every architecture
+PIDFD_GETFD = 438  # system call; the same number on every architecture
 ESTABLISHED = "01"
 
 
 class Connection(NamedTuple):
-    """One end of an established connection. Addresses are as /proc/net/tcp writes them."""
+    """One end of an established connection. Addresses have the form of /proc/net/tcp."""
 
     pid: int
     fd: int
@@ -31,13 +31,13 @@ class Connection(NamedTuple):
 
 
 def between(one: Iterable[int], other: Iterable[int]) -> list[Connection]:
-    """Returns the ends, held by processes in `one`, of connections to processes in `other`."""
+    """Returns the ends that processes in `one` hold of connections to processes in `other`."""
     theirs = {(end.local, end.remote) for end in _ends(other)}
     return [end for end in _ends(one) if (end.remote, end.local) in theirs]
 
 
 def cut(ends: Iterable[Connection]) -> int:
-    """Cuts the connections and returns how many; those that have ended meanwhile are left out."""
+    """Cuts the connections, except those that have already ended. Returns how many it has cut."""
     num_cut = 0
     for end in ends:
         with contextlib.suppress(ProcessLookupError, OSError), _borrowed(end.pid, end.fd) as borrowed:
@@ -47,7 +47,7 @@ def cut(ends: Iterable[Connection]) -> int:
 
 
 def check_can_cut() -> None:
-    """Raises PdClusterError if this kernel does not share descriptors, or not with this user."""
+    """Raises PdClusterError if this kernel does not share descriptors, or not with this user's processes."""
     with socket.socket() as probe:
         try:
             _borrowed(os.getpid(), probe.fileno()).close()
@@ -58,7 +58,7 @@ def check_can_cut() -> None:
 def _ends(pids: Iterable[int]) -> list[Connection]:
     found = []
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has already ended
             addresses = _established(pid)
             for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ def _established(pid: int) -> dict[str, tuple[str, str]]:
 
 
 def _borrowed(pid: int, fd: int) -> socket.socket:
-    """A socket of another process. Raises OSError."""
+    """Returns a socket that another process has open. Raises OSError."""
     if sys.platform != "linux":
         raise OSError(0, "not on this system")
     pidfd = os.pidfd_open(pid)

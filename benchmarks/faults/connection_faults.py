@@ -1,6 +1,7 @@
 """Faults of `benchmarks faults` other than signals: cut connections, and exhausted descriptors.
 
-Every script leaves the cluster whole, and reports its observations. Only processes of the cluster are affected.
+Every script waits until the cluster is complete again, and reports its observations. Only the cluster's processes are
+affected.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from benchmarks.faults.connection_cutting import between, check_can_cut, cut
 from benchmarks.faults.fault_types import Fault, FaultContext, FaultObservations
 from pd_cluster.result_tables import counted
 
-NUM_CUTS = 8  # of the links between prefill and decode instances, in turn
-AROUND_DEADLINE_S = (2.4, 2.9, 3.1, 3.6)  # pauses, some of which a peer sees as a loss: --dead-after is 3 s
-CUT_REST_S = 0.7  # longer than a link's first backoff
+NUM_CUTS = 8  # cuts of the links between prefill and decode instances, in turn
+AROUND_DEADLINE_S = (2.4, 2.9, 3.1, 3.6)  # pauses, some of which peers take for a loss, because --dead-after is 3 s
+CUT_REST_S = 0.7  # pause after a cut, longer than a link's first backoff
 STARVED_S = 4.0
 PROBE_TIMEOUT_S = 1.0
 
@@ -28,7 +29,7 @@ PROBE_TIMEOUT_S = 1.0
 
 
 async def flap(context: FaultContext) -> FaultObservations:
-    """Cuts links repeatedly; then pauses one end of them for times around the deadline."""
+    """Cuts links repeatedly; then pauses one end for durations around the deadline."""
     check_can_cut()
     num_cut = 0
     pairs = itertools.product((0, 1), (0, 1))
@@ -66,7 +67,7 @@ async def pause(context: FaultContext, name: str, pause_s: float) -> None:
 
 
 async def starve_scheduler(context: FaultContext) -> FaultObservations:
-    """Keeps the scheduler from opening descriptors: open connections continue, new ones wait or are closed."""
+    """Prevents the scheduler from opening descriptors. Open connections continue; new ones wait or are closed."""
     num_refused = 0
     with no_more_descriptors([context.stage.pid_of("scheduler")]):
         until_s = time.monotonic() + STARVED_S
@@ -78,7 +79,7 @@ async def starve_scheduler(context: FaultContext) -> FaultObservations:
 
 
 async def starve_worker(context: FaultContext, name: str = "decode-1") -> FaultObservations:
-    """Keeps a worker's parent and rank from opening descriptors, and cuts their links meanwhile."""
+    """Prevents a worker's parent and rank from opening descriptors, and cuts their links meanwhile."""
     check_can_cut()
     await context.stage.busy(name)
     pids = [context.stage.pid_of(name), *context.stage.rank_pids(name)]
@@ -92,7 +93,7 @@ async def starve_worker(context: FaultContext, name: str = "decode-1") -> FaultO
 
 @contextlib.contextmanager
 def no_more_descriptors(pids: list[int]) -> Iterator[None]:
-    """Lowers each process's soft limit to its first unused number; restores it afterwards."""
+    """Lowers each process's soft limit of descriptors to its first unused number, and restores it afterwards."""
     before = {}
     for pid in pids:
         used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}

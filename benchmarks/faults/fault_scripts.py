@@ -1,6 +1,6 @@
 """The faults of `benchmarks faults`: scripts for a cluster of two prefill and two decode instances under load.
 
-Every script leaves the cluster whole, and reports its observations. Knows nothing of the load.
+Every script waits until the cluster is complete again, and reports its observations. Knows nothing of the load.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from benchmarks.faults.leaving_clients import aborts, resets, slow_readers
 from pd_cluster.errors import PdClusterError
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-BREATH_S = 1.0  # after a kill, until requests are everywhere again
+BREATH_S = 1.0  # pause after a kill, until all instances have requests again
 DEATH_GOAL_S, STALL_GOAL_S, SERVED_GOAL_S = 1.0, 4.0, 5.0
 SCHEDULER_STALL_S, SCHEDULER_PAUSE_S = 5.0, 3.6
 NUM_PAUSES, NUM_LIVES = 4, 3
 
 
 async def lose(context: FaultContext, *names: str, ranks: bool = False) -> float:
-    """Kills instances at the same moment, amid their work: their parents, or their ranks alone.
+    """Kills instances at the same moment, while they work: their parents, or only their ranks.
 
-    Returns how soon the loss is seen.
+    Returns the time until the loss is seen.
     """
     await context.stage.busy(names[0])
     kill = context.stage.kill_ranks if ranks else context.stage.kill
@@ -35,7 +35,7 @@ async def lose(context: FaultContext, *names: str, ranks: bool = False) -> float
 
 
 async def kill(context: FaultContext, role: str) -> FaultObservations:
-    """Kills the parent of the first instance, and, once it is back, the rank process of the second."""
+    """Kills the first instance's parent and, when that instance is back, the second instance's rank process."""
     first_s = await lose(context, f"{role}-0")
     await asyncio.sleep(BREATH_S)
     return FaultObservations([first_s, await lose(context, f"{role}-1", ranks=True)])
@@ -46,7 +46,7 @@ async def kill_several(context: FaultContext, *names: str) -> FaultObservations:
 
 
 async def stop_parent_kill_rank(context: FaultContext, name: str) -> FaultObservations:
-    """Stops a parent, which cannot report its rank's death, and continues it: it starts the rank again."""
+    """Stops a parent, so that it cannot report the death of its rank; kills the rank; continues the parent."""
     await context.stage.busy(name)
     context.stage.kill(name, signal.SIGSTOP)
     try:
@@ -59,7 +59,7 @@ async def stop_parent_kill_rank(context: FaultContext, name: str) -> FaultObserv
 
 
 async def kill_while_loading(context: FaultContext, name: str) -> FaultObservations:
-    """Kills each later life before it serves."""
+    """Kills an instance, and then kills it again several times before it has finished loading."""
     await context.stage.busy(name)
     pid, at_s = context.stage.pid_of(name), context.stage.kill(name)
     detected_s = await context.stage.lost(name) - at_s
@@ -73,13 +73,13 @@ async def kill_while_loading(context: FaultContext, name: str) -> FaultObservati
 
 
 async def kill_again_and_again(context: FaultContext, name: str) -> FaultObservations:
-    """Kills the same instance as soon as it is back and has work."""
+    """Kills the same instance several times, each time when it is back and has work."""
     return FaultObservations([await lose(context, name) for _ in range(NUM_LIVES)])
 
 
 async def kill_all_ranks(context: FaultContext) -> FaultObservations:
-    """Kills every rank process at the same moment. Requests in progress wait until one is back; new ones wait a few
-    seconds, and then fail because no instance is available.
+    """Kills all rank processes at the same moment. Requests in progress wait until a rank is back; new requests wait
+    for a few seconds, and then fail because no instance is available.
     """
     await context.stage.busy("decode-0")
     for name in WORKERS:
@@ -90,7 +90,7 @@ async def kill_all_ranks(context: FaultContext) -> FaultObservations:
 
 
 async def kill_preloader(context: FaultContext) -> FaultObservations:
-    """Kills the preloader: ranks continue without it, and an instance that dies then gets ranks from a new one."""
+    """Kills the preloader, without which ranks continue; then kills an instance, which starts a new preloader."""
     await context.stage.busy("prefill-1")
     context.stage.kill_preloader()
     await asyncio.sleep(BREATH_S)
@@ -98,7 +98,7 @@ async def kill_preloader(context: FaultContext) -> FaultObservations:
 
 
 async def stall(context: FaultContext, name: str) -> FaultObservations:
-    """Stops all of its processes for a while, and continues them."""
+    """Stops all processes of an instance for a while, and then continues them."""
     await context.stage.busy(name)
     at_s = context.stage.stop(name)
     try:
@@ -129,7 +129,7 @@ async def restart_scheduler(context: FaultContext) -> FaultObservations:
 
 
 async def pause_scheduler(context: FaultContext, pause_s: float, count: int = 1) -> FaultObservations:
-    """Stops it for long enough that the workers give it up."""
+    """Stops the scheduler for so long that the workers consider it dead."""
     for _ in range(count):
         context.stage.kill("scheduler", signal.SIGSTOP)
         try:
@@ -141,7 +141,7 @@ async def pause_scheduler(context: FaultContext, pause_s: float, count: int = 1)
 
 
 async def endure(context: FaultContext, what: Callable[[FaultContext], Awaitable[str]]) -> FaultObservations:
-    """Runs clients that must harm nobody else. Raises PdClusterError if a process ended."""
+    """Runs clients that must not affect others. Raises PdClusterError if a process of the cluster ends."""
     before = await context.stage.lives()
     print(await what(context), flush=True)
     await context.stage.whole()

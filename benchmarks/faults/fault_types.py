@@ -1,4 +1,4 @@
-"""A fault, the tools of its script, and its observations."""
+"""The types of a fault, of the tools that its script uses, and of its observations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pd_cluster.result_tables import Result
 class FaultObservations:
     """A script's measurements. `back_s`: when service returned after an outage, on the monotonic clock."""
 
-    detected_s: list[float] = field(default_factory=list)  # from each signal to /instances
+    detected_s: list[float] = field(default_factory=list)  # times from each signal until /instances shows the loss
     served_s: list[float] = field(
         default_factory=list
-    )  # from the start of the new scheduler's process to its first answer
+    )  # time from the start of the new scheduler's process until its first answer
     back_s: float | None = None
-    answers: list[Answer] = field(default_factory=list)  # to requests that the script sent itself
-    figures: list[Result] = field(default_factory=list)  # of this fault alone, without its key in their names
+    answers: list[Answer] = field(default_factory=list)  # the answers to the script's own requests
+    figures: list[Result] = field(default_factory=list)  # only this fault's; names without its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class FaultContext:
     """The tools of a script. `probe` is a request that is answered quickly.
 
     `body_of` gives the body of a numbered request, whose right answer is known. `rate` is the load in requests per
-    second, `scale` the share of a script's counts.
+    second. `scale` is the factor by which a script's counts are reduced.
     """
 
     stage: FaultedCluster
@@ -47,8 +47,8 @@ class FaultContext:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`goal_s`: how soon the loss must be detected; None if nothing is lost. `load`: a share of the capacity, instead
-    of the command's.
+    """`goal_s`: the time within which the loss must be detected; None if nothing is lost. `load`: a share of the
+    capacity that replaces the command's.
     """
 
     title: str

@@ -1,7 +1,7 @@
-"""The cluster that `benchmarks faults` started: applies faults to it, and observes the effects.
+"""Applies faults to the cluster that `benchmarks faults` started, and observes the effects.
 
-Signals go only to processes of that cluster: an instance's parent, which the launcher knows, and its ranks, which the
-instance reports.
+Only processes of that cluster receive signals: an instance's parent, which the launcher has started, and its ranks,
+which the instance reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S = 0.02
 WHOLE_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 5.0
-BUSY = 4  # requests in an instance when a fault occurs
+BUSY = 4  # minimum number of requests in an instance when a fault occurs
 BUSY_TIMEOUT_S = 10.0
 
 Entries = list[dict[str, Any]]
@@ -33,19 +33,19 @@ Tokens = tuple[int, ...]
 
 
 class FaultedCluster:
-    """One cluster under load, seen through its admin address."""
+    """One cluster under load, observed at its admin address."""
 
     def __init__(self, cluster: Cluster, client: httpx.AsyncClient) -> None:
         self._cluster = cluster
         self._client = client
-        self._num_replays: dict[str, int] = {}  # per request since the last `take_replays`
+        self._num_replays: dict[str, int] = {}  # replays per request, since the last call of `take_replays`
         self._taken: set[str] = set()
-        self._rank_pids: dict[str, list[int]] = {}  # as the workers last reported them
+        self._rank_pids: dict[str, list[int]] = {}  # the pids that workers reported last
 
     # ---- actions
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
-        """Signals an instance's parent. Returns the time. Raises PdClusterError if it is not there."""
+        """Signals an instance's parent. Returns the time. Raises PdClusterError if the parent does not exist."""
         return _send(number, name, [self._cluster.pid_of(name)])
 
     def kill_ranks(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
@@ -53,7 +53,7 @@ class FaultedCluster:
         return _send(number, name, self.rank_pids(name))
 
     def kill_rank(self, name: str, rank: int) -> float:
-        """Kills one rank process. Returns the time. Raises PdClusterError if it is not there."""
+        """Kills one rank process. Returns the time. Raises PdClusterError if the process does not exist."""
         return _send(signal.SIGKILL, f"{name} rank {rank}", self.rank_pids(name)[rank : rank + 1])
 
     def kill_preloader(self) -> None:
@@ -71,7 +71,7 @@ class FaultedCluster:
         self.kill_ranks(name, signal.SIGCONT)
 
     async def new_pid(self, name: str, old_pid: int) -> float:
-        """Waits until the process was started again. Returns the time."""
+        """Waits until the process has been restarted. Returns the time."""
 
         async def is_new() -> bool:
             return self._cluster.pid_of(name) != old_pid
@@ -83,7 +83,7 @@ class FaultedCluster:
 
     @property
     def public(self) -> tuple[str, int]:
-        """The clients' address."""
+        """The address for clients."""
         return "127.0.0.1", self._cluster.launch.port
 
     @property
@@ -91,11 +91,11 @@ class FaultedCluster:
         return self._cluster.launch.url
 
     def rank_pids(self, name: str) -> list[int]:
-        """Returns the instance's rank pids, as it last reported them."""
+        """Returns the rank pids that the instance reported last."""
         return self._rank_pids.get(name, [])
 
     def pids(self) -> dict[int, str]:
-        """Returns every known process of the cluster, with a name for people."""
+        """Returns pid -> readable name of each known process of the cluster."""
         names = [*self._cluster.launch.worker_names, "scheduler"]
         found = {self.pid_of(name): name for name in names}
         for name, pids in self._rank_pids.items():
@@ -117,12 +117,12 @@ class FaultedCluster:
         return found
 
     async def lives(self) -> dict[str, list[int]]:
-        """Returns each instance's processes, and the scheduler's: another list is another life."""
+        """Returns the pids of each instance and of the scheduler, which change at a restart."""
         found = {e["instance_id"]: [e["pid"], *e["rank_pids"]] for e in await self.instances()}
         return found | {"scheduler": [self.pid_of("scheduler")]}
 
     async def lost(self, *names: str) -> float:
-        """Waits until none of these is shown as ready. Returns the time."""
+        """Waits until none of these instances is shown as ready. Returns the time."""
 
         async def is_lost() -> bool:
             entries = await self.instances()
@@ -131,7 +131,7 @@ class FaultedCluster:
         return await _until(f"the loss of {', '.join(names)} was not noticed", is_lost)
 
     async def busy(self, name: str) -> None:
-        """Waits until an instance has several requests, so that a fault meets them; at most BUSY_TIMEOUT_S."""
+        """Waits, for at most BUSY_TIMEOUT_S, until an instance has several requests, which a fault then affects."""
         deadline_s = time.monotonic() + BUSY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             found = [e["num_outstanding"] for e in await self.instances() if e["instance_id"] == name]
@@ -148,11 +148,11 @@ class FaultedCluster:
         await _until("the cluster was not whole again", is_ready)
 
     async def served(self, body: dict[str, Any]) -> float:
-        """Waits until a request is answered, on connections of its own. Returns the time."""
+        """Waits until a request on a new connection is answered. Returns the time."""
         return await _until("no request was answered", lambda: self.answers(body, CONNECT_TIMEOUT_S))
 
     async def answers(self, body: dict[str, Any], timeout_s: float) -> bool:
-        """Returns whether a request on a connection of its own is answered within this time."""
+        """Returns whether a request on a new connection is answered within this time."""
         url = f"{self._cluster.launch.url}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=timeout_s) as client:
             try:
@@ -161,7 +161,7 @@ class FaultedCluster:
                 return False
 
     async def held(self) -> int:
-        """Returns blocks neither free nor cached, plus requests still outstanding, once no more are released."""
+        """Returns the number of blocks neither free nor cached, plus outstanding requests, when it no longer falls."""
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
         before = {e["instance_id"]: e["num_heartbeats"] for e in await self.instances()}
         while True:
@@ -175,7 +175,7 @@ class FaultedCluster:
             await asyncio.sleep(5 * POLL_S)
 
     async def count_replays(self) -> None:
-        """Reads how often the last requests were replayed; often enough to miss none."""
+        """Reads how many times the last requests were replayed. Must be called often enough to miss no request."""
         with contextlib.suppress(httpx.HTTPError):
             url = f"{self._cluster.launch.admin_url}/requests?limit=1000"
             for entry in (await self._client.get(url, timeout=ANSWER_TIMEOUT_S)).json()["requests"]:
@@ -183,7 +183,7 @@ class FaultedCluster:
                     self._num_replays[entry["request_id"]] = entry["num_replays"]
 
     def take_replays(self) -> tuple[int, int]:
-        """Returns the number of requests replayed since the last call, and the replays in all."""
+        """Returns the number of requests replayed since the last call, and the number of their replays."""
         counts = [count for count in self._num_replays.values() if count]
         self._taken.update(self._num_replays)
         self._num_replays.clear()
@@ -217,7 +217,7 @@ class FaultedCluster:
 
 
 async def _until(problem: str, check: Callable[[], Awaitable[bool]]) -> float:
-    """Waits until the check holds. Returns the time. Raises PdClusterError."""
+    """Waits until the check is true. Returns the time. Raises PdClusterError."""
     deadline_s = time.monotonic() + WHOLE_TIMEOUT_S
     while not await check():
         if time.monotonic() > deadline_s:
@@ -227,7 +227,7 @@ async def _until(problem: str, check: Callable[[], Awaitable[bool]]) -> float:
 
 
 def is_whole(entries: Entries) -> bool:
-    """Returns whether all are ready, with as many links up from each prefill instance as there are decode instances."""
+    """Returns whether all instances are ready, and each prefill instance has a link to each decode instance."""
     num_decode = sum(e["role"] == "decode" for e in entries)
     linked = [sum(state.is_up for state in links_of(e).values()) for e in entries if e["role"] == "prefill"]
     return bool(entries) and all(e["state"] == "ready" for e in entries) and set(linked) == {num_decode}

@@ -1,8 +1,9 @@
-"""`python -m benchmarks faults`: the effect on requests when instances of a cluster die, hang or restart.
+"""`python -m benchmarks faults`: measures the effect on requests when instances of a cluster die, hang or restart.
 
-Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 %
-of that as a Poisson process: first without a fault, then during each one. The first run gives the expected output,
-token by token. Only processes started here receive signals. With --units, the instances of each role are a unit.
+Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 % of
+that rate as a Poisson process, first without a fault, then during each fault. The first run gives the expected output,
+token by token. Only processes that were started here receive signals. With --units, the instances of each role are a
+unit.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from pd_cluster.result_tables import Report, Result
 from pd_cluster.transport.transport_table import choices_for
 
 NUM_PREFILL = NUM_DECODE = 2
-CONCURRENCY = 32  # while measuring the capacity
-LEAD_S = 2.0  # of load, before the fault
-CLOSE_S = 10.0  # longer than idle connections are kept
-COUNT_S = 3.0  # between two reads of the last requests
+CONCURRENCY = 32  # requests at a time while the capacity is measured
+LEAD_S = 2.0  # duration of the load before the fault
+CLOSE_S = 10.0  # longer than the time for which idle connections are kept
+COUNT_S = 3.0  # time between two reads of the last requests
 MOST_AT_ONCE = 4000
 MOST_FOR_CAPACITY = 400
 QUICK_FAULTS, QUICK_UNIT_FAULTS = ("kill-both", "kill-scheduler"), ("unit-follower",)
@@ -47,12 +48,12 @@ STALL_S = 20.0
 QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
 ALL_FAULTS: dict[str, Fault] = {**FAULTS, **CONNECTION_FAULTS, **CLIENT_FAULTS}
 NAME = "faults"
-TRANSPORTS = choices_for("cpu")  # between processes of one host, with pools in its memory
+TRANSPORTS = choices_for("cpu")  # transports between processes of one host, with pools in host memory
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsBench:
-    """The command's parameters. `faults`: names with commas; `num_requests`: the least in each run."""
+    """The command's parameters. `faults`: names with commas; `num_requests`: the minimum number for each run."""
 
     faults: str
     num_requests: int
@@ -73,7 +74,7 @@ class FaultsBench:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the faults to put in, in order."""
+        """Returns the names of the faults to apply, in order."""
         if self.quick and not self.faults:
             return QUICK_UNIT_FAULTS if self.units else QUICK_FAULTS
         return names_of("--faults", self.faults, self.known)
@@ -88,7 +89,7 @@ class FaultsBench:
 
 
 def check(load: float, kv_transport: str) -> None:
-    """Raises ConfigError, also for a transport that two processes' CPU pools cannot use."""
+    """Raises ConfigError, also for a transport that pools on CPU cannot use."""
     if not 0 < load <= 1:
         raise ConfigError(f"--load {load:g}: must be above 0 and at most 1, a share of what the cluster can serve")
     if kv_transport not in ("", *TRANSPORTS):
@@ -96,7 +97,7 @@ def check(load: float, kv_transport: str) -> None:
 
 
 async def run(bench: FaultsBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
+    """Measures, prints and writes. Raises PdClusterError without a cluster, and if any request is lost or wrong."""
     begin(json_path)
     started_s = time.monotonic()
     with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
@@ -120,7 +121,7 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
 
 @contextlib.asynccontextmanager
 async def started(model: str, kv_transport: str, **launch_settings: Any) -> AsyncIterator[FaultedCluster]:
-    """Starts a fresh cluster, and stops it afterwards. `launch_settings`: further fields of its Launch."""
+    """Starts a new cluster, and stops it afterwards. `launch_settings`: further fields of its Launch."""
     launch = Launch(
         model=model,
         num_prefill=NUM_PREFILL,
@@ -136,7 +137,7 @@ async def started(model: str, kv_transport: str, **launch_settings: Any) -> Asyn
 
 
 class Scene:
-    """The requests and the cluster that serves them. `scale`: the share of a fault's counts that is used."""
+    """The requests, and the cluster that serves them. `scale`: the factor by which faults' counts are reduced."""
 
     def __init__(
         self, stage: FaultedCluster, num_requests: int, load: float, seed: int, stall_s: float, scale: float = 1.0
@@ -152,7 +153,7 @@ class Scene:
         return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
 
     async def quiet(self) -> tuple[Run, float]:
-        """Returns the run without a fault, and the capacity in requests per second."""
+        """Makes the run without a fault. Returns it, and the capacity in requests per second."""
         await self.stage.whole()
         capacity = await self._capacity()
         quiet = await self._run("quiet", "no fault", self._load * capacity)
@@ -173,7 +174,7 @@ class Scene:
     async def _run(
         self, key: str, title: str, rate: float, expected: Sequence[Tokens] = (), fault: Fault | None = None
     ) -> Run:
-        """Sends all requests at least once, and as long as the fault's script runs."""
+        """Sends all requests at least once, and continues while the fault's script runs."""
         started_s, before = time.monotonic(), ResourceUse.now(self.stage.pids())
         load = self.load(key, rate)
         script = asyncio.ensure_future(self._script(key, fault, rate) if fault is not None else _nothing())
@@ -199,7 +200,7 @@ class Scene:
         return run
 
     async def _left(self, before: ResourceUse) -> ResourceUse:
-        """Returns the resources in use beyond `before`, once clients' connections have had time to close."""
+        """Returns the resources that are in use beyond `before`, after clients' connections have had time to close."""
         deadline_s = time.monotonic() + CLOSE_S
         while True:
             left = ResourceUse.now(self.stage.pids()).since(before)
@@ -222,12 +223,12 @@ class Scene:
             await self.stage.count_replays()
 
     def load(self, salt: str, rate: float, send: Send | None = None) -> Load:
-        """Makes the same gaps and the same requests in every run."""
+        """Makes a load that has the same gaps and the same requests in every run."""
         gaps_s = poisson(random.Random(self._seed), rate)
         return Load(self._body_of(salt), gaps_s, send or self.stage.stream)
 
     def _body_of(self, salt: str) -> Callable[[int], dict[str, Any]]:
-        """Returns a function for request bodies; repeated requests use other prefix cache entries."""
+        """Returns a function that makes request bodies. Repeated requests use different entries of the prefix cache."""
 
         def body_of(number: int) -> dict[str, Any]:
             turn, at = divmod(number, len(self._asks))
@@ -237,7 +238,7 @@ class Scene:
 
 
 def expected_of(quiet: Run) -> list[Tokens]:
-    """Returns the right tokens of each request, by its number."""
+    """Returns the right tokens of the requests, in order of their numbers."""
     return [answer.sample.token_ids for answer in sorted(quiet.answers, key=lambda answer: answer.number)]
 
 

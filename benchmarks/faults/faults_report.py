@@ -1,6 +1,6 @@
-"""The report of `benchmarks faults` on each run: the share answered and exact, times, replays, blocks.
+"""The report of `benchmarks faults` on each run: shares of complete and exact answers, times, replays, blocks.
 
-Pure: answers in, figures and lines out.
+Pure: takes answers, and returns figures and lines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def apart(self) -> list[Answer]:
-        """Failed requests, lost only because their scheduler died, or nobody was there to serve them."""
+        """Failed requests that were lost only because their scheduler died, or because no instance was available."""
         back_s = self.seen.back_s
         if back_s is None:
             return []
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def refused(self) -> list[Answer]:
-        """Requests neither complete nor failed: the server reported overload."""
+        """Requests that neither completed nor failed, because the server reported overload."""
         return [answer for answer in self.answers if answer.is_refused]
 
     @property
@@ -66,14 +66,14 @@ class Run:
 
     @property
     def different(self) -> list[Answer]:
-        """Complete requests that differ from the fault-free run."""
+        """Complete requests whose tokens differ from the fault-free run."""
         return [a for a in self.complete if self.expected and a.sample.token_ids != self.expected_of(a)]
 
     def expected_of(self, answer: Answer) -> Tokens:
         return self.expected[answer.number % len(self.expected)]
 
     def results(self) -> list[Result]:
-        """Every measured figure of this run, with its goal."""
+        """All measured figures of this run, with their goals."""
         num_complete = len(self.complete)
         num_counted = num_complete + len(self.failed)
         gaps_s = [max(a.sample.itl_s) for a in self.complete if a.sample.itl_s]
@@ -119,7 +119,7 @@ def show(title: str, runs: Sequence[Run]) -> None:
 
 
 def is_right(runs: Sequence[Run]) -> bool:
-    """Returns whether all goals that do not depend on the machine's speed were met everywhere."""
+    """Returns whether all runs met all goals that do not depend on the machine's speed."""
     return not any(r.met is False for run in runs for r in run.results() if r.unit in ("%", "blocks", "requests"))
 
 
@@ -157,6 +157,6 @@ def _faults_of(run: Run) -> list[str]:
 
 
 def first_difference(expected: Tokens, found: Tokens) -> int:
-    """Returns the first position at which they differ; the end of the shorter one if there is none."""
+    """Returns the first position at which the two differ; the length of the shorter one if there is none."""
     pairs = zip(expected, found, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(found)))

@@ -1,6 +1,6 @@
-"""Clients of `bench faults` that leave: they reset their connections, leave after a few tokens, or hardly read.
+"""Clients of `benchmarks faults` that reset their connections, leave after a few tokens, or hardly read.
 
-Each speaks HTTP over a socket of its own, so that it can leave at any byte. Knows nothing of what is measured.
+Each uses HTTP over its own socket, so that it can leave at any byte. Knows nothing of the measurements.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 NUM_RESETS, NUM_ABORTS = 4000, 5000
 NUM_SLOW, NUM_DEAF = 24, 12
-AT_ONCE = 12  # clients that come and go
-MOST_TOKENS = 32  # of a request whose client leaves
-SLOW_TOKENS = 500  # with logprobs: more than the kernel buffers
+AT_ONCE = 12  # number of clients at a time
+MOST_TOKENS = 32  # maximum number of tokens of a request whose client leaves
+SLOW_TOKENS = 500  # with logprobs, more than the kernel buffers
 SLOW_BUFFER_NBYTES = 4096
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
 TOKEN = b"\ndata: "
 
 
 async def resets(context: FaultContext) -> str:
-    """Resets connections before the head ends, in the body, and in the answer."""
+    """Resets connections before the end of the head, in the body, and in the answer."""
 
     async def one(_: int) -> str:
         head, body = request_of(context, context.rng.randint(1, MOST_TOKENS))
@@ -58,7 +58,7 @@ async def resets(context: FaultContext) -> str:
 
 
 async def aborts(context: FaultContext) -> str:
-    """Leaves half of the answers by a reset, half by closing."""
+    """Leaves half of the answers by resetting the connection, and half by closing it."""
 
     async def one(_: int) -> str:
         num_tokens = context.rng.randint(1, MOST_TOKENS)
@@ -83,7 +83,7 @@ async def aborts(context: FaultContext) -> str:
 
 
 async def slow_readers(context: FaultContext) -> str:
-    """Reads one byte a second, or nothing, of answers that no buffer holds; then leaves."""
+    """Reads one byte a second, or nothing, of answers that are too large for any buffer; then leaves."""
     ends_s = time.monotonic() + context.stall_s
     connections: list[socket.socket] = []
     loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Resets the connection: the other end sees ECONNRESET, whatever is still in flight."""
+    """Resets the connection, so that the other end sees ECONNRESET, even if data are still in flight."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         with contextlib.suppress(OSError):  # the other end closed first
@@ -134,7 +134,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 def request_of(context: FaultContext, num_tokens: int, **more: object) -> tuple[bytes, bytes]:
-    """Returns the head, with its empty line, and the body of a streamed request that no cache has seen."""
+    """Returns the head, with its empty line, and the body of a streamed request that is in no cache."""
     prompt = [context.rng.randrange(NUM_TOKEN_IDS) for _ in range(context.rng.randint(4, 64))]
     body = json.dumps({**context.probe, "prompt": prompt, "max_tokens": num_tokens, "stream": True, **more}).encode()
     host, port = context.stage.public
@@ -146,7 +146,7 @@ def request_of(context: FaultContext, num_tokens: int, **more: object) -> tuple[
 
 
 async def each(number: int, one: Callable[[int], Awaitable[str]], at_once: int = AT_ONCE) -> Counter[str]:
-    """Calls `one` for every number below, some at once, and counts the results.
+    """Calls `one` for each number below `number`, several at a time, and counts the results.
 
     Raises PdClusterError for an OSError.
     """

@@ -13,11 +13,12 @@ from pd_cluster.bench.process_times import family
 from pd_cluster.result_tables import Result, counted
 
 SHARED = Path("/dev/shm")
-MOST_DESCRIPTORS = 8  # more than before: connections of clients and links that are about to close
+MOST_DESCRIPTORS = 8  # allowed increase, for connections of clients and links that are about to close
 
 
 class ResourceUse(NamedTuple):
-    """The use of this process's descendants and of `also`: ranks whose preloader was killed have no parent.
+    """The resources that this process's descendants use, and the processes in `also`, which are ranks whose preloader
+    was killed.
 
     `num_shared`: files in /dev/shm, of any owner.
     """
@@ -25,7 +26,7 @@ class ResourceUse(NamedTuple):
     num_processes: int
     num_descriptors: int
     num_shared: int
-    memory_mib: float  # resident, without shared pages: a pool gets those as blocks are first filled
+    memory_mib: float  # resident, without shared pages, which a pool gets when blocks are first filled
 
     @classmethod
     def now(cls, also: Iterable[int] = ()) -> ResourceUse:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks soak`: a cluster under steady load for a long time, with faults drawn at random.
+"""`python -m benchmarks soak`: runs a cluster under steady load for a long time, with random faults.
 
-It uses the cluster, the requests, the fault-free run and the scripts of `bench faults`. The scheduler, prefill-0 and
-decode-0 are never killed, so that slow growth is visible in processes that live on.
+It uses the cluster, the requests, the fault-free run and the scripts of `benchmarks faults`. The scheduler, prefill-0
+and decode-0 are never killed, so that slow growth is visible in these processes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.result_tables import Report
 from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
-# Faults that end neither the scheduler nor prefill-0 nor decode-0.
+# Faults that do not end the scheduler, prefill-0 or decode-0.
 SOAK_FAULTS = (
     *("kill-parent", "kill-loading", "kill-again", "kill-preloader", "stall-prefill", "stall-decode"),
     *("stall-scheduler", "pause-scheduler", "flap", "descriptors-worker"),
 )
-REST_S = (5.0, 15.0)  # between two faults
+REST_S = (5.0, 15.0)  # range of the pause between two faults
 SAMPLE_S = 10.0
 PROGRESS_S = 60.0
-NUM_REQUESTS = 300  # different ones
+NUM_REQUESTS = 300  # number of different requests
 STALL_S = 8.0
 MOST_TENANTS = 16
 SMALL_CACHES = {"PD_CLUSTER_SERVE_NUM_BLOCKS": "2048", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}  # full within minutes
-SETTLE_S = 2.0  # before the first sample: connections of the fault-free run close
+SETTLE_S = 2.0  # pause before the first sample, in which the fault-free run's connections close
 QUICK_MINUTES, QUICK_NUM_REQUESTS, QUICK_FAULTS, QUICK_REST_S = 0.25, 40, ("kill-parent",), (0.5, 1.0)
 
 
@@ -91,12 +91,12 @@ class SoakBench:
 
 
 async def run(bench: SoakBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: no cluster, a lost or wrong request, something left over."""
+    """Measures, prints, writes. Raises PdClusterError without a cluster, for a lost or wrong request, and for leaks."""
     begin(json_path)
     check_model(bench.model)
     print(f"{bench.command}: faults are drawn from {', '.join(bench.names)}", flush=True)
     number = QUICK_NUM_REQUESTS if bench.quick else NUM_REQUESTS
-    os.environ.update(SMALL_CACHES)  # of all processes that are started
+    os.environ.update(SMALL_CACHES)  # for all processes that are started
     with sigterm_ends_it():
         async with started(bench.model, bench.kv_transport) as stage, tenants_of(bench) as tenants:
             soak = await _Soaking(bench, Scene(stage, number, bench.load, bench.seed, STALL_S), tenants).play()
@@ -108,7 +108,7 @@ async def run(bench: SoakBench, json_path: str = "") -> None:
 
 
 def check_model(named_model: str) -> None:
-    """Raises ConfigError at once, in one line, for a wrong model."""
+    """Raises ConfigError, before anything starts, for an unsuitable model."""
     model = named_model or str(SHIPPED_MODEL)
     limit = Checkpoint.open(model).max_model_len(None)
     if limit < (needed := LONGEST_PROMPT + LONGEST_OUTPUT):
@@ -117,7 +117,7 @@ def check_model(named_model: str) -> None:
 
 @contextlib.asynccontextmanager
 async def tenants_of(bench: SoakBench) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """Opens a client for each tenant, with an address of its own."""
+    """Opens a client for each tenant, each with its own address."""
     async with contextlib.AsyncExitStack() as clients:
         yield [
             await clients.enter_async_context(make_client(MOST_AT_ONCE, f"127.0.0.{2 + at}"))
@@ -126,7 +126,7 @@ async def tenants_of(bench: SoakBench) -> AsyncIterator[list[httpx.AsyncClient]]
 
 
 class _Soaking:
-    """One soak in progress: load, faults and samples, each a task of its own."""
+    """One soak in progress. Load, faults and samples are separate tasks."""
 
     def __init__(self, bench: SoakBench, scene: Scene, tenants: Sequence[httpx.AsyncClient]) -> None:
         self._bench = bench
@@ -167,7 +167,7 @@ class _Soaking:
         return Soak(took_s, self._tally, self._watch, self._faults, num_replayed, num_held, left)
 
     async def _send(self, body: Mapping[str, Any]) -> Sample:
-        """Sends a request; some are left at a moment of their first second."""
+        """Sends a request. The client of some requests leaves within the first second."""
         url, client = f"{self._stage.url}/v1/completions", next(self._tenants)
         if self._leaving.random() >= self._bench.leave:
             return await measure(client, url, body)
@@ -177,7 +177,7 @@ class _Soaking:
         return Sample(error=LEFT)
 
     async def _draw(self, until_s: float, context: FaultContext) -> None:
-        """Runs one fault after another, each once the cluster is whole again."""
+        """Runs one fault after another, each when the cluster is complete again."""
         rng = random.Random(self._bench.seed)
         rest_s = QUICK_REST_S if self._bench.quick else REST_S
         order: list[str] = []
@@ -196,7 +196,7 @@ class _Soaking:
             await asyncio.sleep(SAMPLE_S)
 
     async def _tell(self, load: Load) -> None:
-        """Takes answers as they arrive, so that a long run needs no more memory than a short one."""
+        """Processes answers as they arrive, so that a long run needs no more memory than a short one."""
         told_s = self._started_s
         while True:
             await asyncio.sleep(1.0)
@@ -219,7 +219,7 @@ class _Soaking:
 
 
 def use_of(names: dict[int, str]) -> dict[tuple[int, str], Use]:
-    """Reads /proc for each of these processes; those that have ended are left out."""
+    """Reads /proc for each of these processes. Leaves out processes that have ended."""
     found = {}
     for pid, name in names.items():
         with contextlib.suppress(OSError):

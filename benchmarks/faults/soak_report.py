@@ -1,6 +1,6 @@
-"""The final report of `bench soak`: shares, the worst times, and whether memory or descriptors grew.
+"""The final report of `benchmarks soak`: shares, worst times, and growth of memory and descriptors.
 
-Pure: answers and samples in, figures and lines out.
+Pure: takes answers and samples, and returns figures and lines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from benchmarks.faults.resource_use import NOTHING, ResourceUse
 from benchmarks.mixed_load import Answer
 from pd_cluster.result_tables import Result, counted
 
-WARM_SHARE = 1 / 3  # of a process's samples: caches and heaps fill first
-FEWEST_SAMPLES = 6  # for a slope
+WARM_SHARE = 1 / 3  # share of a process's samples that is left out, while caches and heaps fill
+FEWEST_SAMPLES = 6  # minimum number of samples for a slope
 MOST_SHOWN = 20
 HOUR_S = 3600.0
-LEFT = "its client left"  # the error of a request that the bench itself left
+LEFT = "its client left"  # the error of a request whose client left on purpose
 
 
 class Use(NamedTuple):
-    """One process's use at one time of the monotonic clock. Memory is anonymous, without the pool's."""
+    """One process's resources at one time of the monotonic clock. Memory is anonymous memory, without the pool."""
 
     at_s: float
     memory_mib: float
@@ -32,7 +32,7 @@ class Use(NamedTuple):
 
 
 class Tally:
-    """Compares answers with the right tokens as they arrive, and keeps only those that differ."""
+    """Compares answers with the right tokens as they arrive, and keeps only answers that differ."""
 
     def __init__(self, expected: Sequence[Tokens]) -> None:
         self.num_answers = self.num_complete = self.num_exact = self.num_refused = self.num_left = 0
@@ -79,7 +79,7 @@ class Tally:
 
 
 class Watch:
-    """Samples of each process over time. The caller reads each `Use`."""
+    """Samples of each process over time, which the caller takes."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, str], list[Use]] = {}
@@ -102,7 +102,7 @@ class Watch:
             yield f"{process[1]}, MiB by minute: {' '.join(told)}"
 
     def results(self) -> list[Result]:
-        """Returns an hourly slope for each living process with enough samples; its warm-up is left out."""
+        """Returns an hourly slope for each living process with enough samples, without its warm-up."""
         found = []
         for process in sorted(self._last, key=lambda process: process[1]):
             samples = self._samples[process]

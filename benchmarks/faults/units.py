@@ -1,6 +1,8 @@
-"""Faults of `benchmarks faults --units`: a cluster of a prefill and a decode unit, two members each, of two ranks.
+"""Faults of `benchmarks faults --units`, in a cluster of a prefill and a decode unit. Each has two members of two
+ranks.
 
-The loss of any process of a member ends its whole unit, which forms anew. Its model has experts and random weights.
+The loss of any process of a member ends its whole unit, which then forms again. The model has experts and random
+weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def unit_of(name: str) -> list[str]:
 
 
 async def lose_unit(context: FaultContext, name: str, at_s: float) -> FaultObservations:
-    """Waits until all members of its unit are lost, and until they are back."""
+    """Waits until all members of the instance's unit are lost, and then until they are back."""
     detected_s = await context.stage.lost(*unit_of(name)) - at_s
     await context.stage.whole()
     return FaultObservations([detected_s])
@@ -65,7 +67,7 @@ async def kill_parent(context: FaultContext, name: str) -> FaultObservations:
 
 
 async def stop_member(context: FaultContext, name: str) -> FaultObservations:
-    """Stops all processes of a member, and continues them after its mates have ended."""
+    """Stops all processes of a member, and continues them after the other members have ended."""
     await context.stage.busy(name)
     at_s = context.stage.stop(name)
     try:
@@ -78,7 +80,7 @@ async def stop_member(context: FaultContext, name: str) -> FaultObservations:
 
 
 async def rolling_restart_of_units(context: FaultContext) -> FaultObservations:
-    """Ends a member of each unit by SIGTERM: the whole unit drains, and starts again."""
+    """Ends a member of each unit by SIGTERM. The whole unit then drains and starts again."""
     for name in ("prefill-0", "decode-0"):
         old_pids = {mate: context.stage.pid_of(mate) for mate in unit_of(name)}
         context.stage.kill(name, signal.SIGTERM)

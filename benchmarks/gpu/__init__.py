@@ -1,1 +1,1 @@
-"""All GPU measurements in one hour."""
+"""All GPU measurements, in one command of bounded length."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks gpu`: the CUDA path against the device's limits, in one call of bounded length.
+"""`python -m benchmarks gpu`: compares the CUDA path to the device's limits, in one command of bounded length.
 
-Parts run one after the other, each in child processes of its own, the most important first; those beyond the budget are
-listed as not run, and a part that fails does not affect the others. The report is written again after every part. With
-`--device cpu --quick` everything runs in a tiny form, as a trial.
+Parts run one after the other, the most important first, each in separate child processes. Parts beyond the budget are
+listed as not run. A part that fails does not affect the others. The report is written again after each part. With
+`--device cpu --quick`, everything runs in a tiny form, as a test.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.engine_config import PDL, PROMPT_GRAPHS, SKINNY_GATE
 
-QUICK_SLOWER = 4  # times the duration on an H100's host: parts may take this much longer on a busy CPU
-ROOM = 1.1  # on disk, relative to the model's size
+QUICK_SLOWER = 4  # multiple of the duration with an H100 that parts may take on a busy CPU
+ROOM = 1.1  # required disk space, relative to the model's size
 MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`module` of peers/, or "" for the one that runs here. `stages` of scripts/gpu_check.sh measure it.
+    """`module`: the module in peers/; "" for the part that runs in this process. `stages`: the stages of
+    scripts/gpu_check.sh that measure it.
 
-    `least_s`: with less time it is not started; `most_s`: it is then ended. Both are for an H100.
+    `least_s`: the part is not started with less time. `most_s`: the part is ended after this time. Both apply to an
+    H100.
     """
 
     name: str
@@ -71,7 +73,7 @@ def parts_of(parts: str, stage: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuBench:
-    """The command's parameters. `models` is a folder that keeps the model: a complete model in it is used again.
+    """The command's parameters. `models`: a folder that keeps the model; a complete model in it is used again.
 
     `resume`: adds to the report in `out`.
     """
@@ -108,7 +110,7 @@ class GpuBench:
 
 
 def run(bench: GpuBench) -> bool:
-    """Measures, prints, writes. Returns whether every part was done. Raises ConfigError before anything is measured."""
+    """Measures, prints, writes. Returns whether all parts were done. Raises ConfigError before any measurement."""
     bench.out.mkdir(parents=True, exist_ok=True)
     if not os.access(bench.out, os.W_OK):
         raise ConfigError(f"--out {bench.out}: not a folder that can be written")
@@ -131,7 +133,7 @@ def run(bench: GpuBench) -> bool:
 
 
 def is_made(bench: GpuBench, folder: Path) -> bool:
-    """Whether the folder that keeps the model has it. Raises ConfigError if there is no room for it."""
+    """Whether the folder for the model already contains it. Raises ConfigError if there is no space for it."""
     spec = bench.spec(MODEL, folder)
     if Path(spec.model, WHOLE_FILE).exists():
         return True

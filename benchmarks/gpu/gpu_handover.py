@@ -1,7 +1,8 @@
-"""The handover between two processes on one device, without a model: the worker's own links, threads and exports.
+"""Measures the handover between two processes on one device, with the worker's links, threads and exports, but no
+model.
 
-It uses blocks of 1 MiB, as many as the KV cache of 4,096 tokens of the 8B model. Received blocks are compared with
-those sent. Runs in the bench's own process, which only queries its two children.
+The blocks have 1 MiB each, and as many bytes together as the KV cache of 4,096 tokens of the 8B model. Received blocks
+are compared with the sent ones. Runs in the benchmark's process, which only queries its two child processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pd_cluster.transport.transport_table import same_host_choice
 
 NUM_BLOCKS = 512  # MiB: 4,096 tokens of 128 KiB
 NUM_UNDER_WAY = 8
-CHECKED, UNCHECKED = "with checksums", "without checksums"  # the first is the workers' default
+CHECKED, UNCHECKED = "with checksums", "without checksums"  # workers use the first by default
 
 
 def run(spec: GpuSpec, results: Writer, folder: Path, timeout_s: float) -> None:
@@ -35,7 +36,7 @@ def run(spec: GpuSpec, results: Writer, folder: Path, timeout_s: float) -> None:
         for name in spec.sections:
             lane = open_lane(sender, receiver, Lane(transport=transport, checked=name == CHECKED), timeout_s)
             rates = []
-            for _ in range(1 + spec.sizes(5, 1)):  # the first maps every page, and does not count
+            for _ in range(1 + spec.sizes(5, 1)):  # the first is not counted, because it maps every page
                 left_s = max(0.1, end_s - time.monotonic())
                 rates.append(move.nbytes / 1e9 / hand_over(sender, receiver, lane, move, left_s).took_s)
             results.figure(f"handover, {name}", median(rates[1:]), "GB/s", "higher", rates[1:])

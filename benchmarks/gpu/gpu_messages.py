@@ -1,7 +1,8 @@
-"""Files between `gpu` and its children: a spec file in, a file of JSON lines out, one line per figure.
+"""Files between `gpu` and its child processes: each child reads a spec file, and writes a file with one JSON line per
+figure.
 
-A child writes each figure as soon as it has it, so results before a failure stay. Also holds the model's shape, and the
-bytes and operations of its steps. Knows nothing of goals; imports no torch.
+A child writes each figure at once, so results before a failure are kept. This module also has the model's shape, and
+the bytes and operations of its steps. Knows nothing of goals; imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.model_shapes import ModelShape
 from pd_cluster.result_tables import Better, spread
 
 BF16_NBYTES = 2
-WHOLE_FILE = "tokenizer.json"  # of a model's folder, written last
+WHOLE_FILE = "tokenizer.json"  # the last file that is written into a model's folder
 
 
 class GpuShape(ModelShape, frozen=True, kw_only=True):
@@ -28,9 +29,9 @@ class GpuShape(ModelShape, frozen=True, kw_only=True):
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of the weights that every decode step must read: the layers' matrices and the output layer.
+        """The bytes of the weights that every decode step must read: the layers' matrices and the output layer.
 
-        A step also reads one row of the embedding per sequence, which is left out, as are norms.
+        Norms, and the embedding's row that a step reads for each sequence, are left out.
         """
         return BF16_NBYTES * self.num_linear_weights
 
@@ -40,7 +41,8 @@ class GpuShape(ModelShape, frozen=True, kw_only=True):
         return self.read_nbytes + batch * context_len * kv_nbytes
 
     def prefill_flops(self, num_prompts: int, prompt_len: int) -> float:
-        """Returns a prefill's operations: two per weight and token in the layers, the output layer, and attention.
+        """Returns the number of a prefill's operations: two per weight and token in the layers, the output layer, and
+        attention.
 
         The output layer runs for the last token of each prompt only; attention has two products of head_dim for each
         pair of a query and a key that it may see.
@@ -69,7 +71,7 @@ NUM_PREFILL, PREFILL_LEN = 8, 2048
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A child's task. `model` is the folder of `shape`; `out` is the folder for pages and logs.
 
-    `sections` are the child's own, in order. `quick`: everything tiny; its figures mean nothing.
+    `sections`: names in the child's module, in order. `quick`: everything is tiny, and the figures mean nothing.
     """
 
     device: str
@@ -150,7 +152,7 @@ class Writer:
 
 
 def read_lines(file: Path) -> list[Line]:
-    """Returns all complete lines; one cut off by the child's end is dropped."""
+    """Returns all complete lines. Drops a line that the child's end has cut off."""
     if not file.exists():
         return []
     whole, _, _ = file.read_bytes().rpartition(b"\n")

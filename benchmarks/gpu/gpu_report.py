@@ -1,7 +1,7 @@
-"""The report of `gpu`: judged against goals, written again after every part, and shown as a Markdown table.
+"""The report of `gpu`. It is compared with goals, written again after each part, and shown as a Markdown table.
 
-Its file has the contents of other reports, plus `device`, `parts` (each with its outcome), `notes` and the plain
-`figures`, as they were measured. A figure that could not be measured has no value; a goal without a value is not met.
+Its file has the contents of other reports and, in addition, `device`, `parts` (each with its outcome), `notes` and the
+measured `figures`. A figure that could not be measured has no value; a goal without a value is not met.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HANDOVER_SHARE, ADDED_TTFT_PERCENT = 0.8, 5.0
 
 
 class PartResult(msgspec.Struct, frozen=True):
-    """One part's outcome. `why`: the reason, if it is not done."""
+    """One part's outcome. `why`: the reason, if the part was not done."""
 
     name: str
     state: Literal["done", "failed", "not run"]
@@ -53,7 +53,7 @@ class GpuReport(msgspec.Struct):
             raise ConfigError(f"--resume: {file} is not a report of gpu: {error}; name another --out") from None
 
     def take(self, part: PartResult, lines: list[Line]) -> None:
-        """Adds a part's results; the last measurement counts."""
+        """Adds a part's results, which replace earlier ones of the same part."""
         self.parts = [each for each in self.parts if each.name != part.name] + [part]
         new = {line.name: line for line in lines if isinstance(line, Figure)}
         self.figures = [each for each in self.figures if each.name not in new] + [*new.values()]
@@ -77,7 +77,7 @@ class GpuReport(msgspec.Struct):
 
 
 def judged(figures: dict[str, float], quick: bool) -> Iterator[Result]:
-    """Yields what follows from the figures; a quick run has no goals."""
+    """Yields the results that follow from the figures. A quick run has no goals."""
 
     def of(name: str, value: float | None, unit: str, goal: float | None = None, more: bool = False) -> Result:
         better: Literal["higher", "lower"] = "higher" if more else "lower"

@@ -1,8 +1,8 @@
-"""`python -m benchmarks kv`: the KV cache's way from one process to another, against the machine's limits.
+"""`python -m benchmarks kv`: compares transfers of KV cache between two processes to the machine's limits.
 
-Two processes with the worker's own mailbox, links, exports and transports, and no model, hand over prompts of several
-sizes. In every round each measurement is paired with its baseline: one thread's copy between two mappings for
-transports of one host, plain gloo for the others.
+Two processes with the worker's mailbox, links, exports and transports, but no model, hand over prompts of several
+sizes. In each round, every measurement is paired with its baseline: for transports within a host, one thread's copy
+between two mappings; for the others, plain gloo.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from pd_cluster.transport.transport_table import BY_NAME, choices_for
 from pd_cluster.wire import TransportName
 
 DEADLINE_S = 120.0
-NUM_TRIES = 3  # per measurement and round: the best counts, for baselines too
-PAYLOADS = (4 << 20, 16 << 20)  # of gloo; the better one counts
+NUM_TRIES = 3  # tries per measurement and round; the best one counts, also for baselines
+PAYLOADS = (4 << 20, 16 << 20)  # payload sizes of gloo; the better one counts
 NUM_SINGLE_BLOCKS = 200
-SHARES = {"shm": (0.85, 0.60), "dist": (0.90, 0.80)}  # goals: of the baseline, checks off and on
+SHARES = {"shm": (0.85, 0.60), "dist": (0.90, 0.80)}  # goals, as shares of the baseline, with checks off and on
 LEAST_MIB = 16  # smaller transfers have no goal
 BLOCK_GOAL_MS = 1.0
 
-Round = dict[str, float]  # by name: GB/s of "shm on 16 MiB" or "memcpy 16 MiB"; names in _ms say so
+Round = dict[str, float]  # name, such as "shm on 16 MiB" or "memcpy 16 MiB" -> GB/s; names that end in _ms -> ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class KVBench:
 
     @property
     def moves(self) -> list[tuple[int, Move]]:
-        """The moves for each size in MiB, which is also its number of blocks."""
+        """The sizes in MiB, which are also the numbers of blocks, each with its moves."""
         return [(size, self._move(size)) for size in self.sizes_mib]
 
     @property
@@ -73,7 +73,7 @@ class KVBench:
 
 
 def make_bench(transports: str, sizes: str, quick: bool) -> KVBench:
-    """Builds the bench, where empty means the default. Raises ConfigError."""
+    """Makes the benchmark from its options; an empty text means the default. Raises ConfigError."""
     names = names_of("--transports", transports or ",".join(choices_for("cpu")), choices_for("cpu", with_extras=True))
     for name in names:
         if problem := BY_NAME[name].why_not(CPU):
@@ -86,7 +86,7 @@ def make_bench(transports: str, sizes: str, quick: bool) -> KVBench:
 
 
 def run(bench: KVBench, rounds: int, json: str) -> None:
-    """Raises PdClusterError if something fails; never leaves a process behind."""
+    """Measures and reports. Raises PdClusterError if anything fails; never leaves a process behind."""
     begin(json)
     rounds = 1 if bench.quick else rounds
     with (
@@ -124,11 +124,11 @@ class Pair:
         if "gloo" in map(baseline_of, self._bench.transports):
             self._both(OpenGloo(self._sender.ask(OpenGloo(), DEADLINE_S).port))
         num_runs = self._bench.num_pool_blocks // RUN_BLOCKS
-        for lane in self._lanes:  # maps every page once before measuring
+        for lane in self._lanes:  # maps every page once before the measurements
             self._hand_over(lane, Move(num_blocks=RUN_BLOCKS, count=num_runs, num_under_way=2))
 
     def measure(self, label: str, backwards: bool) -> Round:
-        """Runs one round: every size, each measurement next to its baseline, in alternating order."""
+        """Runs one round over all sizes. A measurement and its baseline follow each other, in alternating order."""
         found: Round = {}
         for size_mib, move in self._bench.moves:
             for transport in self._bench.transports:
@@ -140,7 +140,7 @@ class Pair:
         return found
 
     def _beside(self, transport: TransportName, move: Move, backwards: bool) -> dict[str, float]:
-        """Returns the seconds of the baseline and of each lane: the best of some tries, taken in turns."""
+        """Returns the seconds of the baseline and of each lane, each the best of some tries, which take turns."""
         lanes = [lane for lane in self._lanes if lane.transport == transport]
         baseline = baseline_of(transport)
         best_s = dict.fromkeys([baseline, *(lane.name for lane in lanes)], float("inf"))
@@ -154,7 +154,7 @@ class Pair:
         return hand_over(self._sender, self._receiver, lane, move, DEADLINE_S)
 
     def _single_blocks(self, lane: Lane) -> Round:
-        """Returns median and p95 of one block from its ship to its confirmation."""
+        """Returns the median and p95 of the time from shipping one block to its confirmation."""
         count = 4 if self._bench.quick else NUM_SINGLE_BLOCKS
         told = self._hand_over(lane, Move(num_blocks=1, count=count, num_under_way=1))
         took_ms = [1e3 * (end - start) for start, end in zip(told.ships_s, told.confirms_s, strict=True)]
@@ -167,7 +167,7 @@ class Pair:
         return min(self._both(Gloo(move.nbytes, nbytes)) for nbytes in PAYLOADS if nbytes <= move.nbytes)
 
     def _both(self, command: Command) -> float:
-        """Runs both together; returns the slower one's seconds."""
+        """Runs a command in both children at the same time; returns the slower one's seconds."""
         for child in (self._sender, self._receiver):
             child.tell(command)
         return max(child.hear(DEADLINE_S).took_s for child in (self._sender, self._receiver))
@@ -182,7 +182,7 @@ def open_lane(sender: Child, receiver: Child, lane: Lane, deadline_s: float) -> 
 
 
 def hand_over(sender: Child, receiver: Child, lane: Lane, move: Move, deadline_s: float) -> Answer:
-    """Returns the sender's times, after comparing the received blocks with those sent. Raises ChildFailed."""
+    """Returns the sender's times. Compares the received blocks with the sent ones. Raises ChildFailed."""
     sent = sender.ask(Handover(lane.name, move), deadline_s)
     if receiver.ask(LastTransfer(lane.name), deadline_s).blocks != sent.blocks:
         raise ChildFailed(f"{lane.name}: what has landed is not what was sent")
@@ -190,7 +190,7 @@ def hand_over(sender: Child, receiver: Child, lane: Lane, move: Move, deadline_s
 
 
 def results(rounds: Sequence[Mapping[str, float]], bench: KVBench) -> Iterator[Result]:
-    """Yields every figure, in the order in which they were first measured, then the shares."""
+    """Yields all figures, in the order in which they were first measured, and then the shares."""
     goals = {"block shm on, p50 _ms": BLOCK_GOAL_MS}
     for name in dict.fromkeys(name for each in rounds for name in each):
         label, _, unit = name.partition(" _")

@@ -1,6 +1,6 @@
-"""A child that measures on command: its process, questions with a deadline, and its certain end.
+"""A child process that measures on command, answers within a deadline, and is certainly ended.
 
-Knows nothing of what is measured.
+Knows nothing of the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Child:
-    """One child. `ask` is `tell` and `hear`; for joint work, `tell` both children before one `hear`."""
+    """One child. `ask` combines `tell` and `hear`. For joint work, `tell` both children before either `hear`."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self.module = module
@@ -39,7 +39,7 @@ class Child:
             raise ChildFailed(self._how_it_ended("has ended")) from None
 
     def hear(self, deadline_s: float) -> Answer:
-        """Returns the answer. Raises ChildFailed if the child ended, failed, or took longer than that."""
+        """Returns the answer. Raises ChildFailed if the child ended, failed, or exceeded the deadline."""
         try:
             if not self._pipe.poll(deadline_s):
                 raise ChildFailed(self._how_it_ended(f"did not answer within {deadline_s:g} s"))

@@ -1,4 +1,4 @@
-"""Messages between `benchmarks kv` and its two children: one answer per command.
+"""Messages between `benchmarks kv` and its two child processes. Each command has one answer.
 
 Knows nothing of goals or figures; imports no torch.
 """
@@ -13,11 +13,11 @@ from pd_cluster.wire import KVOptions, TransportName
 
 HOST = "127.0.0.1"
 NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
-RUN_BLOCKS = 8  # consecutive blocks of a request in the pool
+RUN_BLOCKS = 8  # number of a request's blocks that are consecutive in the pool
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """One link with its own transport and options. The receiver opens it first; its port and epoch go to the sender."""
+    """One link with its own transport and options. The receiver opens it, and the sender gets its port and epoch."""
 
     transport: TransportName
     checked: bool  # checksum and HMAC
@@ -47,7 +47,7 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` transfers of `num_blocks` blocks each, up to `num_under_way` at a time."""
+    """`count` transfers of `num_blocks` blocks each, of which up to `num_under_way` are in progress at a time."""
 
     num_blocks: int
     count: int
@@ -59,7 +59,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakePool(msgspec.Struct, frozen=True, tag="make_pool"):
-    """`device`: as in --device. Pools on a device have no other mapping to copy from."""
+    """`device`: as in --device. For pools on a device there is no second mapping to copy from."""
 
     num_blocks: int
     device: str = "cpu"
@@ -70,7 +70,7 @@ class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
 
 
 class Handover(msgspec.Struct, frozen=True, tag="handover"):
-    """For the sender: moves over this lane. Returns each ship and confirmation, and the last transfer's blocks."""
+    """For the sender: moves over this lane. Returns times of shipments and confirmations, and the last blocks."""
 
     lane: str
     move: Move
@@ -83,19 +83,19 @@ class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
 
 
 class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
-    """For the receiver: copies as much from another mapping to its pool, blocks of the same sizes, one thread."""
+    """For the receiver: copies as much from another mapping to its pool, in blocks of the same sizes, on one thread."""
 
     move: Move
 
 
 class OpenGloo(msgspec.Struct, frozen=True, tag="open_gloo"):
-    """For both at once: `port` 0 hosts the rendezvous and answers when it is there; then again with the port."""
+    """For both at the same time. `port` 0: hosts the rendezvous and answers; a second command has its port."""
 
     port: int = 0
 
 
 class Gloo(msgspec.Struct, frozen=True, tag="gloo"):
-    """For both at once: plain send and recv of payloads, two in flight."""
+    """For both at the same time: plain send and recv of payloads, two in flight."""
 
     nbytes: int
     payload_nbytes: int
@@ -105,7 +105,7 @@ Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gl
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`took_s` is the measured time. `error`: the child's own words if it failed."""
+    """`took_s`: the measured time. `error`: the child's error message, if it failed."""
 
     took_s: float = 0.0
     port: int = 0

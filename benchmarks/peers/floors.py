@@ -1,7 +1,7 @@
-"""This machine's limits: read bandwidth, and the model's matrix products alone, back to back.
+"""Measures this machine's limits: the read bandwidth, and the time of the model's matrix products alone.
 
-Each product has weights of its own, so that a pass reads as many bytes as the model does. oneDNN
-computes them, with weights packed for the number of rows, as in the engine.
+Each product has separate weights, so that a pass reads as many bytes as the model does. oneDNN computes the products,
+with weights packed for the number of rows, as in the engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def packed(weight: torch.Tensor, num_rows: int) -> Linear:
 def time_linears(
     weights: list[torch.Tensor], head: torch.Tensor, num_rows: int, num_sampled: int, num_passes: int
 ) -> float:
-    """Returns the median seconds of one pass over all matrices, after an uncounted one."""
+    """Returns the median seconds of one pass over all matrices, after one pass that is not counted."""
     layers = [(packed(weight, num_rows), torch.randn(num_rows, weight.shape[1])) for weight in weights]
     layers.append((packed(head, num_sampled), torch.randn(num_sampled, head.shape[1])))
     took_s = []

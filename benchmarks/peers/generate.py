@@ -1,7 +1,7 @@
 """transformers' generate(): padded batches of 32 in arrival order, greedy, SDPA attention.
 
-It is the reference for tokens, and the common baseline. A batch ends with its longest output; tokens of shorter outputs
-beyond their own length are not counted.
+It is the reference for tokens, and the usual baseline. A batch runs until its longest output ends; surplus tokens of
+shorter outputs are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(model: Any, workload: Workload, batch_size: int) -> Run:
 
 
 def generate(model: Any, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
-    """Generates one padded batch, to its longest output."""
+    """Generates one padded batch, until its longest output ends."""
     width = max(map(len, prompts))
     input_ids = torch.tensor([[PAD_ID] * (width - len(prompt)) + prompt for prompt in prompts])  # [batch, width]
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -1,4 +1,4 @@
-"""A device's limits: copies within its memory, plain reads, and bfloat16 matrix products.
+"""Measures a device's limits: copies within its memory, plain reads, and bfloat16 matrix products.
 
 A copy's bandwidth counts both reads and writes. Reading alone is measured separately, by a sum.
 """
@@ -14,7 +14,7 @@ from benchmarks.gpu.gpu_messages import DeviceName, GpuSpec, Writer, child_main
 from benchmarks.peers.gpu_profile import launches_s
 from pd_cluster.devices.device import Device, memory, product, resolve, use
 
-# rows, inner, columns: the products of a prefill step of the 8B model, and one that fills every device
+# rows, inner, columns: the products of a prefill step of the 8B model, and one that uses every device fully
 PRODUCTS = ((8192, 4096, 28672), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 8192, 8192))
 QUICK_PRODUCTS = ((64, 64, 64), (32, 64, 96))
 

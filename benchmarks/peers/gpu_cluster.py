@@ -1,8 +1,9 @@
-"""A cluster on one device, as clients see it: prefill and decode apart, then one engine that does both in chunks.
+"""Measures a cluster on one device as its clients: first prefill and decode apart, then one engine that does both in
+chunks.
 
-For the second, the prefill instance is taken out of service, so that the decode instance does everything itself: the
-same process with the same memory, next to an idle one. Both get the same requests at the same times: first single
-long prompts, then streams that decode while long prompts keep arriving. The processes are those of `pd-cluster up`.
+For the second, the prefill instance is taken out of service, so that the decode instance does everything, in the same
+process, with the same memory, next to an idle process. Both get the same requests at the same times: first single long
+prompts, then streams that decode while long prompts keep arriving. The processes are started as by `pd-cluster up`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`interval_s` between two long prompts; as many streams decode throughout."""
+    """`interval_s`: the time between two long prompts. `num_streams` streams decode all the time."""
 
     long_len: int = 4096
-    num_alone: int = 12  # long prompts one by one
+    num_alone: int = 12  # number of long prompts, one at a time
     num_streams: int = 16
     stream_len: int = 128
     stream_output: int = 384
@@ -53,16 +54,16 @@ QUICK_LOAD = Load(128, 2, 2, 8, 12, 2, 0.05, 2)
 
 
 def cluster_of(spec: GpuSpec) -> ServeBench:
-    """Returns one prefill and one decode instance, which share the device."""
+    """Returns the benchmark of one prefill and one decode instance, which share the device."""
     flags = [f"--device={spec.device}", f"--dtype={spec.dtype}", "--no-enable-prefix-caching"]
     flags += ["--num-blocks=512", "--max-model-len=2048"] if spec.quick else GPU_FLAGS
     if spec.device != "cpu":
-        flags.append("--kv-transport=ipc")  # only this one: no fallback may be measured instead
+        flags.append("--kv-transport=ipc")  # only this transport, so that no fallback is measured instead
     return ServeBench(model=spec.model, more_flags=tuple(flags))
 
 
 class Client:
-    """Requests of seeded token ids; the same for both clusters."""
+    """Sends requests of seeded token ids, the same to both clusters."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, model: str, vocab_size: int) -> None:
         self._client, self._url, self._model, self._vocab_size = client, url, model, vocab_size
@@ -81,7 +82,7 @@ class Client:
         return await answered(self._client, f"{self._url}/v1/completions", body)
 
     async def ttfts_s(self, load: Load) -> list[float]:
-        """Returns the TTFT of long prompts, one after the other; the first few are not counted."""
+        """Returns the TTFT of long prompts, sent one after the other; the first few are not counted."""
         found = []
         for at in range(2 + load.num_alone):
             sample = await self.ask(load.long_len, 2)
@@ -90,7 +91,7 @@ class Client:
         return found
 
     async def under_load(self, load: Load) -> list[Sample]:
-        """Returns samples of the streams that decoded while long prompts arrived at fixed times."""
+        """Returns samples of streams that decode while long prompts arrive at fixed times."""
         streams = [asyncio.create_task(self.ask(load.stream_len, load.stream_output)) for _ in range(load.num_streams)]
         long = [asyncio.create_task(self._later(i, load)) for i in range(load.num_long)]
         samples = await asyncio.gather(*streams)
@@ -117,7 +118,7 @@ async def measure_all(spec: GpuSpec, results: Writer) -> None:
 
 
 async def measure_mode(client: Client, load: Load, mode: str, spec: GpuSpec, cluster: Cluster, results: Writer) -> None:
-    """Measures a mode. Raises GenerationError if requests were served in another way."""
+    """Measures a mode. Raises GenerationError if requests were not served in this mode."""
     await asyncio.gather(*(client.ask(load.stream_len, 8) for _ in range(load.num_streams)))  # warm-up
     before = await received_nbytes(cluster)
     ttfts_ms = [1e3 * each for each in await client.ttfts_s(load)]
@@ -125,7 +126,7 @@ async def measure_mode(client: Client, load: Load, mode: str, spec: GpuSpec, clu
     if (moved > 0) != (mode == SPLIT):
         raise GenerationError(f"{mode}: {moved} bytes of KV cache were handed over")
     results.figure(f"{mode}: TTFT of long prompts", median(ttfts_ms), "ms", "lower", ttfts_ms)
-    await client.under_load(load)  # warm-up: captures the sizes that occur together
+    await client.under_load(load)  # warm-up, which captures graphs for the sizes that occur
     streams = await client.under_load(load)
     report_streams(streams, mode, results)
 
@@ -135,7 +136,7 @@ async def received_nbytes(cluster: Cluster) -> int:
 
 
 async def drain_prefill(cluster: Cluster) -> None:
-    """Waits until it is out of service. Raises GenerationError."""
+    """Takes the prefill instance out of service, and waits until it is drained. Raises GenerationError."""
     admin = Admin(cluster.launch.admin_url, str(cluster.admin_token_file))
     response = await admin.ask("/instances/prefill-0/drain", {"force": True})
     deadline_s = time.monotonic() + DRAIN_TIMEOUT_S

@@ -1,7 +1,8 @@
-"""The engine on a device: start-up by phase, decode steps, a prefill, a mixed workload, and profiles of steps.
+"""Measures the engine on a device: phases of the start, decode steps, a prefill, a mixed workload, and profiles of
+steps.
 
-Steps are `EngineCore`'s own, with sampling, as in a worker. The spec selects the sections; those that change a setting
-(`deterministic` and `--cuda-speedups`) have an engine each.
+Steps are run by `EngineCore`, with sampling, as in a worker. The spec selects the sections. Each section that changes a
+setting (`deterministic` and `--cuda-speedups`) has its own engine.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import Request, RequestSpec
 
 MAX_MODEL_LEN = 36_864
-STEP_TOKENS = 8192  # per prefill step
-NUM_SETTLING_STEPS = 8  # the first of them capture graphs and compile kernels
+STEP_TOKENS = 8192  # tokens per prefill step
+NUM_SETTLING_STEPS = 8  # uncounted steps, in which graphs are captured and kernels are compiled
 DETERMINISTIC, SPEEDUPS = "deterministic", (PDL, SKINNY_GATE, PROMPT_GRAPHS)
 SEED = 7
-NUM_DRAFTS = 4  # of a sequence in a step, at most
+NUM_DRAFTS = 4  # maximum number of drafts of a sequence in a step
 
 
 class Bench(Driver):
     """One engine and its measurements. Every prompt is new, and prefixes are not cached."""
 
     def __init__(self, spec: GpuSpec, results: Writer, changed: str = "") -> None:
-        """`changed`: the setting, which is part of every figure's name."""
+        """`changed`: the changed setting, which becomes part of every figure's name."""
         self.spec, self.results = spec, results
         self.prefix = f"{changed} " if changed else ""
         self.imported_s = process_age_s()
@@ -71,9 +72,9 @@ class Bench(Driver):
         return [self.add(self.prompt(prompt_len), greedy(max_tokens)) for _ in range(num_seqs)]
 
     def decoding(self, batch: int) -> list[Request]:
-        """Returns requests that have their context and have decoded for a while; the device has caught up.
+        """Returns requests that have their context and have decoded for a while. The device has completed all steps.
 
-        Halfway through the counted steps the context has `CONTEXT_LEN` tokens.
+        In the middle of the counted steps, the context has `CONTEXT_LEN` tokens.
         """
         max_tokens = 2 * NUM_SETTLING_STEPS + self.num_steps
         requests = self.add_all(batch, self.spec.sizes(CONTEXT_LEN - 40, 32), max_tokens)
@@ -110,9 +111,9 @@ class Bench(Driver):
             self.drain()
 
     def overhead(self) -> None:
-        """Measures a step's time less that of its kernels, as a share of the step.
+        """Measures a step's time without its kernels, as a share of the step.
 
-        The kernels are timed by a profiler in further steps, since it slows the host down.
+        A profiler times the kernels in further steps, because it slows the host down.
         """
         for batch in self.spec.batches:
             self.decoding(batch)
@@ -145,7 +146,7 @@ class Bench(Driver):
         self.put("prefill: model FLOPs", [flops / each for each in took_s[1:]], "TFLOP/s")
 
     def mixed(self) -> None:
-        """Runs requests of many lengths twice: the first run captures graphs for the sizes that occur."""
+        """Runs requests of many lengths twice, because the first run captures graphs for the sizes that occur."""
         vocab = self.spec.shape.vocab_size
         shape = (4, (4, 24), (2, 6)) if self.spec.quick else (128, (64, 2048), (16, 256))
         workload = workloads.mixed(vocab, *shape)
@@ -155,7 +156,7 @@ class Bench(Driver):
             self.put(f"mixed workload, {which}", [rate], "tokens/s")
 
     def drafts(self) -> None:
-        """Decodes answers without drafts, and with their own tokens as prediction; counts tokens that then differ."""
+        """Decodes answers without drafts, and again with these answers as predictions; counts tokens that differ."""
         for batch in (1, 2) if self.spec.quick else (1, 16, 64):
             prompts = [self.prompt(self.spec.sizes(256, 16)) for _ in range(batch)]
             length = self.spec.sizes(128, 8)
@@ -174,7 +175,7 @@ class Bench(Driver):
             self.put(f"drafts {batch}: tokens that differ", [float(num_other)], "tokens")
 
     def _answers(self, orders: list[RequestSpec]) -> tuple[list[list[int]], float]:
-        """Returns the answers, and tokens a second from when all have their first one."""
+        """Returns the answers, and the tokens a second after all answers have their first token."""
         requests = [self.ask(order) for order in orders]
         self.until(lambda: all(request.output_token_ids for request in requests))
         start_s, num_before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
@@ -184,7 +185,7 @@ class Bench(Driver):
         return [request.output_token_ids for request in requests], rate
 
     def profile(self) -> None:
-        """Writes all kernels of steps to pages."""
+        """Writes the profiles of steps, with all their kernels, to files."""
         batch = self.spec.sizes(32, 2)
         self.decoding(batch)
         self._profile(f"decode-{batch}")
@@ -192,7 +193,7 @@ class Bench(Driver):
         self._profile("prefill")
 
     def _profile(self, what: str) -> None:
-        """Profiles one step; the sum of all kernels (operators on CPU) is a figure."""
+        """Profiles one step. The total time of its kernels (operators on CPU) is a figure."""
         with gpu_profile.profiled(self.device) as profiler:
             self.core.step()
         total_ms = gpu_profile.write(profiler, self.device, Path(self.spec.out, f"profile-{what}"))
@@ -214,7 +215,7 @@ def measure(spec: GpuSpec, results: Writer) -> None:
 
 
 def measure_changed(spec: GpuSpec, results: Writer, name: str) -> None:
-    """Measures steps with one setting changed: its price, or what it gains."""
+    """Measures steps with one setting changed, to show what it costs or gains."""
     bench = Bench(spec, results, name)
     if name == PROMPT_GRAPHS:
         bench.mixed()
@@ -226,7 +227,7 @@ def measure_changed(spec: GpuSpec, results: Writer, name: str) -> None:
     del bench
     gc.collect()
     if device.is_accelerator:
-        reset_peak(device)  # and the next engine gets the memory that this one had
+        reset_peak(device)  # the next engine gets this one's memory
 
 
 if __name__ == "__main__":

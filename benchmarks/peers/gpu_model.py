@@ -1,4 +1,4 @@
-"""Writes the model: random weights, made on the device."""
+"""Writes a model with random weights, which are made on the device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The pools of `kv`, the order of their blocks, and this machine's limits with them.
+"""Makes the pools of `kv`, decides the order of their blocks, and measures this machine's limits with them.
 
-These are one thread's copy between two mappings, and plain gloo between two processes.
+The limits are one thread's copy between two mappings, and plain gloo between two processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_UNDER_WAY = 2
 
 
 def make_pool(num_blocks: int, of_numbers: bool, device: Device = CPU) -> KVPool:
-    """Makes a pool with every page mapped. `of_numbers`: block b is filled with the number b."""
+    """Makes a pool and maps all its pages. `of_numbers`: whether block b is filled with the number b."""
     pool = KVPool(LAYOUT, num_blocks, device)
     blocks = pool.flat()[:num_blocks].view(torch.int16)
     for block in range(num_blocks):
@@ -34,7 +34,7 @@ def make_pool(num_blocks: int, of_numbers: bool, device: Device = CPU) -> KVPool
 
 
 class FreeBlocks:
-    """Hands out blocks in consecutive runs, the runs in a seeded order, first released first."""
+    """Returns blocks in consecutive runs. The runs have a seeded order; blocks released first are used first."""
 
     def __init__(self, num_blocks: int, seed: int, run: int = RUN_BLOCKS) -> None:
         order = torch.randperm(num_blocks // run, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -50,7 +50,7 @@ class FreeBlocks:
 
 
 def memcpy(source: KVPool, target: KVPool, free: tuple[FreeBlocks, FreeBlocks], move: Move) -> Answer:
-    """Copies the blocks that `move` would, in the same runs."""
+    """Copies the blocks that `move` would transfer, in the same runs."""
     torch.set_num_threads(1)
     took_s = 0.0
     for _ in range(move.count):
@@ -66,7 +66,7 @@ def memcpy(source: KVPool, target: KVPool, free: tuple[FreeBlocks, FreeBlocks], 
 
 
 class GlooPeer:
-    """Two bare ranks. Rank 0 sends out of its pool; rank 1 receives into as many buffers as are used."""
+    """Two ranks without links. Rank 0 sends from its pool; rank 1 receives into as many buffers as are in use."""
 
     def __init__(self, pool: KVPool, rank: int) -> None:
         self._bytes = pool.flat()[: pool.num_blocks].view(-1)
@@ -87,7 +87,7 @@ class GlooPeer:
         return Answer()
 
     def move(self, command: Gloo) -> Answer:
-        """Both begin with a small message each way; the clock stops when the last block is acknowledged."""
+        """Begins with a small message in each direction. The time ends when the last block is acknowledged."""
         size, count = command.payload_nbytes, command.nbytes // command.payload_nbytes
         if self._rank == 0:
             most = len(self._bytes) // size

@@ -1,4 +1,4 @@
-"""D's end in `kv`, as in a trial transfer: credits every offer at once, and confirms every landing."""
+"""The decode instance's end in `kv`: credits every offer at once, and confirms what has landed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTLE_S = 5.0
 
 
 class ReceiveLane(ReceivingEnd):
-    """One link, whose transfers land in blocks of their own."""
+    """One link, each of whose transfers lands in different blocks."""
 
     def __init__(self, lane: Lane, pool: KVPool, free: FreeBlocks) -> None:
         self._free = free
@@ -28,7 +28,7 @@ class ReceiveLane(ReceivingEnd):
         super().__init__(lane.begin("decode"), Listen(lane.secret), pool, lane.options)
 
     def last_blocks(self) -> list[int]:
-        """Waits until this end, too, knows that everything was confirmed. Raises TimeoutError, LinkError."""
+        """Waits until this end, too, has noted all confirmations. Raises TimeoutError, LinkError."""
         if not poll(lambda: bool(self._error) or not self._tables, SETTLE_S):
             raise TimeoutError(f"{len(self._tables)} transfers were not confirmed")
         if self._error:
@@ -46,13 +46,13 @@ class ReceiveLane(ReceivingEnd):
                 self._last_blocks = self._tables[transfer_id]
                 self._free.release(self._last_blocks)
                 self._error = "" if held else "a transfer was not held any more"
-                del self._conns[transfer_id], self._tables[transfer_id]  # last: `last_blocks` waits for it
+                del self._conns[transfer_id], self._tables[transfer_id]  # last, because `last_blocks` waits for it
             case _:
                 super()._take(event)
 
 
 class Peer:
-    """Its pool has a number in every received block: that of the sender's block."""
+    """The receiver. Each received block of its pool contains the number of the sender's block."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -63,7 +63,7 @@ class Peer:
         use(device)
         self.pool = make_pool(command.num_blocks, False, device)
         if not device.is_accelerator:
-            self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
+            self._source = make_pool(command.num_blocks, of_numbers=True)  # the source of memcpy
         self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
         self._gloo = GlooPeer(self.pool, 1)
         return Answer()

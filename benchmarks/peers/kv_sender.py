@@ -1,4 +1,4 @@
-"""P's end in `kv`, as in a trial transfer, with the worker's exports; a prompt counts as computed once credited."""
+"""The prefill instance's end in `kv`, with the worker's exports. Credited prompts count as computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput, note_n
 
 
 class SendLane(SendingEnd):
-    """One link. Waiting calls read its events."""
+    """One link. Calls that wait also process its events."""
 
     def __init__(self, lane: Lane, pool: KVPool, free: FreeBlocks) -> None:
         send = Send(lane.secret, NAMES["decode"], lane.port, lane.epoch, 0)
@@ -41,7 +41,7 @@ class SendLane(SendingEnd):
             raise LinkError(f"the link goes over {self.transport}")
 
     def move(self, move: Move) -> float:
-        """Returns the seconds from the first ship to the last confirmation."""
+        """Returns the seconds from the first shipment to the last confirmation."""
         self.ships_s, self.confirms_s = [], []
         self._num_offered = self._num_done = 0
         for _ in range(min(move.count, move.num_under_way)):
@@ -71,7 +71,7 @@ class SendLane(SendingEnd):
         self._exports.computed(request, [TokenOutput(request.request_id, 0, 0, 0, 1)])
 
     def urgent(self, conn: str, body: wire.Body) -> bool:
-        """Confirms on the mailbox's thread, as Handover.intercept does."""
+        """Handles confirmations on the mailbox's thread, as Handover.intercept does."""
         if not isinstance(body, wire.Confirm):
             return super().urgent(conn, body)
         held = self._exports.held.answer(conn, body, self.mailbox.send, note_nothing)

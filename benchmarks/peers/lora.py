@@ -1,4 +1,4 @@
-"""Child of `lora`: the least milliseconds of decode steps with and without adapters, which take turns."""
+"""Child process of `lora`: measures the shortest times of decode steps with and without adapters, which take turns."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Step = Callable[[], object]
 
 
 class LoraFolders:
-    """Adapters that share one file of weights, under other settings and so with other digests."""
+    """Adapters that share one file of weights, but have different settings and therefore different digests."""
 
     def __init__(self, place: Path, model: Path) -> None:
-        """`place`: the folder for them."""
+        """`place`: the folder in which adapters are made."""
         self._place = place
         self._num = 0
         numbers = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def model_of(spec: Spec, adapters: AdapterSettings) -> CausalLM:
 
 
 def batch_of(pool: KVPool, num_seqs: int, num_adapters: int | None) -> ForwardBatch:
-    """Returns a decode step of sequences whose blocks lie scattered over the pool, with adapters in turn."""
+    """Returns a decode step of sequences with scattered blocks, which use the adapters in turn."""
     per_seq = pool.layout.num_blocks_for(CONTEXT_LEN + 1)
     blocks = random.Random(num_seqs).sample(range(pool.num_blocks), num_seqs * per_seq)
     chunks = []
@@ -95,7 +95,7 @@ def batch_of(pool: KVPool, num_seqs: int, num_adapters: int | None) -> ForwardBa
 
 
 def least_ms(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Returns each step's least milliseconds; they take turns."""
+    """Returns the shortest time of each step in milliseconds. The steps take turns."""
     found = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for name, step in steps.items():

@@ -1,6 +1,6 @@
-"""Writes a model: a Llama with seeded random weights, made on a device, and a tokenizer.
+"""Writes a model: a Llama with seeded random weights, which are made on a device, and a tokenizer.
 
-Weights are spread so that activations stay near one: inputs of matrices are normalised.
+The weights' scale keeps activations near one, because the inputs of matrices are normalised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_model(folder: Path, shape: ModelShape, dtype: torch.dtype = torch.float
 
 
 def write(model: transformers.PreTrainedModel, folder: Path) -> None:
-    """Writes it with a tokenizer of its vocabulary."""
+    """Writes the model, with a tokenizer for its vocabulary."""
     model.save_pretrained(folder, max_shard_size="1GB")
     made = make_tokenizer(model.config.vocab_size)
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -50,7 +50,7 @@ def write(model: transformers.PreTrainedModel, folder: Path) -> None:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Makes every byte a token (0-255), then <pad>, <bos>, <eos>; the rest are words that no text contains."""
+    """Makes a token for each byte (0-255), then <pad>, <bos> and <eos>; the others are words that no text contains."""
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<bos>", "<eos>"]
     names += [f"<w{i}>" for i in range(len(names), vocab_size)]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))

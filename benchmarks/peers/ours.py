@@ -1,6 +1,6 @@
-"""pd-cluster's engine, in process: every request is added at once, then steps until none is left.
+"""Runs pd-cluster's engine in this process: adds all requests at once, and runs steps until none is left.
 
-Prefix caching is off, as it is for the other engine.
+Prefix caching is off, as in the other engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 class Driver:
-    """An engine core, with requests of new prompts for it."""
+    """An engine core, with methods to add requests with new prompts."""
 
     def __init__(self, core: EngineCore, runner: ModelRunner, seed: int) -> None:
         self.core, self.runner = core, runner

@@ -1,8 +1,9 @@
-"""Many streamed chats at once, at little cost: raw connections, no HTTP library, only counted fields parsed.
+"""Sends many streamed chats at a time at low cost: over raw connections without an HTTP library, and parsing only
+counted fields.
 
     python -m benchmarks.peers.router_load SPEC RESULT
 
-Reads the router's CPU time and memory itself, exactly around its own load. Knows nothing of the server.
+Reads the router's CPU time and memory directly before and after its load. Knows nothing of the server.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pd_cluster.bench.process_times import cpu_s
 
 END_OF_BODY = b"0\r\n\r\n"
 MAX_ERRORS = 10
-GAPS_OF_EVERY = 16  # streams, the gaps of one are kept
+GAPS_OF_EVERY = 16  # the gaps of one in this many streams are kept
 SETTLE_S = 0.5
 _TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
@@ -44,7 +45,7 @@ class Client(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop has a class of its own
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is a different one
 
     def send(self, seed: int, request: bytes) -> None:
         assert self._transport is not None
@@ -75,7 +76,7 @@ class Client(asyncio.Protocol):
             self.ended(self, "" if self.num_events else f"not a stream: {self._tail[:200]!r}")
 
     def num_tokens(self) -> int:
-        """Returns the number in the answer's usage."""
+        """Returns the number of tokens in the answer's usage."""
         found = _TOKENS.findall(self._tail)
         return int(found[-1]) if found else 0
 
@@ -106,7 +107,7 @@ class LoadGenerator:
     async def run(self) -> LoadResult:
         load, spec = self._load, self._spec
         rss_before = rss_nbytes(spec.pid)
-        if not load.rate_per_s:  # connecting is not part of any request
+        if not load.rate_per_s:  # connects first, so that no request includes it
             self._idle = [await self._connect() for _ in range(load.num_open)]
         before_s, waited_before_s = cpu_s(spec.pid), waited_s(spec.pid)
         own_before_s, started_s = time.process_time(), time.monotonic()
@@ -137,7 +138,7 @@ class LoadGenerator:
         return result
 
     async def _fill(self) -> None:
-        """Keeps `num_open` requests open: starts them here, and another whenever one ends."""
+        """Keeps `num_open` requests open: starts that many, and another one whenever one ends."""
         for _ in range(min(self._load.num_open, self._load.num_requests)):
             self._send()
             if self._num_sent % 50 == 0:

@@ -1,9 +1,10 @@
-"""Made-up workers behind a real scheduler: they answer `/instance`, speak the protocol, and wait in place of computing.
+"""Simulated workers behind a real scheduler: they answer `/instance`, use the workers' protocol, and wait instead of
+computing.
 
     python -m benchmarks.peers.router_workers SPEC
 
-Tokens, step times and links are made up; messages, their number and their sizes are those of real workers, including
-trace events. All workers of the spec share this process, each with a mailbox of its own.
+Tokens, step times and links are invented. Messages, including trace events, have the same number and sizes as those of
+real workers. All workers of the spec share this process, each with its own mailbox.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Leg:
     conn: str
     submit: wire.Submit
     read_s: float
-    num_tokens: int = 0  # made up so far
+    num_tokens: int = 0  # number of tokens sent so far
 
     @property
     def num_sequences(self) -> int:
@@ -69,7 +70,8 @@ class Leg:
 
 
 class Worker:
-    """One instance: it computes one prompt after the other at a given speed, and decodes a given number of sequences.
+    """One instance. It computes one prompt after the other at a given speed, and decodes up to a given number of
+    sequences.
 
     `handed_over(name@epoch, transfer id)` reports to another instance that a prompt has landed there.
     """
@@ -79,14 +81,14 @@ class Worker:
         self.links: dict[str, LinkState] = {}
         self._spec, self._handed_over = spec, handed_over
         self._loop = asyncio.get_running_loop()
-        # By transfer id: prompts to compute, or to decode when they have landed; landed, without a place; with a place.
+        # Legs by transfer id: expected (to compute, or to decode once landed), landed but not running, and running.
         self._expected: dict[str, Leg] = {}
         self._waiting: dict[str, Leg] = {}
         self._running: dict[str, Leg] = {}
         self._num_running = 0  # sequences
-        self._free_s = 0.0  # when the previous prompt is computed
-        self._landed: set[str] = set()  # before its Submit was read
-        self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs handed over with the last step
+        self._free_s = 0.0  # time at which the previous prompt is computed
+        self._landed: set[str] = set()  # transfers that landed before their Submit was read
+        self._ends: dict[str, list[LegEnd]] = {}  # conn -> ends of legs that were handed over with the last step
         self._events: list[wire.TraceEvent] = []
         self._mailbox = Mailbox(Life(me.name, self.epoch), "worker", spec.credentials, Timeouts())
         self._port = self._mailbox.bind(HOST, PortRange())
@@ -132,7 +134,7 @@ class Worker:
 
     def on_fatal(self, error: BaseException) -> None:
         traceback.print_exception(error)
-        os._exit(1)  # otherwise the scheduler would wait for an instance that has failed
+        os._exit(1)  # otherwise the scheduler would wait for a failed instance
 
     def load(self) -> wire.Load:
         is_prefill = self.me.role == "prefill"
@@ -178,7 +180,7 @@ class Worker:
         self._events.append(wire.TraceEvent(transfer_id, time.monotonic(), what, numbers))
 
     def _tokens(self, leg: Leg, position: int) -> list[TokenOutput]:
-        """Returns a token of each of the request's sequences."""
+        """Returns a token for each sequence of the request."""
         token_ids, submit = self._spec.token_ids, leg.submit
         ending = "length" if position + 1 >= submit.order.sampling.max_tokens else None
         token_id = token_ids[position % len(token_ids)]
@@ -188,7 +190,7 @@ class Worker:
         ]
 
     def _computed(self) -> dict[str, Leg]:
-        """Takes the prompts that are computed by now."""
+        """Removes and returns the prompts whose computation has ended."""
         found = {}
         for transfer_id, leg in self._expected.items():
             took_s = len(leg.submit.order.prompt_token_ids) / self._spec.prefill_tokens_per_s
@@ -202,7 +204,7 @@ class Worker:
         return found
 
     def prefill_step(self) -> None:
-        """Answers computed prompts: their first tokens now, the end of their legs with the next step."""
+        """Answers computed prompts: sends their first tokens now, and the ends of their legs with the next step."""
         ends, self._ends = self._ends, {}
         tokens: dict[str, list[TokenOutput]] = {}
         prompts: dict[str, list[PromptOutput]] = {}
@@ -220,7 +222,7 @@ class Worker:
             self._send(conn, tokens.get(conn, []), ends.get(conn, []), prompts.get(conn, []))
 
     def _admit(self) -> None:
-        """Gives places to landed prompts, in the order in which they landed."""
+        """Starts landed prompts, in the order in which they landed, while there is capacity."""
         while self._waiting:
             transfer_id, leg = next(iter(self._waiting.items()))
             if self._num_running and self._num_running + leg.num_sequences > self._spec.max_num_seqs:
@@ -229,7 +231,7 @@ class Worker:
             self._num_running += leg.num_sequences
 
     def decode_step(self) -> None:
-        """Sends a token of every sequence with a place; a new one repeats its first token in the same message."""
+        """Sends a token of every running sequence; a new sequence repeats its first token in the same message."""
         self._admit()
         tokens: dict[str, list[TokenOutput]] = {}
         for transfer_id, leg in list(self._running.items()):
@@ -254,7 +256,7 @@ class Worker:
 
 
 async def answer(worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers every request as `/instance`."""
+    """Answers every HTTP request as `/instance` does."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError):
         while await reader.readuntil(b"\r\n\r\n"):
             body = msgspec.json.encode(worker.info)
@@ -273,9 +275,9 @@ async def steps(step: Callable[[], None], step_s: float) -> None:
 
 
 async def until_told(*loops: Coroutine[None, None, None]) -> None:
-    """Runs them until standard input ends, which happens when the parent ends or closes it.
+    """Runs the loops until standard input ends, because the parent ends or closes it.
 
-    An error in one of them ends all.
+    An error in one loop ends all.
     """
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

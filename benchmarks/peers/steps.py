@@ -1,6 +1,6 @@
-"""One step of pd-cluster's engine, taken apart: decode of 1 and of 32, a long prefill, sampling, a cached prefix.
+"""Measures the parts of steps of pd-cluster's engine: decode of 1 and of 32, a long prefill, sampling, a cached prefix.
 
-Whole steps are timed from outside; their parts are read from `core.times`. All figures are medians.
+Whole steps are timed here; `core.times` has the times of their parts. All figures are medians.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pd_cluster.settings.engine_config import EngineConfig
 SEED = 1000
 PROMPT_LEN = 128
 SUFFIX_LEN = 64
-NUM_SETTLING_STEPS = 3  # decode steps before the counted ones
+NUM_SETTLING_STEPS = 3  # number of uncounted decode steps at the start
 TOP_K_TOP_P = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 GREEDY: dict[str, float] = {}
 
 
 class Bench(Driver):
-    """One engine with its default settings, and so with the prefix cache; prompts are new unless meant otherwise."""
+    """One engine with default settings, and so with the prefix cache, which only some prompts use."""
 
     def decode(self, num_seqs: int, num_steps: int, sampling: dict[str, float]) -> dict[str, float]:
-        """Returns medians of decode steps in milliseconds, by part; `step` is the whole."""
+        """Returns the medians of decode steps in milliseconds, by part; `step` is the whole step."""
         num_tokens = 1 + NUM_SETTLING_STEPS + num_steps
         drawn = structs.replace(greedy(num_tokens + 1), **sampling)
         requests = [self.add(self.prompt(PROMPT_LEN), drawn) for _ in range(num_seqs)]
@@ -59,14 +59,14 @@ class Bench(Driver):
         }
 
     def ttft_s(self, prompt: list[int]) -> tuple[float, int]:
-        """Returns the seconds from adding the request, alone, to its first token; and its cached prompt tokens."""
+        """Returns the seconds from adding a single request to its first token, and its cached prompt tokens."""
         start_s = time.perf_counter()
         request = self.add(prompt, greedy(1))
         self.drain()
         return time.perf_counter() - start_s, request.num_cached_tokens
 
     def prefix(self, prefix_len: int, num_repeats: int) -> dict[str, float]:
-        """Measures a suffix after a cached prefix, and the suffix alone, in turn. Suffixes are new each time."""
+        """Measures a suffix after a cached prefix and a suffix alone, in turn. Suffixes are new each time."""
         shared = self.prompt(prefix_len)
         for _ in range(2):
             self.ttft_s(shared + self.prompt(SUFFIX_LEN))
@@ -90,7 +90,7 @@ class Bench(Driver):
 
 
 def message_s(result: StepResult) -> float:
-    """Returns the seconds of encoding a step's tokens for the scheduler."""
+    """Returns the seconds that it takes to encode a step's tokens for the scheduler."""
     start_s = time.perf_counter()
     wire.encode_body(wire.Outputs([token for _, token in result.sampled]))
     return time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""A rank process that counts its messages to the mates of its unit, in a file: `unit_member FD COUNT_FILE`."""
+"""A rank process that counts, in a file, its messages to the other members of its unit: `unit_member FD COUNT_FILE`."""
 
 from __future__ import annotations
 

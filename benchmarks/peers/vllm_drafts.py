@@ -1,9 +1,9 @@
-"""Decodes prompts with vLLM, without and with its n-gram drafts, in a Python of its own that has vLLM for CPUs.
+"""Decodes prompts with vLLM, without and with its n-gram drafts. Runs in a Python that has vLLM for CPUs.
 
     PYTHON vllm_drafts.py SPEC RESULT
 
-Spec and result are JSON: see benchmarks/speculative.py. Knows nothing of pd_cluster. A time is that of whole answers
-less that of first tokens.
+Spec and result are JSON: see benchmarks/speculative.py. Knows nothing of pd_cluster. A time is the time of whole
+answers minus the time of first tokens.
 """
 
 import gc
@@ -22,7 +22,7 @@ def main() -> None:
 
 def decoded(spec: dict[str, Any], drafts: dict[str, Any] | None) -> dict[str, Any]:
     """Returns seconds and answers of each round; the first round is not counted."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]  # in that Python
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]  # exists in that Python
 
     llm = LLM(
         spec["model"],

@@ -1,8 +1,9 @@
-"""`python -m benchmarks agents`: sessions of agents on simulated prefill instances, with and without --prefix-pull.
+"""`python -m benchmarks agents`: serves agents' sessions on simulated prefill instances, with and without
+--prefix-pull.
 
 The simulator serves a trace of sessions (`agents_trace`) with 1, 2 and 4 prefill instances of the same total memory and
-speed. One instance shows what a single pool of all the memory would do. The working set, which is the contexts of the
-sessions that are open at a time, is `SET_SHARE` times the pools.
+speed. One instance shows the effect of a single pool with all the memory. The working set, which consists of the
+contexts of all sessions that are open at a time, is `SET_SHARE` times as large as the pools.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from pd_cluster.simulate.simulation import silent, simulate
 
 SET_SHARE = 2.5
 NUM_DECODE = 8
-TOKENS_PER_S = 160_000.0  # prompts, of all prefill instances together
+TOKENS_PER_S = 160_000.0  # prompt tokens a second of all prefill instances together
 LINK_NBYTES_PER_S, TOKEN_NBYTES = 40e9, 1 << 16
-SCALE = 8  # tokens of the trace for a simulated one, since hashing all of them takes long
-COMPACT_SHARE = 0.008  # of turns, which begin again with a summary
+SCALE = 8  # tokens of the trace per simulated token, because hashing all of them would take too long
+COMPACT_SHARE = 0.008  # share of turns that replace the context by a summary
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Medians, in tokens and seconds. `num_open`: sessions at a time; a session's turns are geometric."""
+    """Medians, in tokens and seconds. `num_open`: open sessions. The number of turns is geometrically distributed."""
 
     num_open: int = 48
     num_turns: int = 64
     num_requests: int = 2000
     num_systems: int = 4  # system prompts with the definitions of tools
     system_tokens: int = 24_576
-    start_tokens: int = 112_000  # of a session's first message: files and history
-    result_tokens: int = 2_400  # of a tool
+    start_tokens: int = 112_000  # length of a session's first message: files and history
+    result_tokens: int = 2_400  # length of a tool's result
     output_tokens: int = 317
     tool_s: float = 6.0
-    user_s: float = 240.0  # of one pause in eight
+    user_s: float = 240.0  # duration of every eighth pause, on average
 
 
 def run(num_requests: int, seed: int, export: str, json: str) -> None:
@@ -82,7 +83,7 @@ def _results(num_prefill: int, pulls: bool, outcomes: Sequence[Outcome]) -> list
 
 
 def agents_trace(agents: Agents, seed: int) -> list[Arrival]:
-    """Returns the turns in order of time: the same for equal arguments."""
+    """Returns the turns in order of time. Equal arguments give equal turns."""
     rng, fresh = random.Random(f"agents {seed}"), itertools.count(1_000)
     found: list[Arrival] = []
     opened = [_sessions(agents, rng.getrandbits(64), fresh, slot) for slot in range(agents.num_open)]
@@ -127,7 +128,7 @@ def _drawn(rng: random.Random, median: float, sigma: float) -> int:
 
 
 def reused_shares(arrivals: Sequence[Arrival]) -> list[float]:
-    """Returns for each turn the share of its prompt that an infinite cache would have."""
+    """Returns, for each turn, the share of its prompt that an infinite cache would contain."""
     known: set[int] = set()
     found = []
     for each in arrivals:
@@ -138,7 +139,7 @@ def reused_shares(arrivals: Sequence[Arrival]) -> list[float]:
 
 
 def pool_tokens(agents: Agents, arrivals: Sequence[Arrival]) -> int:
-    """Returns the tokens of all prefill pools together: the working set divided by SET_SHARE."""
+    """Returns the tokens that all prefill pools hold together: the working set divided by SET_SHARE."""
     mean = sum(each.num_prompt_tokens for each in arrivals) / len(arrivals)
     return round(agents.num_open * mean / SET_SHARE)
 

@@ -1,7 +1,8 @@
-"""`python -m benchmarks long-prompts`: first tokens of 200-token requests while one long prompt is computed.
+"""`python -m benchmarks long-prompts`: measures times to the first token of 200-token requests while one long prompt is
+computed.
 
-A real cluster of one prefill and one decode instance, and a random model of one layer with one head of 16. The short
-requests arrive as a Poisson process, first alone and then beside the long prompt.
+Runs a real cluster of one prefill and one decode instance, with a random model of one layer with one head of 16. The
+short requests arrive as a Poisson process, first alone and then while the long prompt is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ P99_GOAL = 3.0
 
 @dataclass(frozen=True, slots=True)
 class LongPrompt:
-    """The long prompt's tokens and the most seconds that it may take; the rate and duration of the short requests."""
+    """The long prompt's tokens and its maximum duration; the rate and duration of the short requests."""
 
     num_tokens: int
     rate: float
@@ -112,7 +113,7 @@ async def _short(client: httpx.AsyncClient, load: LongPrompt, seconds: float) ->
 
 
 async def _one(client: httpx.AsyncClient, load: LongPrompt, admin_url: str) -> Sample:
-    """Sends the long prompt and prints how much of it is computed. Raises GenerationError."""
+    """Sends the long prompt, and prints how much of it has been computed. Raises GenerationError."""
     telling = asyncio.create_task(_tell(load.num_tokens, admin_url))
     try:
         body = _body(random.Random(load.seed), load.num_tokens)
@@ -125,7 +126,7 @@ async def _one(client: httpx.AsyncClient, load: LongPrompt, admin_url: str) -> S
 
 
 async def _tell(num_tokens: int, admin_url: str) -> None:
-    """Computed blocks leave at once, so the bytes that the prefill instance has sent tell its progress."""
+    """Prints the progress by the bytes that the prefill instance has sent: computed blocks are sent at once."""
 
     async def sent_nbytes() -> int:
         return sum(entry.get("kv_sent_nbytes", 0) for entry in await fetch_instances(admin_url))

@@ -1,10 +1,11 @@
 """`python -m benchmarks hog`: measures three quiet tenants while a fourth attacks.
 
-A real cluster of the small vision model. B sends small chats, C thumbnails, D schemas, responses that are kept and an
-adapter of its own, each one request after another. A attacks in several ways in turn: guides that never compile,
-pictures from servers that drip, requests of many sequences, responses to keep, many adapters, long texts to tokenize,
-streams that it leaves. Between two attacks all rest; each attack is compared with the time before the first. A's client
-is a process that leaves its processor to all others: it would have a machine of its own.
+Runs a real cluster with the small vision model. B sends small chats; C sends thumbnails; D sends schemas, stored
+responses and requests to its own adapter. Each sends one request after another. A attacks in several ways in turn:
+guides that never compile, pictures from slow servers, requests of many sequences, responses to store, many adapters,
+long texts to tokenize, streams that it leaves. All tenants pause between two attacks. Each attack is compared with the
+time before the first one. A's client has the lowest priority on the processor, because in reality it would run on
+another machine.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 HOG, QUIET = "sk-tenant-a", ("sk-tenant-b", "sk-tenant-c", "sk-tenant-d")
 MODEL = SHIPPED_MODEL.with_name("tiny-vision")
-PAUSE_S = 0.1  # of a quiet tenant between two requests
+PAUSE_S = 0.1  # a quiet tenant's pause between two requests
 REST_S = 3.0
 HOG_AT_ONCE = 24
 TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 NUM_ADAPTERS, OWN_ADAPTER = 12, "d"
-GOAL = 2.0  # times the p99 without A
+GOAL = 2.0  # maximum p99, as a multiple of the p99 without A
 Asked = tuple[str, dict[str, Any]]  # path and body
 _numbers = itertools.count()
 _large_picture = functools.cache(lambda number: url_of(number, 1024))
@@ -49,7 +50,7 @@ _large_picture = functools.cache(lambda number: url_of(number, 1024))
 
 @dataclass(slots=True)
 class TenantAnswers:
-    """A quiet tenant's answers in one phase, in seconds, and its requests without an answer."""
+    """The durations of a quiet tenant's answers in one phase, in seconds, and its requests that got no answer."""
 
     took_s: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -84,7 +85,7 @@ def quiet_requests(key: str) -> Iterator[Asked]:
             yield "/v1/responses", {"model": MODEL.name, "input": "Hello", "store": True, "max_output_tokens": 8}
 
 
-# ---- attacks: each makes one request of A, which sends HOG_AT_ONCE of them at a time, again and again
+# ---- attacks: each function makes one request of A, which repeatedly sends HOG_AT_ONCE of them at a time
 
 
 def slow_guides(dripping: str) -> Asked:
@@ -127,11 +128,11 @@ ATTACKS: dict[str, Callable[[str], Asked]] = {
     "guides": slow_guides, "dripping": dripping_pictures, "pictures": large_pictures, "n": many_sequences,
     "responses": kept_responses, "adapters": many_adapters, "texts": long_texts, "streams": left_streams,
 }  # fmt: skip
-LEAVES_AFTER_S = {"streams": 0.3}  # TIMEOUT_S of others
+LEAVES_AFTER_S = {"streams": 0.3}  # attack -> seconds; TIMEOUT_S for the others
 
 
 async def run(seconds: float, attacks: str, json: str) -> None:
-    """Measures, prints, writes. Raises PdClusterError: no cluster, an unknown attack."""
+    """Measures, prints and writes. Raises PdClusterError without a cluster, and for an unknown attack."""
     names = names_of("--attacks", attacks, ATTACKS)
     if seconds <= 0:
         raise ConfigError(f"--seconds {seconds:g}: must be above 0")
@@ -142,7 +143,7 @@ async def run(seconds: float, attacks: str, json: str) -> None:
             running(_launch(folder)) as cluster,
             _client(cluster.launch.url) as client,
         ):
-            await _phase(client, 2.0, None, dripping)  # children and kernels start
+            await _phase(client, 2.0, None, dripping)  # a warm-up that starts child processes and compiles kernels
             alone = await _phase(client, seconds, None, dripping)
             _tell("without A", alone, alone)
             results: list[Result] = []
@@ -158,7 +159,7 @@ async def run(seconds: float, attacks: str, json: str) -> None:
 async def _phase(
     client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str
 ) -> dict[str, TenantAnswers]:
-    """Returns the answers of each quiet tenant while A attacked for so long, or did not."""
+    """Returns the answers of each quiet tenant during `seconds`, while A attacks or, with None, does not."""
     seen = {key: TenantAnswers() for key in QUIET}
     with _attacking(str(client.base_url), attack, dripping) if attack else contextlib.nullcontext():
         until_s = time.monotonic() + seconds
@@ -168,7 +169,7 @@ async def _phase(
 
 @contextlib.contextmanager
 def _attacking(url: str, attack: str, dripping: str) -> Iterator[None]:
-    """Runs A's client as a process that has begun to send. Raises PdClusterError if it does not start."""
+    """Runs A's client in a process; yields when it sends. Raises PdClusterError if it does not start."""
     context = multiprocessing.get_context("spawn")
     has_begun = context.Event()
     process = context.Process(target=_attack, args=(url, attack, dripping, has_begun), daemon=True)
@@ -270,7 +271,7 @@ def _launch(folder: str) -> Launch:
 
 @contextlib.asynccontextmanager
 async def _dripping_server() -> AsyncIterator[str]:
-    """Serves pictures of which a byte comes each second."""
+    """Serves pictures at a rate of one byte a second."""
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):

@@ -1,7 +1,8 @@
-"""`python -m benchmarks batches`: first tokens of interactive requests during a batch of many lines.
+"""`python -m benchmarks batches`: measures times to the first token of interactive requests during a batch of many
+lines.
 
-A real cluster of the shipped model. Interactive chats arrive as a Poisson process, first alone and then while a batch
-is answered. A step of the batch is the time of one of its prompts on the idle cluster.
+Runs a real cluster with the shipped model. Interactive chats arrive as a Poisson process, first alone and then while a
+batch is answered. A step of the batch is the time that one of its prompts takes on the idle cluster.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _results(alone: list[float], beside: list[float], step_s: list[float]) -> It
 
 
 async def _interactive(client: httpx.AsyncClient, load: BatchLoad, seconds: float) -> list[float]:
-    """Returns the times to the first token, except those of the first seconds. Raises GenerationError."""
+    """Returns the times to the first token, without the first seconds' requests. Raises GenerationError."""
     draw, started_s = random.Random(load.seed), time.monotonic()
 
     def body_of(number: int) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _first_token_s(answer: Answer) -> float:
 
 
 async def _steps_s(client: httpx.AsyncClient, seed: int) -> list[float]:
-    """Returns how long prompts of the batch take, one after another, for one token each."""
+    """Returns the times that prompts of the batch take, sent one after another, each for one token."""
     draw, found = random.Random(f"{seed} steps"), []
     for _ in range(NUM_STEPS):
         started_s = time.monotonic()
@@ -142,7 +143,7 @@ async def _steps_s(client: httpx.AsyncClient, seed: int) -> list[float]:
 
 
 def _chat(draw: random.Random, max_tokens: int) -> dict[str, Any]:
-    """Returns a chat whose prompt no other chat shares."""
+    """Returns a chat with a prompt that no other chat has."""
     text = " ".join(draw.choice(WORDS) for _ in range(NUM_WORDS))
     return {
         "model": MODEL,

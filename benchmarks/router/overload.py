@@ -1,9 +1,9 @@
-"""`python -m benchmarks overload`: the fate of requests when three times as many arrive as the cluster can serve.
+"""`python -m benchmarks overload`: measures how requests fare if three times as many arrive as the cluster can serve.
 
-The real scheduler serves in front of made-up workers whose speed a clock sets, so that the capacity is known and
-nothing depends on this machine's speed. Requests arrive as a Poisson process: at 80 % of the capacity, at three times
-the capacity, and at three times from one API key with a tenth from another. Prefill is the bottleneck in one shape,
-decode in the other.
+The real scheduler serves in front of simulated workers whose speed a clock sets, so that the capacity is known and
+nothing depends on this machine's speed. Requests arrive as a Poisson process in three runs: at 80 % of the capacity, at
+three times the capacity, and at three times the capacity from one API key with a tenth of it from another. Prefill is
+the bottleneck in one shape, decode in the other.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from pd_cluster.result_tables import Report, Result
 
 STEP_S = 0.04
 SHORTEST, LONGEST = 100, 500  # prompt tokens
-NORMAL, OVERLOAD, GUEST = 0.8, 3.0, 0.1  # of the capacity
-WARM_S = 3.0  # warm-up, not counted
-HOG_QUEUE_S = 1.0  # longer than one of a hog's requests takes to make room for another
+NORMAL, OVERLOAD, GUEST = 0.8, 3.0, 0.1  # loads, as multiples of the capacity
+WARM_S = 3.0  # duration of the warm-up, which is not counted
+HOG_QUEUE_S = 1.0  # longer than a hog's request takes to make room for another one
 CLIENT_TIMEOUT_S = 60.0
 KEYS = ("bench-one", "bench-two")
 MOST_OPEN = 2000
-NUM_POOLS = 50  # a pool takes time for each of its connections whenever one ends
+NUM_POOLS = 50  # number of connection pools: whenever a connection ends, its pool spends time on each of the others
 GOODPUT_GOAL, FIRST_TOKEN_GOAL, REFUSAL_GOAL_S, CPU_GOAL = 0.95, 2.0, 0.1, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`hog_n`: sequences of each of a hog's requests, which are as many fewer. `max_queue_s` is about a first token's
-    time at 80 % of the capacity.
+    """`hog_n`: the number of sequences of each of a hog's requests, by which their number is divided. `max_queue_s` is
+    about the time to the first token at 80 % of the capacity.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def capacity(self) -> float:
-        """The most requests per second that the workers serve, by their clock."""
+        """The maximum number of requests per second that the workers serve by their clock."""
         return 1 / self.takes_s((SHORTEST + LONGEST) // 2, self.num_output_tokens)
 
     def takes_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
@@ -81,15 +81,15 @@ SHAPES = {
 
 @dataclass(slots=True)
 class Run:
-    """One key's run: its duration, its share of the capacity, and the sequences `n` of each request."""
+    """One key's run: its duration, its share of the capacity, and the number `n` of sequences of each request."""
 
     shape: Shape
     key: str
     share: float
     n: int
     took_s: float
-    samples: list[tuple[float, Sample]] = field(default_factory=list)  # when each was sent, from the beginning
-    workers_cpu: float = 0.0  # cores
+    samples: list[tuple[float, Sample]] = field(default_factory=list)  # (time of sending after the start, sample)
+    workers_cpu: float = 0.0  # CPU use of the workers, in cores
 
     @property
     def counted(self) -> list[Sample]:
@@ -120,7 +120,7 @@ class Run:
 
 
 async def run(seconds: float, shapes: str, seed: int, quick: bool, json: str) -> None:
-    """Raises PdClusterError: a scheduler that does not start, failed requests."""
+    """Measures and reports. Raises PdClusterError if a scheduler does not start, and for failed requests."""
     names = names_of("--shapes", shapes, SHAPES)
     if seconds <= WARM_S:
         raise ConfigError(f"--seconds {seconds:g}: must be above {WARM_S:g}; the first ones do not count")
@@ -141,13 +141,13 @@ async def run(seconds: float, shapes: str, seed: int, quick: bool, json: str) ->
 
 
 def runs_of(shape: Shape, seconds: float) -> list[list[Run]]:
-    """Returns the runs of one after the other, those of several keys together; the last key's counts."""
+    """Returns groups of simultaneous runs, one run per key; a group's last run counts."""
     alone = [[Run(shape, KEYS[0], share, 1, seconds)] for share in (NORMAL, OVERLOAD)]
     return [*alone, [Run(shape, KEYS[0], OVERLOAD, shape.hog_n, seconds), Run(shape, KEYS[1], GUEST, 1, seconds)]]
 
 
 async def measured(folder: Path, runs: Sequence[Run], seed: int) -> Run:
-    """Runs them together. Returns the last one."""
+    """Makes the runs at the same time. Returns the last one."""
     counts = runs[-1]
     max_queue_s = HOG_QUEUE_S if len(runs) > 1 else counts.shape.max_queue_s
     launch = made_up_launch([f"--max-queue-time={max_queue_s:g}"], KEYS)

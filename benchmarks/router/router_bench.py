@@ -1,9 +1,9 @@
-"""`python -m benchmarks router`: costs of a token, a request and an open stream at the public port.
+"""`python -m benchmarks router`: measures the costs of a token, a request and an open stream at the public port.
 
-The real scheduler, started as the launcher starts it, serves in front of made-up workers that speak its protocol and
-compute nothing. CPU time is read from the kernel, so the load generator costs the scheduler only its cores. Two shapes
-of load, many tokens and many requests, separate the two costs; then a load that takes 80 % of a core shows the
-addition to TTFT.
+The real scheduler, started as the launcher starts it, serves in front of simulated workers that use its protocol and
+compute nothing. CPU time is read from the kernel, so the load generator affects the scheduler only by the cores that it
+uses. Two loads, one of many tokens and one of many requests, separate the costs of both. Then a load that takes 80 % of
+a core shows the time that the scheduler adds to TTFT.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from benchmarks.router.scheduler_target import MODEL_NAME, Target, own_scheduler
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.result_tables import Report, Result, counted
 
-PACED_LOAD = 0.8  # of a core
-HELD_STEP_S = 2.0  # few tokens, since the memory of an open stream counts
-LEAST_COST_S = 1e-4  # per request in the paced load: a fit to noise must not ask for any number of them
+PACED_LOAD = 0.8  # share of a core
+HELD_STEP_S = 2.0  # long, so that there are few tokens while the memory of open streams is measured
+LEAST_COST_S = 1e-4  # minimum cost per request in the paced load, so that a noisy fit cannot make its rate unlimited
 DEADLINE_S = 120.0
-OTHER_FILES = 200  # that a scheduler has open besides its streams
+OTHER_FILES = 200  # files that a scheduler has open besides its streams
 MOST_CPU_TOKEN_US, MOST_CPU_REQUEST_MS, MOST_ADDED_TTFT_MS, MOST_STREAM_KIB = 50.0, 1.25, 10.0, 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU seconds of the scheduler."""
+    """The scheduler's CPU seconds per token and per request."""
 
     token_s: float
     request_s: float
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(slots=True)
 class RouterFigures:
-    """`costs`: each round's. `inside_ms`: the addition to TTFT, by the scheduler's own time stamps."""
+    """`costs`: the costs in each round. `inside_ms`: the time added to TTFT, by the scheduler's own time stamps."""
 
     costs: list[Cost] = field(default_factory=list)
     paced: tuple[RouterLoad, LoadResult] | None = None
@@ -55,7 +55,7 @@ class RouterFigures:
 
 @dataclass(slots=True)
 class Bench:
-    """One run of the command, in a folder of its own."""
+    """One run of the command, in a separate folder."""
 
     rounds: int
     streams: int
@@ -70,7 +70,7 @@ class Bench:
         return RouterLoad(name=name, num_requests=num_requests, num_tokens=num_tokens, num_open=num_open)
 
     def paced(self, costs: list[Cost]) -> RouterLoad:
-        """Returns a load whose rate takes PACED_LOAD of a core, if the cost is right."""
+        """Returns a load whose rate takes PACED_LOAD of a core if the measured costs are right."""
         load = self.request_load("paced", 2000, 50, 64, 0)
         request_s = median(each.request_s for each in costs) + 64 * median(each.token_s for each in costs)
         rate_per_s = 50.0 if self.quick else PACED_LOAD / max(LEAST_COST_S, request_s)
@@ -87,15 +87,15 @@ class Bench:
             found.paced = paced, self.load(target, paced)
             found.inside_ms = target.added_ttft_ms(paced.num_requests)
         with own_scheduler(self.folder, HELD_STEP_S) as target:
-            self.load(target, self.request_load("fill-up", 1200, 10, 1, 8))  # its record of its last requests
+            self.load(target, self.request_load("fill-up", 1200, 10, 1, 8))  # fills the record of last requests
             shape = self.request_load("held", self.streams, self.streams, 64, self.streams)
             found.held = self.load(target, msgspec.structs.replace(shape, is_held=True))
             found.num_held = self.streams
         return found
 
     def in_turn(self, checkout: Path) -> tuple[list[float], list[float]]:
-        """Returns CPU seconds of a request of two tokens, of each round, here and in another checkout."""
-        load = self.request_load("in turn", 500, 20, 2, 16)  # short: others on the machine disturb both alike
+        """Returns the CPU seconds of a request of two tokens in each round, here and in another checkout."""
+        load = self.request_load("in turn", 500, 20, 2, 16)  # short, so that other programs disturb both alike
         found: list[list[float]] = [[], []]
         with contextlib.ExitStack() as running:
             targets = []
@@ -109,7 +109,7 @@ class Bench:
         return found[0], found[1]
 
     def load(self, target: Target, shape: RouterLoad) -> LoadResult:
-        """Sends the load. Raises ChildFailed if no request of it was answered."""
+        """Sends the load. Raises ChildFailed if none of its requests was answered."""
         spec = LoadSpec(target.port, target.pid, MODEL_NAME, shape, self._next_seed, DEADLINE_S)
         self._next_seed += shape.num_requests
         result_file = run_module("router_load", spec, self.folder / "load", DEADLINE_S + 30, 1)
@@ -133,7 +133,7 @@ class Bench:
 
 
 def fit(many: RouterLoad, many_s: float, few: RouterLoad, few_s: float) -> Cost:
-    """Solves two loads of different shapes as two equations: num_tokens * a + num_requests * b = CPU time."""
+    """Solves two loads of different shapes as equations: num_tokens * a + num_requests * b = CPU time."""
     t1, r1 = many.num_requests * many.num_tokens, many.num_requests
     t2, r2 = few.num_requests * few.num_tokens, few.num_requests
     determinant = t1 * r2 - t2 * r1
@@ -141,14 +141,14 @@ def fit(many: RouterLoad, many_s: float, few: RouterLoad, few_s: float) -> Cost:
 
 
 def run(rounds: int, streams: int, against: str, quick: bool, json: str) -> None:
-    """`against`: another checkout. Raises PdClusterError: a scheduler that does not start, requests that failed."""
+    """`against`: another checkout. Raises PdClusterError if a scheduler does not start, and for failed requests."""
     begin(json)
     if quick:
         rounds, streams = 1, min(streams, 50)
     checkout = Path(against).expanduser().absolute() if against else None
     if checkout is not None and not (checkout / "pd_cluster" / "__main__.py").is_file():
         raise ConfigError(f"--against {against}: no checkout of this project is there")
-    raise_open_files(streams + OTHER_FILES)  # the children inherit it
+    raise_open_files(streams + OTHER_FILES)  # child processes inherit the limit
     command = f"python -m benchmarks router --rounds {rounds}{' --quick' * quick}"
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         bench = Bench(rounds, streams, quick, Path(folder))
@@ -181,7 +181,7 @@ def results(found: RouterFigures) -> Iterator[Result]:
 
 
 def compared(ours_s: list[float], theirs_s: list[float]) -> Iterator[Result]:
-    """The least times are those that the machine's other work disturbed least."""
+    """Yields the results. Other work on the machine has disturbed the shortest times the least."""
     ratios = [mine / other for mine, other in zip(ours_s, theirs_s, strict=True)]
     yield result("here, least", [1e3 * each for each in ours_s], "ms", at=0)
     yield result("the other, least", [1e3 * each for each in theirs_s], "ms", at=0)

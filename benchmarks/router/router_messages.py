@@ -1,4 +1,4 @@
-"""Files between `router` or `overload` and their children: one JSON file each way. Imports no torch."""
+"""JSON files between `router` or `overload` and their child processes, one in each direction. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 from pd_cluster.settings.process_configs import Credentials
 from pd_cluster.types import Role
 
-STEP_S = 0.02  # per made-up decode step
-PREFILL_STEP_S = 0.002  # a made-up prompt takes one of these
+STEP_S = 0.02  # duration of a simulated decode step
+PREFILL_STEP_S = 0.002  # duration of a simulated prompt's only step
 TEXT = (
     "The harbour was quiet in the early morning, and the fishing boats lay side by side along the wall. A man in a "
     "blue coat counted the crates on the quay, wrote a number into his book, and counted them again. "
@@ -18,16 +18,16 @@ TEXT = (
 class MadeUpWorker(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
-    port: int  # for HTTP
+    port: int  # the HTTP port
     device_ids: list[str]
 
 
 class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers in one process; they end when their standard input does."""
+    """Workers in one process, which ends when its standard input ends."""
 
     workers: list[MadeUpWorker]
     step_s: float
-    token_ids: list[int]  # their output, repeated
+    token_ids: list[int]  # the workers' output, which is repeated
     credentials: Credentials
     model_identity: str
     max_model_len: int
@@ -39,8 +39,8 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RouterLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`num_requests` streamed chats of `num_tokens` output tokens.
 
-    Without a rate, `num_open` run at a time, each followed by another; with one, they arrive at random times at that
-    rate per second. If `is_held`, all `num_open` stay open until each has its first token, and are then abandoned.
+    Without a rate, `num_open` run at a time, and another one starts when one ends. With a rate per second, they arrive
+    at random times. If `is_held`, `num_open` requests stay open until each has its first token, and are then abandoned.
     """
 
     name: str
@@ -52,7 +52,7 @@ class RouterLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadSpec(msgspec.Struct, frozen=True):
-    """`pid`: the scheduler, whose CPU time and memory, with its children's, are read around the load."""
+    """`pid`: the scheduler. Its CPU time and memory, and its child processes', are read before and after the load."""
 
     port: int
     pid: int
@@ -64,11 +64,11 @@ class LoadSpec(msgspec.Struct, frozen=True):
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
-    cpu_s: float  # the scheduler's
-    own_cpu_s: float  # the load generator's
+    cpu_s: float  # CPU seconds of the scheduler
+    own_cpu_s: float  # CPU seconds of the load generator
     num_done: int
     errors: list[str]
-    gaps_s: list[float]  # between arrivals of one stream, for a sample of streams
+    gaps_s: list[float]  # times between arrivals of one stream, for a sample of streams
     waited_s: float  # time that the scheduler was ready to run but had no core
     rss_before_nbytes: int
-    rss_after_nbytes: int  # with all streams open, if they are held
+    rss_after_nbytes: int  # memory while all streams are open, if they are held

@@ -1,8 +1,8 @@
-"""`python -m benchmarks routing`: conversations of several turns, with one routing policy after another.
+"""`python -m benchmarks routing`: serves conversations of several turns with one routing policy after another.
 
-Each user sends `input_len` random tokens, gets exactly `output_len` back, thinks for a while (exponential, seeded) and
-continues; a turn's prompt is everything said before. The users start spread over `START_S` each. Every policy gets a
-fresh cluster in each round, so that all begin with empty caches, and the same users.
+Each user sends `input_len` random tokens, gets exactly `output_len` back, waits for a while (exponentially distributed,
+seeded) and continues. A turn's prompt begins with the whole conversation before it. The first turns of users are
+`START_S` apart on average. In each round, every policy gets a new cluster with empty caches, and the same users.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.result_tables import Report, Result, percentile, progress
 
 SEED = 0
-START_S = 0.2  # between the first turns of two users, on average
+START_S = 0.2  # mean time between the first turns of two users
 NUM_TOKEN_IDS = 256
-NUM_INSTANCES = 2  # of each role
+NUM_INSTANCES = 2  # instances of each role
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Conversations:
     users: int = 50
     turns: int = 4
     input_len: int = 96
-    first_len: int = 0  # more tokens of the first turn
+    first_len: int = 0  # further tokens of the first turn
     output_len: int = 24
     think_s: float = 1.0
 
     @property
     def num_tokens(self) -> int:
-        """The longest one's."""
+        """The number of tokens of the longest conversation."""
         return self.first_len + self.turns * (self.input_len + self.output_len)
 
 
@@ -53,15 +53,15 @@ class Conversations:
 class PolicyFigures:
     """One policy's results, over all rounds."""
 
-    first_ttft_ms: list[float] = field(default_factory=list)  # of first turns
+    first_ttft_ms: list[float] = field(default_factory=list)  # TTFT of first turns
     later_ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
-    hit_shares: list[float] = field(default_factory=list)  # of prompt tokens on prefill instances; one per round
+    hit_shares: list[float] = field(default_factory=list)  # cached prompt tokens on prefill instances, per round
     kv_nbytes: list[float] = field(default_factory=list)
 
 
 async def run(policies: str, talk: Conversations, rounds: int, json: str) -> None:
-    """Raises PdClusterError: an unknown policy, failed requests."""
+    """Measures and reports. Raises PdClusterError for an unknown policy, and for failed requests."""
     names = names_of("--policies", policies, POLICIES)
     begin(json)
     found = {policy: PolicyFigures() for policy in names}
@@ -108,7 +108,7 @@ class _Talk:
     found: PolicyFigures
 
     async def go_on(self, advance: Callable[[], None]) -> None:
-        """Raises GenerationError."""
+        """Runs the conversation's turns. Raises GenerationError."""
         rng, bench = random.Random(self.seed), self.bench
         prompt: list[int] = []
         more = {"model": self.model, "max_tokens": bench.output_len, "temperature": 0, "ignore_eos": True}

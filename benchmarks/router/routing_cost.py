@@ -1,8 +1,9 @@
-"""`python -m benchmarks routing --instances 32,100,500`: CPU time to route a request, by the cluster's size.
+"""`python -m benchmarks routing --instances 32,100,500`: measures the CPU time to route a request, by the cluster's
+size.
 
-Everything from a tokenized prompt to its pair is measured: the queue's check for room, the lookup of known prefixes,
-the policy. There is no engine, socket or process. Links are all open, or one in twenty is down, or an instance has
-16 open ones and all others are at rest.
+Measures everything from a tokenized prompt to the chosen pair of instances: the queue's check of capacity, the lookup
+of known prefixes, and the policy. There is no engine, socket or process. Links are all open; or one in twenty is down;
+or each instance has 16 open links, and the others are idle.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from pd_cluster.types import LinkState, RequestSpec, Role, Sampling
 SEED = 0
 BLOCK_SIZE = 16
 PROMPT_LEN = 1024
-NUM_PROMPTS = 200  # a round
-KNOWN_SHARE = 0.05  # of the instances have the beginning of a prompt in their caches
-NUM_OPEN = 16  # links of an instance, where the others are at rest
+NUM_PROMPTS = 200  # prompts per round
+KNOWN_SHARE = 0.05  # share of the instances that have a prompt's beginning in their caches
+NUM_OPEN = 16  # open links of an instance whose other links are idle
 LINKS = ("open", "some down", "most at rest")
 LAYOUT = wire.LayoutInfo(
     num_layers=32,
@@ -55,7 +56,7 @@ class _Members:
         self.instances = instances
 
     def watch(self, follower: RosterFollower) -> None:
-        """Nothing is lost."""
+        """Does nothing, because no instance is ever lost."""
 
     async def change(self) -> None:
         await asyncio.Event().wait()
@@ -63,7 +64,7 @@ class _Members:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """As many instances of each role, with work and links by chance."""
+    """A cluster with this number of instances of each role, and random work and links."""
 
     num_each: int
     links: str
@@ -109,7 +110,7 @@ class _Cluster:
 
 
 async def run(instances: str, policies: str, rounds: int, json: str) -> None:
-    """Raises ConfigError: an unknown policy, invalid sizes."""
+    """Measures and reports. Raises ConfigError for an unknown policy, and for invalid sizes."""
     names = names_of("--policies", policies, POLICIES)
     sizes = _sizes(instances)
     begin(json)

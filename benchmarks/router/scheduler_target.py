@@ -1,4 +1,4 @@
-"""This project's scheduler in front of made-up workers. Starts and ends the processes; knows nothing of the figures."""
+"""Starts and ends this project's scheduler in front of simulated workers. Knows nothing of the figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running scheduler and its workers' process."""
+    """A running scheduler, and the process of its workers."""
 
     port: int
     pid: int
@@ -42,7 +42,7 @@ class Target:
     workers_pid: int
 
     def added_ttft_ms(self, num_requests: int) -> list[float]:
-        """Returns the additions of at most this many of the last requests, by time stamps inside the scheduler."""
+        """Returns the times added to at most this many last requests' TTFT, by time stamps in the scheduler."""
         limit = min(num_requests, MAX_REQUESTS)
         answer = httpx.get(f"{self.admin_url}/requests?limit={limit}", timeout=10, trust_env=False).json()
         return [request["added_ttft_ms"] for request in answer["requests"] if request["status"] == "finished"]
@@ -50,14 +50,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """Each made-up worker's speed, by the clock."""
+    """The speed of each simulated worker, by the clock."""
 
     prefill_tokens_per_s: float
     max_num_seqs: int
 
 
 def made_up_launch(arguments: Sequence[str] = (), api_keys: Sequence[str] = ()) -> Launch:
-    """Returns a launch of which only the scheduler is started."""
+    """Returns a launch, of which only the scheduler will be started."""
     return Launch(
         num_prefill=NUM_PREFILL,
         num_decode=NUM_DECODE,
@@ -76,7 +76,7 @@ def own_scheduler(
     pace: WorkerSpeed | None = None,
     checkout: Path | None = None,
 ) -> Iterator[Target]:
-    """Starts `pd-cluster serve` as the launcher does; `checkout`: that of another version. Raises ChildFailed."""
+    """Starts `pd-cluster serve` as the launcher does. `checkout`: the folder of another version. Raises ChildFailed."""
     launch = launch or made_up_launch()
     plan = plan_cluster(launch, folder)
     (scheduler,) = (member for member in plan if member.is_scheduler)
@@ -115,7 +115,7 @@ def own_scheduler(
 
 
 def _await_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits for {"status": "ok"}. Raises ChildFailed."""
+    """Waits until the answer is {"status": "ok"}. Raises ChildFailed."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     with httpx.Client(timeout=5, trust_env=False) as client:
         while process.poll() is None and time.monotonic() < deadline_s:

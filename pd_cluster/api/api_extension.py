@@ -1,6 +1,6 @@
-"""The protocol of an extra that adds to a scheduler's HTTP ports: routes of the admin port, layers of the public one.
+"""The protocol of extras that add routes to a scheduler's admin port, and layers to its public port.
 
-`extra_table.API_EXTENSIONS` names them. Each is made once, in the process that serves the admin port.
+`extra_table.API_EXTENSIONS` names their classes. Each is made once, in the process that serves the admin port.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class PublicPort:
     def client(self) -> httpx.AsyncClient:
         """Makes a client without a read timeout, because the public port has a deadline for requests.
 
-        Does not check the certificate: it names the host that clients use, but this connection stays on this host.
+        The client does not check the certificate, which has the host name that clients use; the connection stays on
+        this host.
         """
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=self.uds or None, verify=False),
@@ -68,10 +69,10 @@ class ClusterView:
 
 class ApiExtension(Protocol):
     def admin_routes(self, seen: Sequence[APIRouter]) -> APIRouter:
-        """Returns routes for the admin port, which guard themselves. `seen`: unguarded ones that show the cluster."""
+        """Returns the admin port's routes, which check access themselves. `seen`: routes to add, without a check."""
 
     def public_layers(self, file_keys: FileKeys | None) -> Iterable[Middleware]:
-        """Returns layers in front of the public port's API, from the inside out. They see requests without a key."""
+        """Returns layers in front of the public port's API, innermost first. They also see requests without a key."""
 
 
 def api_extensions(view: ClusterView) -> list[ApiExtension]:

@@ -1,7 +1,7 @@
 """One of several API processes: `python -m pd_cluster.api.api_process FD`.
 
-FD is one end of a socket pair whose other end the scheduler holds. The process reads its configuration and the
-instances, and reports its outstanding work (process_messages.py). It ends with the scheduler, or on its request.
+FD is one end of a socket pair whose other end the scheduler holds. The process receives its configuration and the
+instances, and reports its outstanding work (process_messages.py). It ends when the scheduler ends or asks it to.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def _until(
     writer: asyncio.StreamWriter,
     fatal: asyncio.Future[None],
 ) -> None:
-    """Runs until the scheduler is gone, which ends `listening`, or until a part of this process fails."""
+    """Runs until `listening` ends, because the scheduler is gone, or until a part of this process fails."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
@@ -129,7 +129,7 @@ async def _listen(
     file_keys: FileKeys | None,
     pause: Callable[[PauseUpdate], Awaitable[None]],
 ) -> None:
-    """Follows the scheduler's messages until it is gone. Its Stop message calls `stops`."""
+    """Applies the scheduler's messages until the scheduler is gone. A Stop message calls `stops`."""
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
             news = msgspec.json.decode(line, type=ToApi)

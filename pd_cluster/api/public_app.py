@@ -104,7 +104,7 @@ def public_app(
 
 @contextlib.asynccontextmanager
 async def in_background(app: FastAPI) -> AsyncIterator[None]:
-    """Runs the app's own work meanwhile: its batches."""
+    """Runs the app's batches while the context is open."""
     running = [asyncio.ensure_future(run()) for run in app.state.background]
     for task in running:
         task.add_done_callback(_note_end)
@@ -189,18 +189,18 @@ def _app(service: TextService) -> FastAPI:
 def _put_in_front(
     app: FastAPI, service: TextService, drain: Drain, file_keys: FileKeys | None, layers: Sequence[Middleware]
 ) -> None:
-    """Adds the layers from the inside out: the last one sees a request first."""
+    """Adds the layers, innermost first; the last one added sees a request first."""
     http = service.settings.http
     app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
     app.add_middleware(ReservationMiddleware, admission=service.router.admission)
     app.add_middleware(DrainMiddleware, drain=drain, root_path=http.root_path)
-    if service.tracing is not None:  # inside of the key check, so that only valid callers cause traces
+    if service.tracing is not None:  # behind the key check, so that only valid callers cause traces
         app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:
         app.add_middleware(ApiKeys, http=http, counts=service.router.stats.tenants, file_keys=file_keys)
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
-    if http.allowed_origins:  # outside of the key check: preflights have no key, and pages may read a 401
+    if http.allowed_origins:  # in front of the key check, because preflights have no key, and pages may read a 401
         app.add_middleware(
             Cors,
             allow_origins=http.allowed_origins,
@@ -218,7 +218,7 @@ def _put_in_front(
 
 
 def health_of(instances: list[Instance], awaits_pair: bool) -> Health:
-    """Returns the health: with a reason if no request can be served; `degraded` if an instance or link is missing."""
+    """Returns the health, with a reason if no request can be served; `degraded` if an instance or link is missing."""
     shown = {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances}
     health = Health("ok", shown, refused_links(instances))
     if awaits_pair or not is_served(instances):

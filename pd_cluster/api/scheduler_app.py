@@ -1,7 +1,8 @@
-"""Assembles the scheduler: cluster membership, and serving of requests. Never imports torch.
+"""Assembles the scheduler, which manages the cluster's membership and serves requests. Never imports torch.
 
-A single API process is this process; several are its children (cluster/processes/api_processes.py), while it queries
-the workers, drains, changes roles, and answers at the admin port.
+With one API process, the scheduler's own process serves requests. Several are its children
+(cluster/processes/api_processes.py), while it queries the workers, drains, changes roles, and answers at the admin
+port.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class KnownCluster:
 class Extras:
     """The optional parts of a scheduler. `join`: address and port for workers in no table.
 
-    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `weights`: the folder below
-    which other weights lie, and the trainers' addresses; "": the weights stay. `lease`: for one of several schedulers.
-    `keys`: the keys of --api-key-file.
+    `lora_root`: the folder below which adapters may be loaded at run time; "": none. `weights`: the folder below which
+    other weights may be loaded from, and the trainers' addresses; "": weights cannot be replaced. `lease`: for one of
+    several schedulers. `keys`: the keys of --api-key-file.
     """
 
     join: tuple[str, int] | None = None
@@ -103,7 +104,7 @@ class SchedulerServer:
     ) -> None:
         lease, credentials, timeouts = extras.lease, known.credentials, config.timeouts
         self._config, self._keys, self._listeners = config, extras.keys, listeners
-        self._file_keys: FileKeys | None = None  # set if this process itself serves
+        self._file_keys: FileKeys | None = None  # set if this process itself serves requests
         roster_of = partial(membership_of, known.place, known.ports, timeouts)
         self._edge = (
             ServingContext(config, credentials, roster_of)
@@ -320,7 +321,7 @@ class SchedulerServer:
         except ConfigError as error:
             log.error("SIGHUP: the API keys stay as they are: %s", error)
             return
-        except Unavailable as error:  # records of removed keys may be cleared
+        except Unavailable as error:  # clearing the records of removed keys may have failed
             log.error("SIGHUP: not all API keys could be changed: %s; send it again", error)
             return
         if self._file_keys is not None:
@@ -338,7 +339,7 @@ async def _reload(elastic: ElasticMembership) -> None:
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
-    """Raises the first exception of the two; unwraps a single error of a task group."""
+    """Raises the first exception of `running` and `fatal`; of a task group's error, the first one inside."""
     task = asyncio.ensure_future(running)
     try:
         await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)

@@ -60,7 +60,7 @@ async def run_worker(
     preloader: Preloader | None = None,
     join: Callable[[], Registering] | None = None,
 ) -> None:
-    """Starts the rank processes, serves HTTP, ends everything. `join`: for a worker in no rank table.
+    """Starts the rank processes, serves HTTP, and ends everything on a signal. `join`: for a worker in no rank table.
 
     Raises ConfigError or InstanceLost when a rank ends, and ConfigError when no scheduler admits it.
     """
@@ -78,7 +78,7 @@ async def run_worker(
 
 
 async def _first_to_end(*running: Coroutine[Any, Any, None]) -> None:
-    """Runs all until one ends; raises its error."""
+    """Runs all coroutines until one ends, and raises its error."""
     tasks = [asyncio.ensure_future(each) for each in running]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """`pd-cluster profile`: measures a model's steps, alone and in pairs, fits costs to them, and writes a file.
 
-Two engine processes share the host's cores like a prefill and a decode instance, and run steps of known work, first
-one process alone, then both. Then a cluster of two instances serves requests one by one. All processes end with the
-command.
+Two engine processes share the host's cores like a prefill and a decode instance. They run steps of known work, first
+one process alone, then both together. Then a cluster of two instances serves requests one by one. All processes end
+with the command.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pd_cluster.result_tables import check_writable, human_nbytes, print_table
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Role
 
-ALONE, BESIDE, CLUSTER = 0.5, 0.15, 0.2  # shares of the time; the rest is for starts
+ALONE, BESIDE, CLUSTER = 0.5, 0.15, 0.2  # shares of the command's time; the rest is for starting processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The command's parameters. `launch`: how instances are started; `engine`: their engine's settings."""
+    """The command's parameters. `launch`: how instances are started. `engine`: the settings of their engines."""
 
     launch: Launch
     engine: EngineConfig
@@ -42,7 +42,7 @@ class Profile:
 
 
 async def run(profile: Profile) -> Costs:
-    """Measures, prints, writes. Raises PdClusterError."""
+    """Measures the costs, prints them and writes the file. Raises PdClusterError."""
     check_writable(profile.out, "--out")
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if (size := getattr(profile.engine, name)) != 1:

@@ -18,10 +18,10 @@ from pd_cluster.output_files import write_output
 from pd_cluster.result_tables import Report, Result, counted, percentiles
 
 NUM_INTERVALS = 60  # intervals of the series over time
-BUSY_CLIENT = 0.8  # if the client uses more of a core, its own delays affect its times
-LATE_SHARE = 0.1  # if the median delay of sending exceeds this share of the median TTFT, it changes the load
+BUSY_CLIENT = 0.8  # share of a core above which the client's own delays affect its measurements
+LATE_SHARE = 0.1  # share of the median TTFT above which the median delay of sending changes the load
 LEAST_LATE_S = 0.010
-STAGES = ("prefill", "handover", "decode")  # the stages of a request; a handover ends when its KV is at D
+STAGES = ("prefill", "handover", "decode")  # stages of a request; KV arrives at the end of "handover"
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class LoadRun:
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)
     slo: Slo = field(default_factory=Slo)
-    gaps: GapCounts = field(default_factory=GapCounts)  # between all tokens
+    gaps: GapCounts = field(default_factory=GapCounts)  # times between all tokens
     events: list[tuple[float, str]] = field(default_factory=list)
-    client_core_share: float | None = None  # used by the client's busiest process; None: simulated
+    client_core_share: float | None = None  # share of a core that the client's busiest process used; None: simulated
 
     @property
     def slowed_by(self) -> str:
@@ -51,11 +51,11 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Means over one part of a run. Keys are stages or roles; shares are of the role's blocks."""
+    """Means over one part of a run. Keys are stages or roles; shares refer to the role's blocks."""
 
-    at_s: float  # its middle
-    num_in: dict[str, float]  # stage -> requests in it
-    num_running: dict[str, float]  # role -> sequences in an instance's batch
+    at_s: float  # the middle of the interval
+    num_in: dict[str, float]  # stage -> number of requests in it
+    num_running: dict[str, float]  # role -> number of sequences in an instance's batch
     num_waiting: dict[str, float]
     held_share: dict[str, float]
 
@@ -66,7 +66,7 @@ def report_of(run: LoadRun, command: str) -> Report:
 
 
 def results_of(run: LoadRun) -> list[Result]:
-    """Returns the measured figures, and always the client's times."""
+    """Returns the figures that were measured; the client's times are always among them."""
     good = [each for each in run.outcomes if not each.error]
     num_prompt, num_cached = _total(good, "num_prompt_tokens"), _total(good, "num_cached_tokens")
     found = [
@@ -125,7 +125,7 @@ def stages_of(outcome: Outcome) -> list[tuple[str, float, float]]:
 
 
 def to_json(run: LoadRun, command: str) -> dict[str, Any]:
-    """Returns the figures in the form of `tables.Report`, the goals, each request and the series over time."""
+    """Returns the figures in the form of `result_tables.Report`, the goals, each request and the series over time."""
     found: dict[str, Any] = _rounded(
         {
             **report_of(run, command).to_json(),
@@ -204,7 +204,7 @@ def _share(name: str, part: int, whole: int, samples: int) -> Result:
 
 
 def _spread_over(sums: list[float], start_s: float, stop_s: float, length_s: float) -> None:
-    """Adds to each interval its share between the two times."""
+    """Adds to each interval the share of it that lies between the two times."""
     at = max(0, int(start_s / length_s))
     while at < len(sums) and at * length_s < stop_s:
         inside_s = min(stop_s, (at + 1) * length_s) - max(start_s, at * length_s)

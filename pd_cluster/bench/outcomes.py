@@ -1,6 +1,6 @@
-"""Outcomes of a load's requests, real or simulated, and the goals to compare them with.
+"""Outcomes of a load's requests, measured or simulated, and the goals that they are compared with.
 
-Reports depend only on these, so simulated and measured reports have one form.
+Reports are made only from these, so reports of simulated and measured loads have the same form.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as its client saw it. Times are seconds after the load's start."""
+    """The client's view of a request. Times are seconds after the load's start."""
 
     request_id: str
     sent_s: float
     first_s: float | None = None  # when its first token came
     last_s: float | None = None  # when its last token came
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # cached prompt tokens at the instance that computed the prompt
+    num_cached_tokens: int = 0  # prompt tokens that the instance that computed the prompt had cached
     num_output_tokens: int = 0
-    longest_gap_s: float = 0.0  # between two of its tokens
-    late_s: float = 0.0  # how long after its planned time it was sent
+    longest_gap_s: float = 0.0  # the longest time between two of its tokens
+    late_s: float = 0.0  # delay between its planned time and its sending
     prefill_s: float | None = None  # the time from sending until its prompt was computed
     handover_s: float | None = None  # the time from then until its KV cache was at the decode instance
-    prefill: str = ""  # names of its instances
+    prefill: str = ""  # the names of its instances
     decode: str = ""
     error: str = ""
 
@@ -90,7 +90,7 @@ class GapCounts:
         self._counts[_bucket(gap_s)] += num
 
     def add_line(self, first_s: float, growth_s: float, num_gaps: int, num: int = 1) -> None:
-        """Counts `num_gaps` times, `num` times each. Each is `growth_s` longer than the one before."""
+        """Counts a series of `num_gaps` times, each `growth_s` longer than the one before, and each `num` times."""
         while num_gaps:
             bucket, num_alike = _bucket(first_s), num_gaps
             while num_alike > 1 and _bucket(first_s + growth_s * (num_alike - 1)) != bucket:
@@ -99,7 +99,7 @@ class GapCounts:
             first_s, num_gaps = first_s + growth_s * num_alike, num_gaps - num_alike
 
     def percentile(self, percent: float) -> float | None:
-        """Returns seconds, within 0.5 %; None without gaps."""
+        """Returns seconds, to within 0.5 %; None if nothing was counted."""
         remaining = math.ceil(len(self) * percent / 100)
         for bucket, num in sorted(self._counts.items()):
             remaining -= num

@@ -27,7 +27,7 @@ from pd_cluster.result_tables import progress
 LENGTHS = (16, 128, 512, 1024)
 LONG_ANSWER = 64
 SHORT_ANSWER = 2
-NUM_EACH = 3  # the fewest requests of each kind
+NUM_EACH = 3  # minimum number of requests of each kind
 MOST_EACH = 40
 
 
@@ -52,7 +52,7 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
     async with running(launch) as cluster, make_client() as client:
         asked = _Asked(cluster, client)
         for length in (lengths[0], lengths[-1]):
-            await asked.send(length, SHORT_ANSWER)  # this request opens links, and is not counted
+            await asked.send(length, SHORT_ANSWER)  # not counted, because it opens links
         handovers: defaultdict[int, list[float]] = defaultdict(list)
         short, long = SpentTime(), SpentTime()
         ends_s, num_done = time.monotonic() + seconds, 0
@@ -80,7 +80,7 @@ def fit_handover(found: Mapping[int, list[float]]) -> Handovers:
 
 
 class SpentTime:
-    """Sums over requests of one kind."""
+    """The sums of times over requests of one kind."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = 0
@@ -91,7 +91,7 @@ class SpentTime:
 def host_cost(short: SpentTime, long: SpentTime, step: StepCost, num_prompt_tokens: int) -> HostCost:
     """Derives the scheduler's time per request and per message from long and short answers.
 
-    A decode step's time on the host is the time between tokens beyond the step itself.
+    The host's share of a decode step is the time between tokens minus the time of the step itself.
     """
     short_s, long_s = (each.cpu_s / each.num_requests for each in (short, long))
     more = (long.num_tokens / long.num_requests) - (short.num_tokens / short.num_requests)
@@ -139,7 +139,7 @@ class _Asked:
         spent.gaps_s += sample.itl_s[1:]
 
     async def handover_s(self) -> float | None:
-        """Returns the last request's time from its prompt's last step until decode begins; None if unknown."""
+        """Returns the time from the last step of the last request's prompt until its decode began; None if unknown."""
         listed = (await self._admin.ask("/requests?limit=1")).json()["requests"]
         if not listed:
             return None

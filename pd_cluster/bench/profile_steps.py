@@ -1,4 +1,4 @@
-"""The steps that `pd-cluster profile` requests, alone and together, and the slowdown that follows from their times."""
+"""Requests the steps of `pd-cluster profile`, alone and together, and computes the slowdown from their times."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ CONTEXTS = (32, 256, 1024, 4096)
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
 LONG_PROMPTS = (1, 2, 4)  # lengths of long prompts, as multiples of the largest step
 MIXED = ((1, 64), (4, 128), (16, 256))  # decoding sequences, and tokens of a prompt in the same step
-NUM_SETTLING = 2  # first steps of sequences, which fill caches
+NUM_SETTLING = 2  # first steps of sequences, not counted because they fill caches
 NUM_STEPS = 6  # the number of steps that are counted
 SPARE_TOKENS = 32  # the longest context leaves room for this many decoded tokens
-MOST_HELD = 0.8  # the largest share of the blocks that is held
-MOST_SHARE = 0.15  # the largest share of the time for one prompt
-FAIR_SHARE = 2  # each kind may take this multiple of its share of the remaining time, because quick kinds need less
-NUM_WARM = 10  # uncounted steps at the start: this many decode steps, and as many of prompts
+MOST_HELD = 0.8  # maximum share of the blocks that sequences hold
+MOST_SHARE = 0.15  # maximum share of the time for one prompt
+FAIR_SHARE = 2  # a kind may take this multiple of its share of the remaining time: quick kinds need less than theirs
+NUM_WARM = 10  # uncounted steps at the start, of decode and of prompts each
 BESIDE_ROWS = (1, 4, 16)
-MOST_BESIDE = 0.2  # the longest step of a prompt, as a share of the time for one number of rows, so that several fit
+MOST_BESIDE = 0.2  # maximum duration of a prompt's step, as a share of the time for one number of rows, so several fit
 
 Key = tuple[Steps, int, int, int]
-StepSamples = dict[Key, Sample]  # requested and actual work -> the work and its median time
+StepSamples = dict[Key, Sample]  # key of the requested and actual work -> the work and its median time
 
 
 def steps_of(ready: EngineReady) -> list[Steps]:
-    """Returns the steps to measure that fit the engine: decode steps and prompts in turn, from small to large."""
+    """Returns the steps to measure that fit the engine: alternately decode steps and prompts, from small to large."""
     longest, budget = ready.max_model_len - SPARE_TOKENS, ready.max_num_batched_tokens
     most_tokens = MOST_HELD * ready.num_blocks * ready.block_size
     rows = sorted({*(1 << power for power in range(16) if 1 << power < ready.max_num_seqs), ready.max_num_seqs})
@@ -65,7 +65,7 @@ async def warm_up(engines: Sequence[ProfiledEngine]) -> None:
 
 
 async def measure_alone(engine: ProfiledEngine, seconds: float) -> StepSamples:
-    """Measures all kinds of steps repeatedly while time remains. Leaves out kinds that take too long."""
+    """Measures all kinds of steps repeatedly until the time is used up. Leaves out kinds that take too long."""
     asked = steps_of(engine.ready)
     found: defaultdict[Key, list[TimedStep]] = defaultdict(list)
     ends_s, token_s = time.monotonic() + seconds, 0.0
@@ -100,7 +100,7 @@ def counted(asked: Steps, steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
 
 
 def key_of(asked: Steps, work: StepWork) -> Key:
-    """Returns equal keys for steps of equal cost; contexts that grow by decoded tokens keep their key."""
+    """Returns equal keys for steps of equal cost. Growth of contexts by decoded tokens does not change the key."""
     return asked, work.num_rows, work.num_prompt_tokens, work.num_prompt_pairs
 
 
@@ -149,8 +149,8 @@ async def measure_beside(
 
 
 def _prompt_within(alone: StepSamples, most_s: float) -> Steps:
-    """Returns the prompt whose step is nearest to 512 tokens, within the time limit; if none is within it, the
-    quickest.
+    """Returns the prompt whose step is nearest to 512 tokens among those within the time limit; otherwise the quickest
+    one.
     """
     took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}
     quick = [asked for asked in took_s if took_s[asked] <= most_s]

@@ -1,8 +1,9 @@
 """`python -m pd_cluster.bench.profiled_engine_child`: an engine that runs and times requested steps.
 
-Standard input has its WorkerConfig, and then `Steps`, one JSON line each; the end of input ends it. Standard output has
-EngineReady, and then a list of TimedStep for each line. Sequences that decode are landed as if a peer had sent their
-KV cache, whose content is whatever memory holds. Uses the cores that a worker would have; knows nothing of links.
+Standard input has a line of JSON with its WorkerConfig, and then a line for each `Steps`; the end of input ends the
+process. Standard output has EngineReady, and then a list of TimedStep for each `Steps`. Sequences that decode are added
+as if a peer had sent their KV cache; its content is arbitrary. The process uses the cores that a worker would have;
+knows nothing of links.
 """
 
 from __future__ import annotations
@@ -130,5 +131,5 @@ def _tell(answers: BinaryIO, answer: EngineReady | list[TimedStep]) -> None:
 if __name__ == "__main__":
     die_with_parent()
     own = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that libraries' prints do not mix with answers
+    os.dup2(2, 1)  # keeps libraries' output out of the answers
     sys.exit(main(sys.stdin.buffer, own))

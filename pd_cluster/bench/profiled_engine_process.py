@@ -1,4 +1,4 @@
-"""An engine process that runs steps for `pd-cluster profile`: its start, its answers, its end."""
+"""Starts and ends an engine process that runs steps for `pd-cluster profile`, and reads its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pd_cluster.types import Role
 MODULE = "pd_cluster.bench.profiled_engine_child"
 MOST_LINE_NBYTES = 64 << 20
 END_S = 5.0
-SPARE_S = 600.0  # the wait for an answer, in addition to the steps' time: the first step may compile
+SPARE_S = 600.0  # the wait for an answer beyond the steps' own time, because the first step may compile
 NUM_LOG_LINES = 15
 
 
@@ -63,7 +63,7 @@ class ProfiledEngine:
         return msgspec.json.decode(line, type=kind)
 
     async def end(self) -> None:
-        """Ends the process: by the end of its input, or by force."""
+        """Ends the process by closing its input or, if that does not help, by force."""
         process = self._process
         if process.stdin is not None:
             process.stdin.close()
@@ -90,7 +90,7 @@ async def started(engine: EngineConfig, roles: tuple[Role, ...], folder: Path) -
                     stderr=output,
                     limit=MOST_LINE_NBYTES,
                     env=environment_of(config, os.environ),
-                    start_new_session=True,  # Ctrl-C is for this process, which ends them
+                    start_new_session=True,  # Ctrl-C reaches only this process, which then ends them
                 )
             engines.append(ProfiledEngine(process, log))
             ending.push_async_callback(engines[-1].end)
@@ -103,7 +103,7 @@ def _config(engine: EngineConfig, role: Role, index: int, num: int, folder: Path
     may_share = num > 1 and not given and has_no_driver(engine.device)
     num_cores = len(host.cores())
     cores = None
-    if may_share and num_cores > 1 and host.cores_quota() >= num_cores:  # as `pd-cluster serve` decides it
+    if may_share and num_cores > 1 and host.cores_quota() >= num_cores:  # the same condition as in `pd-cluster serve`
         cores = SharedCores(
             ledger=str(folder / "cores"),
             first=index,

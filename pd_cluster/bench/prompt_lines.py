@@ -3,7 +3,7 @@
     {"prompt": "Once upon a time", "output_tokens": 64}
     {"messages": [{"role": "user", "content": "Hello"}]}
 
-Knows nothing of tokens: only the server can count them.
+Knows nothing of tokens, which only the server can count.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ HASH_BLOCK_TOKENS = 512  # the block size of Mooncake's traces
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a trace. `hash_ids` name its prompt's blocks of `block_tokens`: equal prefixes have equal ids.
+    """A request of a trace. `hash_ids` identify its prompt's blocks of `block_tokens`; equal prefixes have equal ids.
 
-    The last block may be shorter. Prompts without ids share no prefix.
+    The last block may be shorter. Prompts without ids share no prefixes.
     """
 
     at_s: Annotated[float, msgspec.Meta(ge=0.0)]

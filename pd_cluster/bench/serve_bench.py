@@ -1,8 +1,9 @@
-"""`pd-cluster bench serve`: measures requests of one shape at a server, `concurrency` at a time, as a client.
+"""`pd-cluster bench serve`: sends requests of one shape to a server, `concurrency` at a time, and measures them as a
+client.
 
 Each prompt is `input_len` seeded random token ids (below 256, which every vocabulary has), each output exactly
-`output_len` tokens, greedy. `concurrency` uncounted requests warm the server up first. The same command sends the same
-prompts, so a server that caches prefixes should be fresh.
+`output_len` tokens, greedy. `concurrency` uncounted requests warm the server up first. Repeating a command sends the
+same prompts, so a server that caches prefixes should be restarted in between.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pd_cluster.result_tables import (
 SEED = 0
 NUM_TOKEN_IDS = 256
 MAX_TRIES = 100
-FEW_ARRIVALS = 0.9  # arrivals per output token; below it, the times between arrivals are not inter-token times
+FEW_ARRIVALS = 0.9  # arrivals per output token; with fewer, the times between arrivals are not times between tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # this setting and the next two are for the started cluster
+    routing_policy: str = ""  # this setting and the next two apply to the started cluster
     lend_cores: str = ""
     first_token: str = ""
-    more_flags: tuple[str, ...] = ()  # for the started cluster; not shown
+    more_flags: tuple[str, ...] = ()  # for the started cluster; not shown in the command
     encode: int = 0  # encoders of the started cluster; not shown
 
     @property
@@ -83,7 +84,7 @@ class ServeBench:
 
 
 async def run(bench: ServeBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError without a server, for oversized requests and for failed ones."""
+    """Measures, prints, writes. Raises PdClusterError without a server, and for oversized or failed requests."""
     check_writable(json_path)
     with sigterm_ends_it():
         async with _server(bench) as (url, admin):
@@ -138,7 +139,7 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
 @contextlib.asynccontextmanager
 async def running(launch: Launch, keep: Callable[[str], None] = lambda line: None) -> AsyncIterator[Cluster]:
     """Yields a ready cluster, which is stopped afterwards. `keep` receives its log's lines. Raises PdClusterError."""
-    Checkpoint.open(launch.model_folder)  # a wrong model fails here, early and in one line
+    Checkpoint.open(launch.model_folder)  # reports a faulty model early and in one line
     lines: deque[str] = deque(maxlen=50)
 
     def say(line: str) -> None:
@@ -161,7 +162,7 @@ async def running(launch: Launch, keep: Callable[[str], None] = lambda line: Non
 
 
 def admin_above(url: str) -> str:
-    """Returns the default admin address: loopback only, so it is reachable if the server runs on this machine."""
+    """Returns the default admin address. The port is open only on loopback, so only to this machine's processes."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -174,7 +175,7 @@ def admin_above(url: str) -> str:
 
 @contextlib.contextmanager
 def sigterm_ends_it() -> Iterator[None]:
-    """Makes SIGTERM stop the started cluster like Ctrl-C does."""
+    """Makes SIGTERM stop the started cluster as Ctrl-C does."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stopped = False
@@ -263,7 +264,7 @@ def make_bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any
 
 
 def body_of(model: str, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
-    """Returns a request for exactly this many tokens, each with text, so that it can be timed."""
+    """Returns a request for exactly this many tokens, each of which has text and so can be timed."""
     return {
         "model": model,
         "prompt": prompt,

@@ -2,9 +2,9 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …, 2353, 2354]}
 
-`timestamp` is in milliseconds, lengths are in tokens, `hash_ids` name the prompt's blocks of 512 tokens: equal ids are
-equal prefixes. Two more fields are written only where they are needed: `block_tokens` for blocks of another size, and
-`session`. The format is that of https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release.
+`timestamp` is in milliseconds, and lengths are in tokens. `hash_ids` identify the prompt's blocks of 512 tokens; equal
+ids mean equal prefixes. Two more fields are written only if they are needed: `block_tokens`, for blocks of another
+size, and `session`. The format is that of https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
 from pd_cluster.errors import ConfigError
 from pd_cluster.output_files import write_output
 
-MOST_TOKENS = 1 << 24  # the tokens of a prompt or an answer; more must be a mistake
-MOST_MS = 1 << 43  # 278 years: a timestamp since 1970 is fine
+MOST_TOKENS = 1 << 24  # maximum number of tokens of a prompt or an answer; more must be a mistake
+MOST_MS = 1 << 43  # 278 years, which admits timestamps since 1970
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
@@ -41,10 +41,10 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 class TraceScale(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to a trace when read, in this order: `limit`, `lengths`, `repeat`, `time`."""
+    """Changes that are made to a trace when it is read, in this order: `limit`, `lengths`, `repeat`, `time`."""
 
     limit: int | None = None  # how many of its first requests are read; None: all
-    lengths: float = 1.0  # a factor of all lengths; blocks scale too, so shares of prefixes stay
+    lengths: float = 1.0  # a factor of all lengths; blocks scale, too, so prefixes keep their shares
     repeat: int = 1  # consecutive copies, each with its own ids and sessions
     time: float = 1.0  # a factor of the intervals between requests; below 1, the load is higher
 
@@ -148,7 +148,7 @@ def field_of(error: Exception) -> str:
 
 
 def _arrival(line: TraceLine, first_ms: float, lengths: float) -> Arrival:
-    """Scales each block and the last partial block, so that the number of blocks stays."""
+    """Scales each block, including a partial last one, so that the number of blocks stays the same."""
     block_tokens = max(1, round(lengths * line.size_of_block))
     num_full, rest = divmod(line.input_length - 1, line.size_of_block)
     num_rest = min(block_tokens, max(1, round(lengths * (rest + 1))))

@@ -2,9 +2,9 @@
 
 | name | prompts |
 |---|---|
-| `fixed` | all as long as asked, nothing shared |
-| `log-normal` | log-normal lengths with the means asked for, nothing shared |
-| `shared-prefix` | as long as asked; the first part is one of a few prefixes |
+| `fixed` | all of the given length, nothing shared |
+| `log-normal` | log-normal lengths with the given means, nothing shared |
+| `shared-prefix` | all of the given length; the first part is one of a few prefixes |
 | `conversation` | sessions: each turn's prompt is the whole conversation before it and a log-normal message |
 | `tool-agent` | sessions that open with the shared definitions of tools; each turn adds the result of a tool |
 
@@ -28,7 +28,7 @@ WorkloadName = Literal["fixed", "log-normal", "shared-prefix", "conversation", "
 ArrivalProcess = Literal["poisson", "constant"]
 WORKLOAD_NAMES: tuple[str, ...] = get_args(WorkloadName)
 BLOCK_TOKENS = 16  # the block size of the prompts' `hash_ids`; lengths of shared prefixes are whole blocks
-MOST_TOKENS = 1 << 20  # the tokens of a message or an answer
+MOST_TOKENS = 1 << 20  # maximum number of tokens of a message or an answer
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -38,14 +38,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     name: WorkloadName = "fixed"
     num_requests: int = 100
-    rate_per_s: float = 1.0  # the rate of all requests, turns of sessions included
-    process: ArrivalProcess = "poisson"  # how requests arrive, or beginnings of sessions
-    num_prompt_tokens: int = 512  # the length of a session's first message, tools' definitions included
+    rate_per_s: float = 1.0  # the rate of all requests, including the turns of sessions
+    process: ArrivalProcess = "poisson"  # how requests or, in sessions, first turns arrive
+    num_prompt_tokens: int = 512  # in sessions, the length of the first message with the tools' definitions
     num_output_tokens: int = 128
     sigma: float = 0.6  # standard deviation of a log-normal length's logarithm
     num_prefixes: int = 4  # different shared prefixes, equally frequent
-    prefix_share: float = 0.5  # of `num_prompt_tokens`
-    num_turns: int = 4  # of each session
+    prefix_share: float = 0.5  # the prefix's share of `num_prompt_tokens`
+    num_turns: int = 4  # turns of each session
     pause_s: float = 5.0  # mean time from one turn's arrival to the next, exponential
     seed: int = 0
 
@@ -100,7 +100,7 @@ def times_of(rate_per_s: float, process: ArrivalProcess, rng: random.Random) -> 
 
 
 class _Drawing:
-    """A workload's random numbers, with independent streams for times and lengths, and its new block ids."""
+    """A workload's random numbers, from independent streams for times and lengths, and its counter of block ids."""
 
     def __init__(self, workload: Workload) -> None:
         self.times = random.Random(f"times {workload.seed}")
@@ -140,7 +140,7 @@ def _single(workload: Workload, drawing: _Drawing) -> list[Arrival]:
 
 
 def _sessions(workload: Workload, drawing: _Drawing) -> list[Arrival]:
-    """Makes sessions until there are enough requests, and cuts off the last ones."""
+    """Makes sessions until there are enough requests, and drops surplus ones at the end."""
     found: list[Arrival] = []
     starts = times_of(workload.rate_per_s / workload.num_turns, workload.process, drawing.times)
     for number in range(-(-workload.num_requests // workload.num_turns)):
@@ -149,7 +149,7 @@ def _sessions(workload: Workload, drawing: _Drawing) -> list[Arrival]:
 
 
 def _session(workload: Workload, drawing: _Drawing, at_s: float, session: str) -> Iterator[Arrival]:
-    """Yields the turns. A turn shares the whole blocks of the prompt before it; an answer's tokens are fresh ones."""
+    """Yields the turns. A turn shares the previous prompt's whole blocks; blocks with tokens of answers are new."""
     ids, num_tokens = drawing.prefix(), workload.prefix_tokens
     message_tokens = max(1, workload.num_prompt_tokens - workload.prefix_tokens)
     for turn in range(workload.num_turns):

@@ -1,7 +1,7 @@
 """Decides from a config.json, without torch, whether an architecture can be served, and why not.
 
-Reads the installed transformers package as text, without importing it. Knows nothing of weights or of which types are
-tested (checkpoint.py).
+Reads the installed transformers package as text, without importing it. Knows nothing of weights, or of the list of
+tested types (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAMBA_1 = (
     "has layers of Mamba-1, whose modules in transformers begin every chunk of a prompt without a past; take a hybrid "
     "of Mamba-2, such as granitemoehybrid or nemotron_h"
 )
-# model_type -> why it is always refused, and what to use
+# model_type -> why it is always refused, and which type to use instead
 BY_NAME = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA_1),
     "mamba2": "keeps states and no keys and values; take a hybrid of it, such as granitemoehybrid or nemotron_h",
@@ -56,7 +56,7 @@ BY_NAME = {
     ),
 }
 
-# Names of fields or kinds of layers -> reasons; the first match counts.
+# Pattern of names of fields or kinds of layers -> reason; the first match counts.
 REASONS = (
     (re.compile(r"is_encoder_decoder"), ENCODER_DECODER),
     (re.compile(r"cross_att"), CROSS),
@@ -84,7 +84,7 @@ HARMLESS = frozenset(
         *("sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
         *("global_attn_every_n_layers", "decoder_sparse_step", "mlp_layer_types", "chunk_size_feed_forward"),
     )
-)  # the proof at load compares their effect on attention with transformers
+)  # the check at load compares their effect on attention with transformers
 PLAIN_POSITIONS = {"position_embedding_type": ("rope", "rotary", "absolute"), "is_causal": (True,)}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PARTS = ("vision_config", "audio_config", "thinker_config", "talker_config", "vision_tower", "mm_vision_tower")
@@ -97,18 +97,18 @@ PLAIN_TYPES = {
     "glm4v_text": "glm4",
     "ernie4_5_vl_moe_text": "ernie4_5_moe",
 }
-# Fields of the plain equivalent for the text model's fixed behavior
+# Fields of the plain equivalent that express behaviour which the text model always has
 PLAIN_FIELDS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-NO_HEAD_DIM = ("glm4v_text",)  # head_dim is hidden_size / num_heads, unlike the plain equivalent's default
+NO_HEAD_DIM = ("glm4v_text",)  # types whose head_dim is hidden_size / num_heads, unlike the plain equivalent's default
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields at the top level
 INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-# Fields with such names are lengths in tokens beyond which a sequence is computed differently.
+# Fields with such names hold a length in tokens beyond which a sequence is computed differently.
 LENGTHS = re.compile(r"window|chunk_size|block_size|block_length|local_attention|floor_scale|original_max_position")
-COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # exceptions
+COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # exceptions to LENGTHS
 
 
 def why_not(config: Config) -> str | None:
-    """Returns why a model of transformers cannot be served, in words that follow "it"; None if it may be tried."""
+    """Returns why transformers' model cannot be served, as a sentence without its subject "it"; None if it may be."""
     model_type = str(config.get("model_type"))
     if model_type in BY_NAME:
         return BY_NAME[model_type]
@@ -157,7 +157,7 @@ def text_part(whole: Config) -> dict[str, Any] | None:
 
 
 def plain_fields(model_type: str, config: Config) -> dict[str, Any]:
-    """Returns the plain equivalent's fields for a text model's fixed behavior."""
+    """Returns the plain equivalent's fields that express behaviour which the text model always has."""
     found = dict(PLAIN_FIELDS.get(model_type, {}))
     if model_type in NO_HEAD_DIM:
         found["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
@@ -223,12 +223,12 @@ def _class_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str,
             try:
                 found[node.target.id] = ast.literal_eval(node.value)
             except ValueError:
-                continue  # computed by a call
+                continue  # skips defaults that transformers computes by a call
     return found
 
 
 def null_fields(config: Config) -> str:
-    """Returns a hint for an error that a null may have caused; "" without nulls."""
+    """Returns a hint for an error that a null may have caused; "" if there is no null."""
     names = [name for name, value in _fields(config) if value is None]
     return f"; config.json has null for {', '.join(names)}: leave them out, or give values" if names else ""
 
@@ -255,7 +255,7 @@ def _reason(name: str) -> str:
 
 
 def _is_stateful(model_type: str) -> bool:
-    """Whether the model's class is stateful, by its source."""
+    """Whether the source of the model's class says that it is stateful."""
     folder, module = _folder(), _module_of(model_type)
     if folder is None:
         return False

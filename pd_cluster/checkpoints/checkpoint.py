@@ -61,14 +61,14 @@ SUPPORTED_MODEL_TYPES = (
 # model_type -> number of positions if config.json gives none
 DEFAULT_POSITIONS = {"gpt2": 1024}
 GENERATION_FILE = "generation_config.json"
-MODELS_OWN = ("auto", "vllm")  # values of --generation-config that keep the model folder's end tokens
+MODELS_OWN = ("auto", "vllm")  # values of --generation-config that take the end tokens from the model folder
 POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 NUMBERS = (
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "vocab_size", "hidden_size"),
     *("num_hidden_layers", "num_attention_heads"),
 )
-ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # of NUMBERS: never null
-TIKTOKEN = "tiktoken.model"  # of Kimi-K2's folders
+ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # NUMBERS that are never null
+TIKTOKEN = "tiktoken.model"  # the tokenizer's file in Kimi-K2's folders
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 
 
@@ -76,25 +76,25 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 class Checkpoint:
     """A folder with config.json, a tokenizer and *.safetensors.
 
-    `config`: config.json with the overrides. `tokenizer_path`: the tokenizer's folder; None: no text. `identity`: a
-    digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether only the text
-    model is served. Processes with equal identity and Numerics can exchange KV cache.
+    `config`: config.json with the overrides. `tokenizer_path`: the tokenizer's folder; None: only token ids are
+    supported. `identity`: a digest of the config, the tokenizer, the weights' headers, a sample of each weight file,
+    and whether only the text model is served. Processes with equal identity and Numerics can exchange KV cache.
     """
 
     path: Path
-    config: dict[str, Any]  # the text model's
+    config: dict[str, Any]  # the text model's config
     generation_config: dict[str, Any]
     identity: str
     tokenizer_path: Path | None
     overrides: dict[str, Any] = field(default_factory=dict)
     generation_folder: Path | None = None  # the source of generation_config, if it is another folder
     part_of: str = ""  # the whole model's model_type, if only a multimodal folder's text model is loaded
-    is_unproven: bool = False  # its type is not listed, but --try-unlisted allows it
-    layout: Layout | None = None  # how tensors are stored, if not as in transformers; `config` is in transformers' form
+    is_unproven: bool = False  # whether its type is unlisted and served only because of --try-unlisted
+    layout: Layout | None = None  # how tensors are stored; None: as in transformers, whose form `config` has
     quantization: Quantization | None = None  # how the files are quantized
-    takes_adapters: bool = False  # LoRA adapters can be loaded
+    takes_adapters: bool = False  # whether LoRA adapters can be loaded
     vision: VisionPart | None = None  # how it reads pictures; None: text only
-    head_scheme: str = ""  # quantizes the output layer at load
+    head_scheme: str = ""  # the scheme that quantizes the output layer at load; "": none
     whole: dict[str, Any] | None = None  # the whole config.json in transformers' form, if the file's form differs
 
     @classmethod
@@ -157,12 +157,12 @@ class Checkpoint:
         return str(self.config["model_type"])
 
     def names_of(self, key: str) -> tuple[str, ...]:
-        """Returns a stored tensor's names in transformers' model; empty if it is not read."""
+        """Returns a stored tensor's names in transformers' model; empty if the tensor is not read."""
         return _names_of(self.part_of, self.weights)(key)
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it is a classifier, which does not generate."""
+        """Whether the model is a classifier, which does not generate."""
         return is_classifier(self.config if self.whole is None else self.whole)
 
     @property
@@ -179,7 +179,7 @@ class Checkpoint:
         return canonical(self.overrides)
 
     def warn_if_unproven(self) -> None:
-        """Warns that only the proof at load checks this model."""
+        """Warns that the check at load is this model's only test."""
         if self.is_unproven:
             log.warning(
                 "unproven: model_type %s is not listed; it is served because --try-unlisted asks for it",
@@ -187,7 +187,7 @@ class Checkpoint:
             )
 
     def warn_of_ignored_files(self) -> None:
-        """Warns of ignored files that change the model's results elsewhere."""
+        """Warns of files that are ignored here, but change the model's results in other programs."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
             log.warning("%s: %s: the model is served without them; see --lora-modules", self.path, ", ".join(files))
 
@@ -202,7 +202,7 @@ class Checkpoint:
 
     @property
     def trained_positions(self) -> int:
-        """The trained length of a sequence, before positions are stretched."""
+        """The length of a sequence for which the model was trained, before positions are stretched."""
         return _position_limit({**self.config, "rope_parameters": None, "rope_scaling": None})[1]
 
     @property
@@ -240,7 +240,7 @@ class Checkpoint:
 
 
 def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bool:
-    """Whether to serve a whole multimodal model. Raises ModelError if that is requested but not supported."""
+    """Whether to serve a multimodal model with its images. Raises ModelError if that is requested but not supported."""
     model_type = whole.get("model_type")
     if isinstance(model_type, str) and model_type in IMAGE_TYPES and not isinstance(whole.get("vision_config"), dict):
         raise ModelError(f"{file}: vision_config {whole.get('vision_config')!r}: must be an object; copy it again")
@@ -254,7 +254,7 @@ def _takes_images(file: Path, whole: dict[str, Any], engine: EngineConfig) -> bo
 
 
 def _text_part(file: Path, whole: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the text model's config. Raises ModelError for a field that prevents this."""
+    """Returns the text model's config; None if there is none. Raises ModelError for a faulty field."""
     try:
         return text_part(whole)
     except (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError) as error:
@@ -281,7 +281,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
-    """Finds the tokenizer's folder; None: no text. Raises ModelError."""
+    """Returns the tokenizer's folder; None if there shall be no tokenizer. Raises ModelError."""
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
     if name == engine.model:
         name, revision = "", revision or engine.revision
@@ -331,13 +331,13 @@ def _unlisted(
 
 
 def _nearest(model_type: object) -> str:
-    """Returns the end of a refusal: the most similar types, and the page that lists all."""
+    """Returns the end of a refusal's text: the most similar supported types, and the page that lists all."""
     near = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 3, 0.0)
     return f"the nearest that are: {', '.join(near)}; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}"
 
 
 def _why_never(config: Config) -> str | None:
-    """Returns why an unlisted type cannot even be tried, in words that follow "it"; None if it can."""
+    """Returns why an unlisted type cannot even be tried, as a sentence without its subject "it"; None: it can."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)
@@ -349,8 +349,8 @@ def _why_never(config: Config) -> str | None:
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """Returns the field that limits a sequence's length, and its value.
 
-    With longrope, the limit is the original length, because longer requests change all positions. If
-    positions are stretched by a factor, so is the limit.
+    With longrope, the limit is the original length, because all positions of a longer request differ. If positions are
+    stretched by a factor, the limit is multiplied by it.
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
@@ -361,7 +361,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _without_output_layer(config: dict[str, Any], engine: EngineConfig) -> dict[str, Any]:
-    """Returns a classifier's config. Raises ConfigError."""
+    """Returns a classifier's config, without an output layer. Raises ConfigError."""
     if engine.logits_processors:
         raise ConfigError(
             f"{called('logits_processors')}: {engine.model} is a classifier, which chooses no tokens; leave it out"
@@ -381,6 +381,6 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
             f"{called('generation_config')} {given!r}: no folder with a {GENERATION_FILE}; "
             f"give such a folder, auto or vllm"
         )
-    # Answers must end: a file without eos_token_id keeps the model's.
+    # Answers must be able to end: if the file has no eos_token_id, the model's own is kept.
     ends = {"eos_token_id": own["eos_token_id"]} if "eos_token_id" in own else {}
     return ends | read_json(folder / GENERATION_FILE), folder

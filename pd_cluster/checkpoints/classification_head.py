@@ -1,7 +1,8 @@
-"""The head of a sequence classifier: as in transformers, a linear layer on the last token's final hidden state.
+"""The head of a sequence classifier, which is a linear layer on the last token's final hidden state, as in
+transformers.
 
-Its folder has `architectures: […ForSequenceClassification]`, the weight `score.weight` and no language model's output
-layer. Read without torch.
+A classifier's folder has `architectures: […ForSequenceClassification]`, the weight `score.weight`, and no output layer
+of a language model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ClassificationHead(NamedTuple):
 
 
 def is_classifier(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a sequence classifier."""
+    """Whether a config.json describes a sequence classifier."""
     names = config.get("architectures")
     return isinstance(names, list) and any(isinstance(name, str) and name.endswith(SUFFIX) for name in names)
 
@@ -84,7 +85,7 @@ def _floats(data: bytes, dtype: str) -> array[float]:
     """Converts little-endian values to float32."""
     if dtype == "F16":
         return array("f", struct.unpack(f"<{len(data) // 2}e", data))
-    if dtype == "BF16":  # the upper half of a float32
+    if dtype == "BF16":  # bfloat16 is the upper half of a float32
         wide = bytearray(2 * len(data))
         wide[2::4], wide[3::4] = data[::2], data[1::2]
         data = bytes(wide)

@@ -1,9 +1,9 @@
 """Reads an EAGLE-3 head's config.json, in vLLM's and SGLang's or speculators' format. Knows nothing of tensors.
 
 A head is one decoder layer of Llama's or Qwen3's kind that reads two vectors per token. In the first format, the file
-is such a model's config with further fields, some in `eagle_config`; in the second, the object
-`transformer_layer_config` describes the layer and omits defaults. Unsupported fields that change results are refused by
-name.
+is the config of such a model with further fields, some of them in `eagle_config`. In the second format, the object
+`transformer_layer_config` describes the layer and omits defaults. An unsupported field that changes results is an error
+that names it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pd_cluster.errors import ModelError
 from pd_cluster.numerics import ROPE_FIELDS
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-LAYER_TYPES = ("llama", "qwen3")  # they differ in norms of queries and keys
+LAYER_TYPES = ("llama", "qwen3")  # only qwen3 has norms of queries and keys
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # independent of the request's length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the request's length
 BIASES = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
-# NVIDIA's fields -> the only supported value, which is the default
+# NVIDIA's fields -> their only supported value, which is the default
 ONLY = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -37,7 +37,7 @@ PARALLEL = (
     "pard_token",
     "ptd_token_id",
     "mask_token_id",
-)  # fields of heads that draft all tokens at once
+)  # fields of heads that draft several tokens at once
 USUAL_TAPS = 3
 WAY_OUT = "give another head, or method ngram or suffix"
 
@@ -47,9 +47,9 @@ class Eagle3Config:
     """The contents of a head's config.json. `rope`: the fields of its rotary embedding.
 
     `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of hidden states that `fc`
-    takes; 0: there is no fc, and the head reads the last hidden states. `layers`: the layers with these states as
-    inputs; None: the default ones. `norms_before_fc`: norm of all states together (`input_norm`). `norms_each_tap`:
-    norm of each state (`fc_norm`).
+    takes; 0: there is no fc, and the head reads the model's last hidden states. `layers`: the layers whose inputs are
+    these states; None: the usual ones. `norms_before_fc`: whether all states are normed together (`input_norm`).
+    `norms_each_tap`: whether each state is normed (`fc_norm`).
     """
 
     file: Path
@@ -113,7 +113,7 @@ class Eagle3Config:
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers whose inputs are read, ascending, for a model with this many layers. Raises ModelError."""
+        """Returns the layers whose inputs are read, ascending, in a model of `num_layers`. Raises ModelError."""
         if not self.num_taps:
             return ()
         if self.layers is None:
@@ -133,12 +133,12 @@ class Eagle3Config:
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs a head reads if its config names none, as vLLM and SGLang choose them."""
+    """Returns the layers whose inputs a head reads if its config names none; vLLM and SGLang choose the same ones."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 class _Fields(NamedTuple):
-    """An object of a config.json. `place`: the file and the object's path. `nested`: another source of its fields."""
+    """An object of a config.json. `place`: the file and the object's path. `nested`: a second object with fields."""
 
     place: str
     values: Mapping[str, Any]
@@ -259,11 +259,11 @@ def _rope(layer: _Fields) -> dict[str, Any]:
 
 
 def _taps(own: _Fields) -> tuple[int, tuple[int, ...] | None]:
-    """Returns the number of states read, and their layers; see Eagle3Config. Raises ModelError."""
+    """Returns `num_taps` and `layers` of Eagle3Config. Raises ModelError."""
     name = "eagle_aux_hidden_state_layer_ids"
     if not own.switch("use_aux_hidden_state", default=True):
         return 0, None
-    layers = own.get(name) or None  # NVIDIA's may be []
+    layers = own.get(name) or None  # NVIDIA's files may have [] for none
     number = own.count("num_aux_hidden_states") if own.has("num_aux_hidden_states") else 0
     if layers is None:
         if number not in (0, USUAL_TAPS):

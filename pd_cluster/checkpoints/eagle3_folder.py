@@ -1,7 +1,7 @@
-"""Reads the folder of an EAGLE-3 head without its weights: config, locations of tensors, identity.
+"""Reads the folder of an EAGLE-3 head, but not the weights: its config, the locations of tensors, and its identity.
 
-Every tensor must belong to the head or be known from training; any other is an error that names it. Only the values of
-`d2t` are read: a head's token id plus its value is the model's token id.
+A tensor that neither belongs to the head nor is known as a remainder of training is an error that names it. The only
+values that are read are those of `d2t`: the head's token id plus the value at this id is the model's token id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ D2T, T2D, FC, INPUT_NORM, LM_HEAD, EMBEDDING = (
 )
 LAYER, EARLIER_LAYER = "layers.0.", "midlayer."
 ONLY_FOR_TRAINING = (T2D, "verifier_norm.weight", "verifier_lm_head.weight")
-COMPUTED = "rotary_emb.inv_freq"  # which some versions of transformers saved
+COMPUTED = "rotary_emb.inv_freq"  # some versions of transformers saved it
 INTEGERS = {"I64": "q", "I32": "i"}  # safetensors' names -> `array`'s
 
 
@@ -54,10 +54,10 @@ class Eagle3Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Folder:
-    """`weights`: by name; the layer's names begin with LAYER, no name begins with "model.".
+    """`weights`: the tensors by name. Names in the layer begin with LAYER; no name begins with "model.".
 
-    `token_ids`: the model's id of each of the head's ids; None: they are equal. `identity`: a digest of the config, the
-    weights' headers and a sample of each file.
+    `token_ids`: the model's token id for each of the head's; None: the ids are equal. `identity`: a digest of the
+    config, the weights' headers and a sample of each file.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class Eagle3Folder:
         return self.config.taps(num_layers)
 
     def check_fits(self, target: Eagle3Target) -> None:
-        """Raises ModelError that names both values."""
+        """Checks that the head fits the model. Raises ModelError that names both values."""
         config = self.config
         where = "" if config.hidden_size == config.target_hidden_size else "target_"
         pairs = (
@@ -119,7 +119,7 @@ class Eagle3Folder:
 
 
 def _stored(file: Path) -> Iterator[tuple[str, StoredWeight]]:
-    """Yields the tensors of a file by their names here. Raises ModelError."""
+    """Yields the tensors of a file with the names that `weights` uses. Raises ModelError."""
     try:
         with open_plain(file) as stream:
             header = read_header(file, stream)
@@ -180,7 +180,7 @@ def _check_weights(path: Path, config: Eagle3Config, weights: Mapping[str, Store
 
 
 def _token_ids(path: Path, config: Eagle3Config, weights: Mapping[str, StoredWeight]) -> tuple[int, ...] | None:
-    """Raises ModelError for a smaller vocabulary without `d2t`, and for ids that the model lacks."""
+    """Returns `Eagle3Folder.token_ids`. Raises ModelError for a smaller vocabulary without `d2t`, and for wrong ids."""
     own = config.draft_vocab_size or config.vocab_size
     if D2T not in weights:
         if own != config.vocab_size:

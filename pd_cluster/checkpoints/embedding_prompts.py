@@ -1,4 +1,4 @@
-"""An embedding model's prompts, which precede texts, by name, from its folder."""
+"""Reads an embedding model's named prompts, which are put before texts, from its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.checkpoints.json_files import read_json
 from pd_cluster.errors import RequestError
 
 FILE = "config_sentence_transformers.json"
-# Cohere's names -> embedding models' names for the same prompt; without a match, there is no prompt.
+# Cohere's name of a prompt -> embedding models' names for it; if none matches, no prompt is used.
 COHERES: Mapping[str, tuple[str, ...]] = {
     "search_document": ("document", "passage"),
     "search_query": ("query",),

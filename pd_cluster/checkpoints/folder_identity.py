@@ -1,4 +1,4 @@
-"""A digest of what a model folder serves, for processes to check that they serve the same."""
+"""A digest of a model folder's parts that affect results; processes with equal digests serve the same model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def identity_of(
     is_plain: Callable[[str], bool],
     of_images: Sequence[Path] = (),
 ) -> str:
-    """`of_images`: the files that determine how pictures are read, if the model reads them."""
+    """Returns the digest. `of_images`: the files that determine how images are read, if the model reads images."""
     served = b"with images" if of_images else b"language model only" if part_of else b""
     digest = hashlib.sha256(served)
     path = folder.path

@@ -1,4 +1,4 @@
-"""Finds a model's files in a folder or on the Hugging Face hub, from which they are fetched once and then cached.
+"""Finds a model's files in a folder or on the Hugging Face hub. Files of the hub are fetched once and then cached.
 
 Works without torch; huggingface_hub is imported only for a model that is not a folder.
 """
@@ -18,7 +18,7 @@ from pd_cluster.errors import ModelError, called
 
 log = logging.getLogger(__name__)
 
-# The files to fetch: never code, and weights in one format only.
+# The files to fetch: no code, and weights in one format only.
 WEIGHTS = "*.safetensors"
 LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 PATTERNS = ("*.json", WEIGHTS, "*.jinja", "*.model")
@@ -61,7 +61,7 @@ def resolve_model(
 
 
 def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, ...]) -> Path | None:
-    """Returns the cached folder; None if missing or, as far as the hub's library knows, incomplete."""
+    """Returns the cached folder; None if it is missing, or incomplete as far as the hub's library can tell."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -91,12 +91,12 @@ def _is_whole(path: Path, needs_weights: bool) -> bool:
     try:
         files = set(json.loads(read_plain(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ModelError):
-        return True  # the index exists but is malformed; its reader reports that
+        return True  # the index is malformed, which its reader reports later
     return all((path / name).exists() for name in files)
 
 
 def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, ...], named: str) -> Path:
-    """Fetches a model, while other processes of the host wait for the same files. Raises ModelError."""
+    """Fetches a model. Other processes of the host that need the same files wait meanwhile. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -127,7 +127,7 @@ def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, 
         ) from None
     except HFValidationError:
         raise ModelError(f"{named}: no such folder, and no name that a hub's model could have") from None
-    except Exception as error:  # network errors come from many libraries
+    except Exception as error:  # several libraries may raise network errors
         raise ModelError(
             f"{named}: no such folder, not in the local Hugging Face cache, and it cannot be fetched: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"

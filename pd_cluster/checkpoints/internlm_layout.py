@@ -1,7 +1,7 @@
-"""InternLM and InternLM2: Llamas under other names, whose code transformers lacks; read without torch.
+"""InternLM and InternLM2, which are Llamas under other names. transformers has no code for them. Imports no torch.
 
 InternLM is a Llama whose attention has biases. InternLM2 keeps queries, keys and values in one matrix, group by group.
-Facts: the configuration_internlm*.py and modeling_internlm*.py of the models' own repositories on the hub.
+Sources: configuration_internlm*.py and modeling_internlm*.py in the models' own repositories on the hub.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pd_cluster.errors import ModelError
 
 TYPES = ("internlm", "internlm2")
 LEFT_OUT = ("architectures", "auto_map", "attn_implementation", "rotary", "bias", "pretraining_tp")
-# InternLM2's names in a layer -> Llama's; `attention.wqkv` becomes three of them.
+# InternLM2's names in a layer -> Llama's; `attention.wqkv` becomes three weights.
 RENAMED = {
     "attention.wo": "self_attn.o_proj",
     "feed_forward.w1": "mlp.gate_proj",
@@ -28,12 +28,12 @@ PACKED = "attention.wqkv"
 
 
 def as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same architecture as a Llama's config.json."""
+    """Returns a Llama's config.json that describes the same architecture."""
     found = {name: value for name, value in config.items() if name not in LEFT_OUT}
     has_bias = bool(config.get("bias", config["model_type"] == "internlm"))
     found |= {"model_type": "llama", "attention_bias": has_bias, "mlp_bias": False}
     found.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-    rotary = config.get("rotary")  # InternLM's; InternLM2 has rope_scaling like other models
+    rotary = config.get("rotary")  # InternLM's field; InternLM2 has rope_scaling, like other models
     if isinstance(rotary, dict):
         found["rope_theta"] = rotary.get("base", 10000)
         if rotary.get("type") == "dynamic":
@@ -43,7 +43,7 @@ def as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama_names(key: str) -> tuple[str, ...]:
-    """Returns a weight's names in a Llama: three for a packed weight, none for a weight that a Llama computes."""
+    """Returns a weight's names in a Llama: three for a packed weight, none for one that a Llama computes."""
     if key in OUTER:
         return (OUTER[key],)
     if key.endswith(".rotary_emb.inv_freq"):
@@ -59,10 +59,10 @@ def llama_names(key: str) -> tuple[str, ...]:
 
 
 def places(key: str, shape: tuple[int, ...], num_heads: Any, num_kv_heads: Any) -> tuple[TensorPlace, ...]:
-    """Returns a Llama's tensors in a stored tensor of this shape. Raises ModelError for a wrong shape.
+    """Returns the places of a Llama's tensors in a stored tensor of this shape. Raises ModelError for a wrong shape.
 
-    A packed tensor is [(num_heads + 2 * num_kv_heads) * head_dim, …], in groups: for each KV head, its queries, key and
-    value.
+    A packed tensor is [(num_heads + 2 * num_kv_heads) * head_dim, …], in groups: each KV head has one group with its
+    queries, key and value.
     """
     names = llama_names(key)
     if len(names) < 2:

@@ -1,6 +1,6 @@
 """Reads a LoRA adapter's adapter_config.json, as PEFT writes it. Knows nothing of tensors.
 
-Unsupported fields that change results are refused by name, because answers without them would look right.
+An unsupported field that changes results is an error that names it, because wrong answers would look right.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import msgspec
 from pd_cluster.errors import ModelError
 
 MOST_PATTERNS = 1024
-# Names of modules, with a literal "." and "\d+" for a number; no digit may follow "\d+", so a match is unique.
+# Names of modules, in which "." is literal and "\d+" matches a number. No digit may follow "\d+", so a match is unique.
 PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_]|\\?\.|\\d\+(?![0-9]|\\d)){1,256}")
-HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # training began from the unchanged base
-# Fields without an effect on results except through tensors and other fields.
+HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # these leave the base unchanged
+# Fields that affect results only through the tensors or other fields.
 NO_EFFECT = (
     *("alpha_pattern", "rank_pattern", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "peft_type", "task_type"),
@@ -41,9 +41,9 @@ WHY_NOT = {
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of adapter_config.json that determines results, besides the tensors.
+    """The fields of adapter_config.json that, with the tensors, determine results.
 
-    Patterns map suffixes of module names to ranks or alphas; the first match counts. `layers` None: all.
+    Patterns map suffixes of module names to ranks or alphas; the first match counts. `layers` None: all layers.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def modules_to_save(file: Path, data: bytes) -> list[str]:
-    """Returns name suffixes of the modules that the adapter replaces; `data`: the file's. Raises ModelError."""
+    """Returns name suffixes of the modules that the adapter replaces. `data`: the file's content. Raises ModelError."""
     found = json.loads(data).get("modules_to_save") or []
     if not isinstance(found, list) or len(found) > MOST_PATTERNS or not all(isinstance(each, str) for each in found):
         raise ModelError(f"{file}: modules_to_save {reprlib.repr(found)}: expected names of modules")
@@ -74,7 +74,7 @@ def modules_to_save(file: Path, data: bytes) -> list[str]:
 
 
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """Returns the value of the first key that matches a module's name, whole or from a dot on."""
+    """Returns the value of the first key that matches a module's whole name, or its end after a dot."""
     return next((value for key, value in pattern.items() if _ending(key).fullmatch(module)), default)
 
 
@@ -121,7 +121,7 @@ def _check_supported(file: Path, given: Mapping[str, Any]) -> None:
             f"{file}: init_lora_weights {reprlib.repr(init)}: these tensors are right only with the changed base from "
             f"which training began; save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
         )
-    _switch(file, given, "fan_in_fan_out")  # it does not change the layout of A and B
+    _switch(file, given, "fan_in_fan_out")  # checked only: it does not change the layout of A and B
     for name, value in given.items():
         if name not in NO_EFFECT and value:
             why = WHY_NOT.get(name, "this field is not known here, and may change what is computed")

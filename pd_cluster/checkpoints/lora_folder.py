@@ -1,7 +1,7 @@
-"""Reads a LoRA adapter's folder in PEFT's format, without torch: the modules that it changes, and its identity.
+"""Reads a LoRA adapter's folder in PEFT's format, without torch: which modules it changes, and its identity.
 
-The folder is untrusted: nothing outside it is read, sizes are checked before allocation, and a tensor that is not part
-of the adapter is an error that names it. The package model/lora checks whether the parts fit a model.
+The folder is untrusted: no file outside of it is read, and sizes are checked before memory is allocated. A tensor that
+is not part of the adapter is an error that names it. The package model/lora checks whether the parts fit a model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERTS_TENSORS = ("gate_up_proj", "down_proj")  # transformers' names
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """`digest` (64 hex digits) identifies settings and weights. `file_nbytes`: the size of the weight file."""
+    """`digest` (64 hex digits) identifies the settings and weights. `file_nbytes`: the size of the weight file."""
 
     path: Path
     settings: LoraSettings
@@ -59,7 +59,7 @@ class LoraFolder:
 
     @classmethod
     def read(cls, path: Path, max_rank: int) -> LoraFolder:
-        """Reads everything but the values. Raises ModelError that names the file, and the field or tensor."""
+        """Reads everything except the values. Raises ModelError that names the file, and the field or tensor."""
         config = path / CONFIG_FILE
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
@@ -91,14 +91,14 @@ class LoraFolder:
 
 
 def _digest_of(settings: LoraSettings) -> Any:
-    """Returns a digest that begins with the settings."""
+    """Returns a digest object that has already digested the settings."""
     return hashlib.sha256(msgspec.json.encode(settings) + b"\0")
 
 
 def opened(folder: Path, name: str, most_nbytes: int) -> Any:
     """Opens a regular file of the folder. Raises ModelError.
 
-    A symbolic link may point to a file in the folder, or from a snapshot of the hub's cache to its blobs.
+    A symbolic link may lead to another file of the folder or, in a snapshot of the hub's cache, to the cache's blobs.
     """
     file = folder / name
     try:
@@ -148,7 +148,7 @@ def _check(file: Path, settings: LoraSettings, tensors: LoraTensors, max_rank: i
     for name, pairs in tensors.experts.items():
         if len(pairs) > len(EXPERTS_TENSORS):
             raise ModelError(f"{file}: {name}: {len(pairs)} pairs of matrices; experts have {len(EXPERTS_TENSORS)}")
-        for tensor in EXPERTS_TENSORS:  # placement decides which pair belongs to which tensor
+        for tensor in EXPERTS_TENSORS:  # later code decides which pair belongs to which tensor
             _check_module(file, settings, f"{name}.{tensor}", settings.rank_of(f"{name}.{tensor}"), max_rank)
 
 

@@ -19,9 +19,9 @@ MATRIX = re.compile(_MODULE + r"\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 EMBEDDING = re.compile(_MODULE + r"\.lora_embedding_(?P<side>[AB])(?:\.default)?")
 COPY = re.compile(_MODULE + r"\.base_layer\.weight")
 WHOLE = re.compile(_MODULE + r"(?:\.modules_to_save(?:\.default)?)?\.weight")
-# Experts with stacked weights: PEFT wraps their module once per adapted tensor.
+# Experts with stacked weights. PEFT wraps their module once for each adapted tensor.
 EXPERTS = re.compile(r"(?P<path>.*\.experts)(?:\.base_layer)?")
-OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
+OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names
 OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
 WHY_NOT = {
     ".lora_magnitude_vector": "DoRA, which also scales the base's products, is not supported",
@@ -32,7 +32,7 @@ WHY_NOT = {
 
 @dataclass(frozen=True, slots=True)
 class LoraTensor:
-    """One tensor: bytes [start, stop) of the file.
+    """One tensor, in bytes [start, stop) of the file.
 
     A is [rank, in_features], B is [out_features, rank].
     """
@@ -59,9 +59,9 @@ class Pair:
 class LoraTensors:
     """All tensors of a file, by transformers' module names.
 
-    `experts`: one or two pairs per module of experts, one per tensor; A is [num_experts * rank, in_features], expert by
-    expert, and B [out_features, rank * num_experts], rank by rank. `wholes` replace a module's weight; `copies` are
-    the base's own weights.
+    `experts`: for each module of experts one pair per adapted tensor, at most two. A is [num_experts * rank,
+    in_features], expert by expert, and B [out_features, rank * num_experts], rank by rank. `wholes` replace a module's
+    weight; `copies` repeat the base's own weights.
     """
 
     modules: dict[str, Pair]
@@ -72,7 +72,7 @@ class LoraTensors:
 
 
 def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collection[str]) -> LoraTensors:
-    """`saved`: name suffixes of modules that the file replaces. Raises ModelError that names a tensor."""
+    """Sorts tensors. `saved`: suffixes of modules that the file replaces. Raises ModelError that names a tensor."""
     sides: dict[str, dict[str, LoraTensor]] = {}
     embeddings: dict[str, dict[str, LoraTensor]] = {}
     wholes: dict[str, LoraTensor] = {}
@@ -102,7 +102,7 @@ def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collecti
 
 
 def ends_with_one(module: str, ends: Iterable[str]) -> bool:
-    """Matches like PEFT's `modules_to_save`, also within a part of a name, so "norm" matches every norm of a layer."""
+    """Matches the end of a name, as PEFT's `modules_to_save` does, so "norm" matches every norm of a layer."""
     return module.endswith(tuple(ends))
 
 
@@ -117,7 +117,7 @@ def _add(place: str, found: dict[str, LoraTensor], key: str, tensor: LoraTensor)
 
 
 def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str) -> dict[str, Pair]:
-    """Raises ModelError for a missing matrix or different ranks."""
+    """Joins the matrices to pairs. Raises ModelError for a missing matrix or different ranks."""
     pairs = {}
     for name, module in sorted(sides.items()):
         if missing := {"A", "B"} - module.keys():
@@ -134,7 +134,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str)
 
 
 def _apart(pairs: Mapping[str, Pair]) -> tuple[dict[str, Pair], dict[str, tuple[Pair, ...]]]:
-    """Returns linear modules, and experts with stacked weights."""
+    """Separates the pairs of linear modules from those of experts with stacked weights."""
     modules: dict[str, Pair] = {}
     experts: dict[str, tuple[Pair, ...]] = {}
     for name, pair in pairs.items():

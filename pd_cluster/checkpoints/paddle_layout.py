@@ -1,8 +1,8 @@
-"""ERNIE 4.5 in Paddle's layout, as in the hub's `-Paddle` folders; read without torch.
+"""ERNIE 4.5 in Paddle's layout, as in the hub's `-Paddle` folders. Imports no torch.
 
 Linear weights are [inputs, outputs]. Queries, keys and values are columns of one matrix, and so are gate and up
-projections. The folders' 16-bit words are bfloat16, whatever their headers call them.
-Facts: tools/paddle2torch of the repository PaddlePaddle/ERNIE, and transformers' conversion of ERNIE 4.5 VL's config.
+projections. The folders' 16-bit values are bfloat16, although headers may name another type.
+Sources: tools/paddle2torch in the repository PaddlePaddle/ERNIE, and transformers' conversion of ERNIE 4.5 VL's config.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": EXPERTS,
     "Ernie4_5_VLMoeForConditionalGeneration": PICTURES,
 }
-OLD_TYPES = {"ernie4_5_moe_vl": PICTURES}  # -> transformers'
-# Fields of Paddle's training and kernels only.
+OLD_TYPES = {"ernie4_5_moe_vl": PICTURES}  # Paddle's model_type -> transformers'
+# Fields that concern only Paddle's training and kernels.
 TRAINING = re.compile(
     r"fuse_.*|fused_.*|use_(?:rmsnorm|fast_ln|flash_attention|recompute.*|sparse_.*|var_len.*)|moe_.*(?:loss|lambda).*"
     r"|moe_(?:capacity|gate|use_.*|dropout_prob|multimodal_.*|dense_experts_token_type_id|group.*)|global_aux_loss"
@@ -44,16 +44,16 @@ TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels"
 TIME_SHARE, ROPE_THETA = (
     20,
     500_000.0,
-)  # time's part of half a head, and rope's base; older files lack both
+)  # the share of half a head for time, and the rotary base, for older files, which have neither
 
 
 def may_be(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is ERNIE 4.5's, whose folder may have this layout."""
+    """Whether a config.json is ERNIE 4.5's, so that its folder may have this layout."""
     return model_type_of(config) in ARCHITECTURES.values()
 
 
 def model_type_of(config: Mapping[str, Any]) -> object:
-    """Returns transformers' model_type; if Paddle's is missing or different, the architecture decides."""
+    """Returns transformers' model_type; if Paddle's is missing or differs from it, the architecture decides."""
     given = config.get("model_type")
     names = config.get("architectures")
     of_architecture = ARCHITECTURES.get(str(names[0])) if isinstance(names, list) and names else None
@@ -65,7 +65,7 @@ def is_spare(key: str) -> bool:
 
 
 def as_transformers(config: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
-    """Returns the config.json in transformers' form. `has_head`: the output layer has its own weight.
+    """Returns the config.json in transformers' form. `has_head`: whether the output layer has its own weight.
 
     Raises ModelError for a missing or malformed field.
     """
@@ -84,7 +84,7 @@ def as_transformers(config: Mapping[str, Any], has_head: bool) -> dict[str, Any]
 
 
 def _with_pictures(config: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Splits Paddle's config into those of the text model and the tower."""
+    """Splits Paddle's config into the text model's and the vision tower's."""
     own = {name: found[name] for name in TEXT_FIELDS if found.get(name) is not None}
     tower = config["vision_config"]
     num_layers, half = config["num_hidden_layers"], config["hidden_size"] // config["num_attention_heads"] // 2
@@ -124,7 +124,7 @@ def _ends(config: Mapping[str, Any], name: str, choose: Any) -> int:
 
 
 class PaddleSizes(NamedTuple):
-    """Sizes that separate the parts of stored tensors. `hidden_size`, heads: the text model's."""
+    """The sizes by which stored tensors are split. `hidden_size` and numbers of heads are the text model's."""
 
     takes_pictures: bool
     is_tied: bool
@@ -134,7 +134,7 @@ class PaddleSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """`config`: in transformers' form. Raises ModelError."""
+        """Reads a config in transformers' form. Raises ModelError."""
         text = config.get("text_config", config)
         try:
             num_heads = int(text["num_attention_heads"])
@@ -158,7 +158,7 @@ class PaddleSizes(NamedTuple):
         return (name,)
 
     def places(self, key: str, shape: tuple[int, ...]) -> tuple[TensorPlace, ...]:
-        """Returns the tensors in a stored tensor of this shape. Raises ModelError for a wrong shape."""
+        """Returns the places of tensors in a stored tensor of this shape. Raises ModelError for a wrong shape."""
         names, is_turned = self.names(key), self._is_turned(key, shape)
         if len(names) < 2:
             return tuple(TensorPlace(name, is_turned=is_turned) for name in names)
@@ -176,12 +176,12 @@ class PaddleSizes(NamedTuple):
         )
 
     def _is_turned(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the weight is transposed, with inputs first. In some folders, routers and output layers differ from
-        other layers, as their shapes show.
+        """Whether the stored weight is transposed, with inputs first. In some folders, routers and output layers differ
+        from other layers in this; their shapes show it.
         """
         if len(shape) != 2 or key.endswith("embed_tokens.weight"):
             return False
-        if ROUTER.search(key):  # transformers reads those of models that take pictures with inputs first
+        if ROUTER.search(key):  # transformers expects routers of models that take images with inputs first
             return (shape[0] == self.hidden_size) != self.takes_pictures
         if key.endswith(HEAD):
             is_square = shape[0] == shape[1]

@@ -1,7 +1,7 @@
 """Reads files of untrusted folders: only regular files, of bounded size, in steps.
 
-A pipe in place of a file does not block, sizes are checked before reading, and no read or digest holds the interpreter
-for longer than a step.
+A pipe in place of a file does not block. Sizes are checked before reading. No read or digest holds the interpreter's
+lock for longer than one step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from pd_cluster.errors import ModelError
 
-MAX_WHOLE_NBYTES = 256 << 20  # the largest file that is read whole; current tokenizers have up to 35 MB
+MAX_WHOLE_NBYTES = 256 << 20  # maximum size of a file that is read whole; today's tokenizers have up to 35 MB
 STEP_NBYTES = 1 << 20
 OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -50,7 +50,7 @@ def digest_file(stream: Any, digest: Any) -> int:
 def read_digested(stream: Any, nbytes: int, digest: Any) -> mmap.mmap:
     """Returns and digests a file's first `nbytes` (at least 1), in new memory.
 
-    Zeros, which are not digested, follow a shorter file.
+    A shorter file is padded with zeros, which are not digested.
     """
     data = mmap.mmap(-1, nbytes)
     with memoryview(data) as view:

@@ -1,6 +1,6 @@
-"""Reads how a checkpoint pools hidden states into one vector from sentence-transformers' files in its folder.
+"""Reads, from sentence-transformers' files in a folder, how a checkpoint pools hidden states into one vector.
 
-Without such files a decoder's vector is the last token's hidden state, which has seen the whole prompt.
+Without such files, a decoder's vector is the hidden state of the last token, which attends to the whole prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pooling_kind_of(folder: Path) -> PoolingKind:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the names of the file's modes."""
+    """Returns the names of the pooling modes that the file enables."""
     if "pooling_mode" in config:
         given = config["pooling_mode"]
         return [str(each) for each in given] if isinstance(given, list) else [str(given)]

@@ -1,7 +1,7 @@
 """Reads a prompt adapter's folder in PEFT's format, without torch: prompt tuning, p-tuning, prefix tuning.
 
-PEFT saves its encoders' outputs, so p-tuning equals prompt tuning: a tensor `prompt_embeddings` with a row per virtual
-token. In prefix tuning, a row has the keys and values of all layers.
+PEFT saves the outputs of its prompt encoders, so p-tuning is stored like prompt tuning: a tensor `prompt_embeddings`
+with a row per virtual token. In prefix tuning, a row has the keys and values of all layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pd_cluster.types.variants import PromptKind, prompt_variant
 TENSOR = "prompt_embeddings"
 KINDS: dict[str, PromptKind] = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAX_TOKENS = 65_535
-# Fields that only describe the training or the base.
+# Fields that describe only the training or the base.
 NO_EFFECT = (
     *(
         "peft_type",
@@ -73,7 +73,7 @@ class PromptFolder:
 
     @classmethod
     def read(cls, path: Path, max_tokens: int = 0) -> PromptFolder:
-        """Reads everything but the values. `max_tokens` 0: no limit. Raises ModelError that names file and field."""
+        """Reads everything except the values. `max_tokens` 0: no limit. Raises ModelError that names file and field."""
         given = config_of(path)
         config = path / CONFIG_FILE
         if (kind := given.get("peft_type")) not in KINDS:
@@ -126,7 +126,7 @@ AdapterFolder = LoraFolder | PromptFolder
 
 
 def read_adapter(path: Path, max_rank: int, max_tokens: int = 0) -> AdapterFolder:
-    """Reads an adapter's folder of any kind. Raises ModelError."""
+    """Reads the folder of an adapter of any kind. Raises ModelError."""
     if path.is_dir() and config_of(path).get("peft_type") in KINDS:
         return PromptFolder.read(path, max_tokens)
     return LoraFolder.read(path, max_rank)

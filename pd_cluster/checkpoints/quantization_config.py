@@ -1,6 +1,6 @@
-"""The quantization that a model folder declares: the method, and details that tensors do not show.
+"""Reads the quantization that a model folder declares: its method, and details that the tensors do not show.
 
-A method is a row in `METHODS`. model/weights decodes tensors. Imports no torch.
+Each method is an entry of `METHODS`. model/weights decodes tensors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cluster.settings.engine_config import ALSO_AT_LOAD, AT_LOAD
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
 GPTQ_BITS = (2, 3, 4, 8)
-ASCEND_CODES = ("W8A8", "W8A8_DYNAMIC")  # activations are quantized, too
+ASCEND_CODES = ("W8A8", "W8A8_DYNAMIC")  # types whose activations are quantized, too
 CODES_AT_LOAD = ("int8", "w4a8")
 ASCEND_TYPES = ("FLOAT", *ASCEND_CODES, "W8A16", "W4A16")
 CT_FORMATS = (
@@ -37,12 +37,13 @@ AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelsli
 class Quantization:
     """`place`: the file and field of the declaration. The other fields complete what the tensors' shapes show.
 
-    `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
-    gemv). `group_size` input features share a scale, the last group may have fewer; -1: unknown, or all. `block`:
-    outputs and inputs that share a scale, where scales are blocks. `has_int8_activations`: the layers of int8 weights
-    take activations in int8, too, and have the tensors `input_parts` for them; `is_w4a8`: those of int4 weights do.
-    `types`: tensor -> its type in Ascend's file. `at_load`: the scheme by which plain weights are quantized when
-    they are read. `kinds`: the kinds of weights, such as int4, if a method has several.
+    `zero_offset` is added to stored zero points. `is_by_rows`: a word holds input features of one output row (AWQ's
+    gemv). `group_size`: the number of input features that share a scale (the last group may have fewer); -1: unknown,
+    or all. `block`: the outputs and inputs that share a scale, if scales apply to blocks. `has_int8_activations`:
+    layers with int8 weights also take int8 activations, and have the tensors `input_parts` for them. `is_w4a8`: layers
+    with int4 weights take int8 activations. `types`: tensor -> its type in Ascend's file. `at_load`: the scheme by
+    which plain weights are quantized when they are read. `kinds`: the kinds of weights, such as int4, if a method has
+    several.
     """
 
     method: str
@@ -59,7 +60,7 @@ class Quantization:
     kinds: tuple[str, ...] = ()
 
     def numerics_name(self, is_on_cpu: bool) -> str:
-        """Returns the part for `Numerics`."""
+        """Returns the name of the quantization in `Numerics`."""
         if self.method == ASCEND:
             has_codes = any(kind in ASCEND_CODES for kind in self.types.values())
         else:
@@ -68,7 +69,7 @@ class Quantization:
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:
-    """Returns a model folder's declaration; None: plain weights. Raises ModelError that names field or file.
+    """Returns a model folder's quantization; None: plain weights. Raises ModelError that names the field or file.
 
     `config`: the folder's config.json, or the part of it that is served.
     """
@@ -85,13 +86,13 @@ def quantization_of(path: Path, config: Settings) -> Quantization | None:
 
 
 def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings]]:
-    """Yields place, method and settings. Files count only if config.json has no field."""
+    """Yields each declaration's place, method and settings. Other files count only if config.json has none."""
     for name in QUANTIZERS_FIELDS:
         if (value := config.get(name)) is not None:
             settings = value if isinstance(value, dict) else {}
             own = settings.get("quant_method")
             if own is None and name == "compression_config" and "config_groups" in settings:
-                own = COMPRESSED  # which once named itself by this field
+                own = COMPRESSED  # older versions of this method named themselves by this field
             yield f"{path / 'config.json'}: {name}", _method(own) or method_of(value), settings
     for pattern, method in QUANTIZERS_FILES.items():
         for file in sorted(path.glob(pattern)):
@@ -172,7 +173,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
         if not isinstance(group, dict):
             raise _refused(place, f"{reprlib.repr(group)} is not a scheme", "write its weights and input_activations")
         weights, inputs = group.get("weights"), group.get("input_activations") or {}
-        if weights is None:  # as in vLLM, its layers are not quantized
+        if weights is None:  # as in vLLM, such a group's layers are not quantized
             continue
         sizes.add(_whole(place, weights, "group_size", -1))
         if (block := weights.get("block_structure")) is not None:
@@ -210,7 +211,9 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
 
 
 def _check_transforms(found: Quantization, settings: Settings) -> None:
-    """Raises ModelError for rotations that are computed at run time and not merged into the weights."""
+    """Raises ModelError for rotations that must be computed at run time, because they are not merged into the
+    weights.
+    """
     transforms = (settings.get("transform_config") or {}).get("config_groups") or {}
     for name, transform in transforms.items():
         for each in transform.get("apply") or ():
@@ -227,7 +230,8 @@ def _block(found: Quantization, value: object, name: str) -> tuple[int, int]:
 
 
 def _w8a8_parts(found: Quantization, inputs: Settings) -> tuple[str, ...]:
-    """Returns the tensors of static activations, empty for dynamic ones; missing settings have the format's defaults.
+    """Returns the tensors for static quantization of activations; empty if it is dynamic. Missing settings have the
+    format's defaults.
 
     Raises ModelError for unsupported rounding of activations.
     """
@@ -301,7 +305,7 @@ METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
     ASCEND: _ascend,
 }
 SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": ASCEND}
-# Names of --quantization for methods that have others
+# method -> its name for --quantization, if that differs
 CALLED = {
     "fp8": ("fp8", "fbgemm_fp8", COMPRESSED, "modelopt"),
     "smoothquant": ("smooth_quant", COMPRESSED, ASCEND),
@@ -309,7 +313,7 @@ CALLED = {
     "mxfp4": ("mxfp4", COMPRESSED),
     AUTO_ROUND: ("gptq", "awq", COMPRESSED),
 }
-KINDS = {"fp8": "float8", "mxfp4": "float4"}  # names -> kinds of weights
+KINDS = {"fp8": "float8", "mxfp4": "float4"}  # name of a quantization -> kind of weights
 
 
 def at_load(scheme: str) -> str:
@@ -318,7 +322,8 @@ def at_load(scheme: str) -> str:
 
 
 def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantization | None:
-    """Compares --quantization with the folder; plain weights are quantized by it at load.
+    """Compares --quantization with the folder's own; if the folder has plain weights, the setting says how to quantize
+    them at load.
 
     Raises ModelError if they conflict.
     """

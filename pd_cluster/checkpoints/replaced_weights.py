@@ -1,4 +1,4 @@
-"""Checks that a folder holds new weights for a model, and names their content. Never imports torch."""
+"""Checks that a folder holds new weights for a model, and identifies them by a digest. Never imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.checkpoints.safetensors_header import read_header
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FILES, weight_files, whole_digest
 from pd_cluster.errors import ModelError
 
-# Fields of config.json that do not change what is computed from given tensors.
+# Fields of config.json that do not affect results.
 FREE_FIELDS = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype")
 MOST_SHOWN = 3
 
@@ -37,7 +37,7 @@ def check_replacement(base: Path, folder: Path) -> str:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Returns what shows that weight files have changed. Raises ModelError."""
+    """Returns a value that changes whenever the weight files change. Raises ModelError."""
     found = []
     for file in weight_files(folder):
         try:

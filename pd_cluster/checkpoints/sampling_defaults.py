@@ -1,8 +1,8 @@
 """Default sampling parameters of requests: generation_config.json and the operator's overrides.
 
-vLLM's --generation-config names the source: `auto` is the model folder, a path is another folder, and `vllm` takes no
-sampling defaults from any file. --override-generation-config is merged over the source. Other keys of a file are
-ignored; a key of the override must be one of `KNOWN`. Knows nothing of requests.
+--generation-config, as in vLLM, names the source: `auto` is the model folder, a path is another folder, and with `vllm`
+no file provides sampling defaults. The values of --override-generation-config take precedence over the source. Other
+keys of a file are ignored; a key of the override must be one of `KNOWN`. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEUTRAL = "vllm"  # --generation-config: no file's sampling defaults
 
 
 def sampling_defaults(checkpoint: Checkpoint, source: str, override: Mapping[str, Number | None]) -> dict[str, Number]:
-    """Maps names of `KNOWN` to values; a null of the override removes the file's value.
+    """Maps names of `KNOWN` to values. A null in the override removes the file's value.
 
     Raises ModelError for a value that no request could have.
     """

@@ -1,7 +1,7 @@
 """Makes a tokenizer.json from a SentencePiece file, for folders without one, such as Paddle's ERNIE 4.5.
 
-Reads only the fields of ModelProto that affect splitting. Source: sentencepiece_model.proto and the normalizer of
-google/sentencepiece.
+Reads only those fields of ModelProto that affect how text is split. Source: sentencepiece_model.proto and the
+normalizer in google/sentencepiece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.checkpoints.plain_files import read_plain
 from pd_cluster.errors import ModelError
 
 FILE, MODEL, CONFIG, ADDED = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"
-# tokenizer classes that add nothing to a prompt
+# tokenizer classes that add no tokens to a prompt
 ERNIE = ("Ernie4_5_Tokenizer", "Ernie4_5Tokenizer", "Ernie4_5_VLTokenizer", "ErnieBotTokenizer")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 UNIGRAM, BPE = 1, 2
@@ -37,7 +37,7 @@ class SentencePiece(NamedTuple):
 
 
 class SentencePieces(NamedTuple):
-    """A SentencePiece model: pieces by id, and how texts are prepared."""
+    """A SentencePiece model: its pieces by id, and how it prepares texts."""
 
     pieces: list[SentencePiece]
     kind: int
@@ -69,7 +69,7 @@ class SentencePieces(NamedTuple):
 
 
 def tokenizer_text(file: Path) -> str:
-    """Returns the text of a folder's tokenizer.json, made from its SentencePiece file if missing.
+    """Returns the text of a folder's tokenizer.json; if there is none, makes it from the SentencePiece file.
 
     Raises ModelError, OSError.
     """
@@ -77,7 +77,7 @@ def tokenizer_text(file: Path) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder's tokenizer is a SentencePiece file of a known class."""
+    """Whether a folder's tokenizer is a SentencePiece file, and its class is known."""
     if (folder / FILE).exists() or not (folder / MODEL).exists() or not (folder / CONFIG).exists():
         return False
     return read_json(folder / CONFIG).get("tokenizer_class") in ERNIE
@@ -133,7 +133,7 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 def _bpe(pieces: list[SentencePiece]) -> dict[str, Any]:
-    """Returns the BPE model, whose merges are all ways to join two pieces to a third, the highest score first."""
+    """Returns the BPE model. Its merges are all pairs of pieces that join to another piece, the highest score first."""
     ids = {piece.text: index for index, piece in enumerate(pieces)}
     can_merge = {piece.text for piece in pieces if piece.kind == NORMAL}
     merges: list[list[str]] = []
@@ -167,7 +167,7 @@ def _unigram(pieces: list[SentencePiece], file: Path, kind: int) -> dict[str, An
 
 
 def _added(model: SentencePieces, folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tokens that are found in a text before splitting: SentencePiece's, and those of other files.
+    """Returns the tokens that are matched before a text is split: SentencePiece's, and those that other files add.
 
     Control pieces, and those that tokenizer_config.json marks, are special.
     """

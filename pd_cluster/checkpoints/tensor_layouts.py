@@ -1,4 +1,4 @@
-"""Folders whose tensors differ from transformers' in name or shape: each is a `Layout`, one entry of `LAYOUTS`.
+"""Layouts of folders whose tensors differ from transformers' in name or shape. Each is an entry of `LAYOUTS`.
 
 Maps the model's tensors to parts of stored tensors by names and shapes only; imports no torch and reads no weights.
 """
@@ -23,9 +23,9 @@ Config = Mapping[str, Any]
 class Layout:
     """Maps a folder's tensors to those of the model, whose config is in transformers' form.
 
-    `names`: a tensor's names in the model; empty if it is not read. `places`: the same with positions, from the
-    tensor's shape. `dtypes`: the meaning of headers' dtypes. `is_spare`: whether a tensor, by name, belongs to an
-    unserved part of the model.
+    `names`: returns a stored tensor's names in the model; empty if it is not read. `places`: also returns their
+    positions, from the tensor's shape. `dtypes`: header's dtype -> actual dtype. `is_spare`: whether a tensor of this
+    name belongs to a part of the model that is not served.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A folder of safetensors files, and their layout if it is not transformers'."""
+    """A folder of safetensors files, and their layout, if it differs from transformers'."""
 
     path: Path
     layout: Layout | None = None
@@ -56,7 +56,7 @@ class WeightFolder:
         yield from weight_files(self.path)
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields all tensors, by the headers alone. Raises ModelError."""
+        """Yields all tensors; reads only the headers. Raises ModelError."""
         for file in self.files():
             for key, dtype in stored_dtypes(file).items():
                 yield StoredPart(file, key, self.dtype(dtype), self.names(key))
@@ -65,14 +65,14 @@ class WeightFolder:
         return (key,) if self.layout is None else self.layout.names(key)
 
     def dtype(self, stored: str) -> str:
-        """Returns the actual dtype of a header's dtype."""
+        """Returns the actual dtype for a dtype in a header."""
         return stored if self.layout is None else self.layout.dtypes.get(stored, stored)
 
 
 def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], Layout | None]:
-    """Returns a folder's config.json in transformers' form, and its layout; None: transformers' layout.
+    """Returns a folder's config.json in transformers' form, and the layout; None: transformers' own.
 
-    `overrides`: the operator's; they take precedence over internlm's field `rotary`. Raises ModelError.
+    `overrides`: the operator's overrides, which take precedence over InternLM's field `rotary`. Raises ModelError.
     """
     unsafe = sorted(folder.glob("*.pdparams"))
     if unsafe and not any(folder.glob("*.safetensors")):
@@ -87,7 +87,7 @@ def translated(folder: Path, config: Config, overrides: Config) -> tuple[dict[st
 
 
 def _kimi(folder: Path, config: Config, overrides: Config) -> tuple[dict[str, Any], None] | None:
-    """Kimi-K2's folders name their own code, but the model and its tensors are DeepSeek-V3's (model card).
+    """Kimi-K2's folders refer to their own code, but according to the model card, model and tensors are DeepSeek-V3's.
 
     The same holds for K2.5's text models.
     """

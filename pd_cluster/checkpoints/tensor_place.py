@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class TensorPlace(NamedTuple):
-    """`name`: in the model. `pieces`: [start, stop) along the stored dimension `dim`, joined; None: all of it.
+    """`name`: the model's name. `pieces`: [start, stop) along the stored dimension `dim`, joined; None: all of it.
 
     `is_turned`: the stored tensor is transposed.
     """

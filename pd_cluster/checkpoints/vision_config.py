@@ -1,6 +1,6 @@
-"""Reads how a model takes pictures, without torch.
+"""Reads, without torch, how a model prepares images.
 
-Knows nothing of weights or of pixels. The models are those of media/kinds/image_kinds.py.
+Knows nothing of weights or pixels. media/kinds/image_kinds.py lists the models.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESCALE = 1 / 255
 
 @dataclass(frozen=True, slots=True)
 class VisionPart:
-    """How a model reads pictures. Its tower takes (pixels * `rescale` - `mean`) / `std`."""
+    """How a model reads images. The input of its vision tower is (pixels * `rescale` - `mean`) / `std`."""
 
     model_type: str
     rules: ImageRules
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     rescale: float
-    files: tuple[Path, ...]  # files with these settings, besides config.json
+    files: tuple[Path, ...]  # the files with these settings, besides config.json
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> VisionPart:

@@ -1,7 +1,7 @@
 """Checks without torch that safetensors files are complete and plain, and digests them.
 
-Recognizes quantized weights by quantizers' description files, tensors of scales, and weights of integers or eight-bit
-floats, which would be wrong without their scales.
+Recognizes quantized weights by quantizers' files, by tensors of scales, and by weights of integers or eight-bit floats,
+which are meaningless without their scales.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from pd_cluster.errors import ModelError
 SAMPLE_NBYTES = 64 << 10
 WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Names of a text model's weights in a multimodal folder: of transformers 5 and 4, without a head, and without a prefix.
+# Names of a text model's weights in a multimodal folder, as transformers 5 and 4 write them, without a head, and
+# without a prefix.
 TEXT_WEIGHTS = re.compile(
     r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
     r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"
 )
 NO_QUANTIZATION = "quantized weights that are not supported"
 WAY_OUT = "give the model in float32, float16 or bfloat16"
-# A quantizer's file -> the method, if the file does not name it
+# a quantizer's file -> its method, if the file itself does not name it
 QUANTIZERS_FILES = {
     "hf_quant_config.json": "modelopt",
     "quant_model_description*.json": "msmodelslim",
@@ -46,14 +47,14 @@ QUANTIZERS_TENSORS = (
     *("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
 )
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # the dtypes of unquantized weights
-NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of weights' names
+NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of the names of weights
 # Non-float buffers that earlier versions of transformers saved and modules now compute: masks of GPT-2, GPT-NeoX and
 # similar models, and positions.
 BUFFERS = re.compile(r"(?:^|\.)(?:(?:attn|attention)\.(?:masked_)?bias|position_ids)$")
 
 
 def quantized(place: str, method: str = "") -> ModelError:
-    """Returns the refusal of quantized weights. `place`: the file and its field or tensor."""
+    """Returns the error for quantized weights that are not supported. `place`: the file and its field or tensor."""
     return ModelError(f"{place}: {NO_QUANTIZATION}{f' ({method})' if method else ''}; {WAY_OUT}")
 
 
@@ -70,9 +71,9 @@ def method_of(settings: object) -> str:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yields the model's files, chosen like transformers does: one whole file, or the index's files.
+    """Yields the model's files, chosen as in transformers: one whole file, or the files that an index lists.
 
-    Without these, yields all safetensors files, which only ranks read. Raises ModelError for a malformed index.
+    If there is neither, yields all safetensors files, which only ranks read. Raises ModelError for a malformed index.
     """
     index = folder / INDEX
     if (whole := folder / WHOLE_FILE).exists():
@@ -87,7 +88,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def text_name(key: str) -> str:
-    """Returns a weight's name in the text model alone; "" for another part's weight."""
+    """Returns a weight's name in the text model; "" for a weight of another part."""
     found = TEXT_WEIGHTS.fullmatch(key)
     if found is None:
         return ""
@@ -97,8 +98,8 @@ def text_name(key: str) -> str:
 def weights_digest(file: Path, is_plain: Callable[[str], bool], meaning: Callable[[str], str] = str) -> bytes:
     """Digests the header and samples (start, middle, end of the data) of one file.
 
-    `is_plain`: whether the tensor of this name must be unquantized. `meaning`: of the header's dtypes. Raises
-    ModelError if the file is incomplete, or such a tensor is quantized.
+    `is_plain`: whether a tensor of this name must be unquantized. `meaning`: maps a header's dtype to the actual one.
+    Raises ModelError if the file is incomplete, or if such a tensor is quantized.
     """
     header = _read_header(file)
     for name, dtype in ((name, meaning(str(entry["dtype"]))) for name, entry in header.entries.items()):

@@ -1,6 +1,6 @@
 """Sends a command for one instance to the scheduler's admin address, then polls the list until it is done.
 
-The scheduler's answer names all instances that the command affects: those of a unit change together.
+The scheduler's answer names all instances that the command affects: the members of a unit change together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IsDone = Callable[[Entry | None], bool]  # takes an instance's entry in the list
 
 
 def is_here(entry: Entry | None) -> bool:
-    """Returns whether the instance serves, or waits only for its unit, whose members are added one by one.
+    """Returns whether the instance serves, or waits only for other members of its unit, which are added one by one.
 
     Raises PdClusterError if the instance can never join this cluster.
     """
@@ -53,12 +53,12 @@ class Command:
     def __init__(self, admin: Admin, name: str) -> None:
         self._admin = admin
         self._name = name
-        self._names = [name]  # of all instances that the command affects
+        self._names = [name]  # the names of all instances that the command affects
         self._last_progress: dict[str, str] = {}
         self._timeout_s = 0.0  # the drain's timeout, as reported by the scheduler
 
     def send(self, command: str, body: dict[str, Any]) -> Entry:
-        """Sends the command and returns the instance's entry at that time; the command "" adds an instance.
+        """Sends the command, and returns the entry that the instance then has; the command "" adds an instance.
 
         Raises PdClusterError with the scheduler's message.
         """

@@ -21,7 +21,9 @@ Entries = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """KV cache moved so far, over all instances; `epochs` shows whether two readings can be compared."""
+    """The KV cache moved so far, summed over all instances. Two readings can be compared only if their `epochs` are
+    equal.
+    """
 
     sent_nbytes: int
     received_nbytes: int

@@ -9,7 +9,7 @@ from pd_cluster.client.admin_client import Admin, not_an_admin, raise_unauthoriz
 from pd_cluster.errors import PdClusterError
 
 Found = dict[str, Any]
-FINE = "nothing is wrong: every instance serves, and no request failed in the last minute"
+FINE = "no problems: every instance serves, and no request failed in the last minute"
 
 
 async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark: int = 0) -> Found:
@@ -48,7 +48,7 @@ def is_critical(found: Found) -> bool:
 
 
 def seconds(value: float | None) -> str:
-    """Returns 0.0012 as 1.2 ms, 0.0123 as 12 ms and 1.5 as 1.50 s."""
+    """Formats a duration: 0.0012 becomes 1.2 ms, 0.0123 becomes 12 ms, and 1.5 becomes 1.50 s."""
     if value is None:
         return "-"
     return f"{value * 1e3:.{int(value < 0.01)}f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,8 +1,9 @@
-"""One streaming request, measured as a client sees it: TTFT, gaps between chunks, TPOT, tokens, text.
+"""Sends one streaming request, and measures it as a client sees it: TTFT, gaps between chunks, TPOT, tokens, text.
 
-Needs only httpx and knows nothing of clusters. `Recorder` is pure: bytes and their arrival times in, a `Sample` out.
+Needs only httpx and knows nothing of clusters. `Recorder` is pure: it turns bytes and their arrival times into a
+`Sample`.
 
-A token whose text is not certain yet (half a character) may arrive with the next one, so a chunk may carry several
+A token whose text is not final yet (half a character) may arrive with the next one, so a chunk may carry several
 tokens. ITL is therefore the time between arrivals, and TPOT the time from the first arrival to the last, divided by the
 number of tokens after the first arrival. Tokens are counted by the server's `token_ids` if it sends them; otherwise the
 first arrival counts as one token.
@@ -64,7 +65,7 @@ class Recorder:
         self._done = False
         self._error: str | None = None
         self._server_said_so = False
-        self.last_id = self._id = ""  # ids of the last complete event that had one, and of the event being read
+        self.last_id = self._id = ""  # the last complete event's id, and the id of the event being read
 
     @property
     def ended(self) -> bool:
@@ -242,7 +243,7 @@ async def _resume(
 ) -> None:
     """Reads the rest of a stream over new connections, as long as the server answers or may come back.
 
-    Raises httpx.HTTPError for a server that does neither.
+    Raises httpx.HTTPError if the server does neither.
     """
     address = f"{url.rpartition('/v1/')[0]}/v1/streams"
     until_s = time.monotonic() + RESUME_FOR_S
@@ -270,7 +271,9 @@ def _refusal(content: bytes) -> str:
 
 
 def key_header(env: Mapping[str, str]) -> dict[str, str]:
-    """Takes the key from VLLM_API_KEY, as a server does, or from OPENAI_API_KEY, as OpenAI's client does."""
+    """Returns a header with the key from VLLM_API_KEY, as a server reads it, or OPENAI_API_KEY, as OpenAI's client
+    does.
+    """
     key = env.get("VLLM_API_KEY") or env.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 

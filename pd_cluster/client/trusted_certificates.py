@@ -1,4 +1,4 @@
-"""The certificates that a client of a cluster trusts."""
+"""Loads the certificates that a client of a cluster trusts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def serve(
 
     shape = (num_requests, concurrency, input_len, output_len)
     bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores, first_token)
-    uvloop.run(run(bench, json))  # clients may share cores with the servers, and uvloop takes a third less of them
+    uvloop.run(run(bench, json))  # the client may share the servers' cores, and uvloop uses a third less of them
 
 
 @app.command("compare")

@@ -78,7 +78,7 @@ def load(
 
 
 def _run(given: dict[str, Any]) -> None:
-    """Checks everything before anything starts. Raises PdClusterError."""
+    """Makes all checks before anything starts. Raises PdClusterError."""
     import shlex
 
     import uvloop
@@ -119,7 +119,7 @@ def _run(given: dict[str, Any]) -> None:
                 num_decode=given["decode"],
                 port=free_port_pair(),
                 arguments=shlex.split(given["flags"]),
-                restart="no",  # a cluster that lost an instance would give wrong figures
+                restart="no",  # figures of a cluster that has lost an instance would be wrong
             )
             runs = uvloop.run(run_alone(plan, launch))
     _show(runs, given)
@@ -211,7 +211,7 @@ def _show(runs: list[Any], given: dict[str, Any]) -> None:
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Raises ConfigError for a flag that another flag makes meaningless, and for an invalid number of seconds."""
+    """Raises ConfigError for a flag that another flag leaves without effect, and for an invalid number of seconds."""
     from pd_cluster.errors import ConfigError, flag_of
 
     for name in ("slo_ttft", "slo_tpot", "slo_e2e", "max_seconds"):

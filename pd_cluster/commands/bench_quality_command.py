@@ -70,7 +70,7 @@ def _flag(setting: str) -> str:
 
 
 def samples_for(llm: object, folder: Path, calibration: str, num_samples: int, num_tokens: int) -> Samples:
-    """Returns samples of a file, or of the model's own texts."""
+    """Returns samples from a file, or from texts that the model generates."""
     from pd_cluster.checkpoints.json_files import read_json
     from pd_cluster.offline.offline_llm import LLM
     from pd_cluster.offline.quantization_quality import own_samples, samples_of_file

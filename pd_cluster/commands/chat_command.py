@@ -24,15 +24,15 @@ HELP = (
     "/exit or Ctrl-D ends"
 )
 CONNECT_TIMEOUT_S = 5.0
-ANSWER_DEADLINE_S = 3600.0  # a server's --request-timeout ends an answer much earlier, and Ctrl-C at any time
+ANSWER_DEADLINE_S = 3600.0  # a server's --request-timeout ends answers much earlier, and Ctrl-C at any time
 NOT_UTF8 = "the question is not UTF-8 text"
 MAX_IMAGE_NBYTES = 24 << 20
-LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # a rate of fewer tokens or a shorter time means nothing
+LEAST_RATED_TOKENS, LEAST_RATED_S = 8, 0.05  # with fewer tokens, or in less time, a rate means nothing
 Say = Callable[[str], None]
 
 
 class Chat:
-    """One conversation. `say` gets text as it arrives; `note` gets lines about it."""
+    """One conversation. `say` gets the answer's text as it arrives; `note` gets lines about the conversation."""
 
     def __init__(self, url: str, model: str, options: dict[str, Any], system: str, say: Say, note: Say) -> None:
         self._url, self.model, self._options = url.rstrip("/").removesuffix("/v1"), model, options
@@ -50,9 +50,9 @@ class Chat:
         self._images.append(data_url(file))
 
     async def find_server(self, client: httpx.AsyncClient) -> None:
-        """Takes the first model that the server lists if no model was named, because a server may require a name.
+        """If no model was named, takes the first that the server lists, because a server may require a name.
 
-        Raises PdClusterError if no server answers, so that a user learns of it before the first question.
+        Raises PdClusterError if no server answers, so that the user sees it before typing a question.
         """
         try:
             answer = await client.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
@@ -91,7 +91,7 @@ class Chat:
 
 
 def _first_model(answer: httpx.Response) -> str:
-    """Returns "" if the server lists no models, or requires a key: it then refuses the question with a reason."""
+    """Returns "" if the server lists no models or requires a key; its refusal of the question then gives the reason."""
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
@@ -122,7 +122,7 @@ def data_url(file: str) -> str:
 
 
 def print_text(text: str) -> None:
-    """Prints a model's text, on a terminal without control characters, which could rewrite the screen."""
+    """Prints a model's text; on a terminal, removes control characters, which could rewrite the screen."""
     if sys.stdout.isatty():
         text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     encoding = sys.stdout.encoding or "utf-8"
@@ -130,8 +130,8 @@ def print_text(text: str) -> None:
 
 
 def run(url: str, model: str, question: str, images: list[str], system: str, options: dict[str, Any]) -> None:
-    """Asks one question, or each line of stdin. Raises PdClusterError for a question that failed, unless a user can
-    ask again, and KeyboardInterrupt unless it stopped an answer.
+    """Asks one question, or each line of stdin. Raises PdClusterError for a question that failed, unless a user at a
+    terminal can ask again. Raises KeyboardInterrupt, unless Ctrl-C stopped an answer.
     """
 
     def note(line: str) -> None:
@@ -141,7 +141,7 @@ def run(url: str, model: str, question: str, images: list[str], system: str, opt
     for file in images:
         chat.show(file)
     client = make_client()
-    # Lines are read in this thread, between runs of the loop, because Ctrl-C can interrupt only such a read.
+    # Lines are read in this thread, between runs of the loop, because Ctrl-C can interrupt a read only there.
     with asyncio.Runner() as runner:
         try:
             runner.run(chat.find_server(client))
@@ -158,8 +158,8 @@ def run(url: str, model: str, question: str, images: list[str], system: str, opt
 
 
 def _talk(chat: Chat, client: httpx.AsyncClient, runner: asyncio.Runner, note: Say) -> None:
-    """Answers the user of a terminal until the end of the input."""
-    with contextlib.suppress(ImportError):  # Python may have been built without it
+    """Answers a user at a terminal until the input ends."""
+    with contextlib.suppress(ImportError):  # Python may have been built without readline
         importlib.import_module("readline")  # lets `input` edit lines, recall earlier ones, and read any length
     note(HELP)
     while True:

@@ -1,8 +1,8 @@
 """`pd-cluster check`: shows how this process would use the given rank tables and variables, and every deadline.
 
-Shows the KV pools of the model that the variables name. For a worker on NPUs, shows HCCL's variables, too, with the
-defaults of its deadlines. On a machine with NPUs, also shows the versions of their software and its faults. Computes on
-devices and accesses the network only with `--network`.
+Shows the KV pools of the model that the variables name. For a worker on NPUs, also shows HCCL's variables, with the
+default deadlines. On a machine with NPUs, also shows the versions of their software and faults in it. Uses devices and
+the network only with `--network`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ WARNING = "warning: "
 
 
 def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_json: bool = False) -> bool:
-    """Prints tables, or with `network` the network's findings; returns whether the network has no fault.
+    """Prints the tables or, with `network`, the findings about the network. Returns whether the network has no fault.
 
-    Raises ConfigError for the first fault of the tables or variables.
+    Raises ConfigError for the first fault in the tables or variables.
     """
     console = Console(width=None if os.isatty(1) else 110)
     if network:
@@ -108,7 +108,7 @@ def check_report(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keys(place: Place, env: Mapping[str, str]) -> str:
-    """Reports whether an instance would find its secrets' files; only warns, because its flags are unknown."""
+    """Reports whether an instance would find its secrets' files. Only warns, because its flags are not known here."""
     derives = _is_on(env, "derive_secret")
     secret, key, token = (_setting_of(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
     node_key, trusted = (_setting_of(env, name) or "" for name in ("node_key_file", "trusted_nodes"))
@@ -123,7 +123,7 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
 
 
 def _engine(env: Mapping[str, str]) -> EngineConfig | None:
-    """Returns the settings of the engine that the variables give; None: they name no model. Raises ConfigError."""
+    """Returns the engine's settings from the variables; None if they name no model. Raises ConfigError."""
     given = {name: text for name in settings() if (text := _setting_of(env, name))}
     return ServeOptions.written(given).engine() if "model" in given else None
 
@@ -135,7 +135,7 @@ def _pools(engine: EngineConfig) -> ExpectedPools:
 
 
 def _head(env: Mapping[str, str]) -> str:
-    """Describes how a draft head affects the KV cache; "" if the variables name no head. Raises ConfigError."""
+    """Returns how a draft head affects the KV cache; "" if the variables name no head. Raises ConfigError."""
     given = _setting_of(env, "speculative_config")
     method = settings()["speculative_config"].read(given).with_weights if given else None
     if method in (None, "draft_model"):
@@ -147,7 +147,7 @@ def _head(env: Mapping[str, str]) -> str:
 
 
 def _setting_of(env: Mapping[str, str], setting: str) -> str | None:
-    """Returns the value of the variable for a setting of `serve`; flags of a command line are unknown here."""
+    """Returns the value of the variable of a setting of `serve`, whose command line is not known here."""
     return env.get(variable_of(setting))
 
 

@@ -1,6 +1,6 @@
 """`pd-cluster`: the signature of each function is its command line; the settings make the signature of `serve`.
 
-Imports nothing heavy at the top: `--help` and errors are immediate, and only rank processes import torch.
+Imports nothing heavy at the top, so that `--help` and errors appear at once. Only rank processes import torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ app.add_typer(keys_app, name="keys", rich_help_panel=CHANGE)
 
 
 def _add_extra(name: str, panel: str) -> None:
-    """Adds an extra's command. Without the extra, the command is hidden, and fails with the line that names it."""
+    """Adds an extra's command. If the extra is not installed, the command is hidden, and its error names the extra."""
     try:
         app.command(name, rich_help_panel=panel)(extra_table.command(name))
     except MissingExtra as error:
@@ -115,7 +115,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     the variable PD_CLUSTER_SERVE_MAX_NUM_SEQS sets --max-num-seqs.
     --help-all shows all flags; docs/flags.md also lists vLLM's other flags.
     """
-    gc.disable()  # until all modules are imported: collections would take a tenth of that time, and free nothing
+    gc.disable()  # until all modules are imported; collections would take a tenth of that time and free nothing
     from pd_cluster.commands.serve_command import run
 
     options = ServeOptions(**given)
@@ -283,7 +283,7 @@ app.command(rich_help_panel=OFFLINE, cls=BriefHelp)(simulate)
 
 
 def _run(launch: Launch) -> int:
-    """Serves until a signal; a terminal shows a table below the log lines. Returns the exit code."""
+    """Serves until a signal; in a terminal, shows a table below the log lines. Returns the exit code."""
     if launch.remark:
         typer.echo(launch.remark.strip())
     if sys.stdout.isatty():
@@ -316,7 +316,7 @@ def _free_port(num_schedulers: int) -> int:
 
 
 def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[str, list[str]]:
-    """Takes a model before the flags, and adds the flags of the shipped adapter. Raises ConfigError."""
+    """Returns the model, which may precede the flags, and the flags, with the adapter's. Raises ConfigError."""
     if arguments and not arguments[0].startswith("-"):
         first, *arguments = arguments
         if model:
@@ -334,8 +334,9 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, 
     """Reads the flags as each instance will. Returns the model, the flags including those of a --config file, and the
     options that they set.
 
-    `model`: "" if no flag of `up` names the model. Then a flag, the file or a variable of the instances may name it;
-    the result is "" if none does. Raises ConfigError, and click's errors for values of a wrong type.
+    `model`: the model that a flag of `up` names; "" if none does. In that case a flag, the file or a variable of the
+    instances may name it; the returned model is "" if none of them does. Raises ConfigError, and click's errors for
+    values of a wrong type.
     """
     from pd_cluster.commands.launch_check import check_launch
 
@@ -390,7 +391,7 @@ def whole_command() -> Any:
 
 
 def _serve_alone() -> Any:
-    """Returns the command line with `serve` as its only command, so that instances start faster."""
+    """Returns a command line with `serve` as its only command, with which instances start faster."""
     alone = typer.Typer()
     alone.info = app.info
     alone.registered_commands = [each for each in app.registered_commands if each.callback is serve]
@@ -400,7 +401,7 @@ def _serve_alone() -> Any:
 
 
 def main() -> None:
-    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses.
+    """Exits with 0, with 1 and one line on stderr, or with 2 for a command line that typer refuses.
 
     With --debug as the first argument, an error prints its traceback.
     """

@@ -1,4 +1,4 @@
-"""`pd-cluster collect-env`: the facts that a problem report needs, without keys."""
+"""`pd-cluster collect-env`: collects the facts that a problem report needs, without keys."""
 
 from __future__ import annotations
 

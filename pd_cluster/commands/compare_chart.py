@@ -52,7 +52,7 @@ def write_comparison(
 
 
 def _draw_figure(axes: Axes, runs: Sequence[ComparedRun], name: str, label: str, level_name: str) -> None:
-    """Draws a dot for each run, and the median over the rounds: a line over several levels, a bar for one level."""
+    """Draws a dot for each run, and medians over the rounds, as a line over several levels or a bar for one."""
     levels = list(dict.fromkeys(run.level for run in runs))
     servers = sorted({run.server for run in runs}, key=[run.server for run in runs].index)
     for at, server in enumerate(servers):

@@ -1,4 +1,4 @@
-"""A lock for commands that read, change and replace a file, so that only one runs at a time."""
+"""A lock for commands that read, change and replace a file, so that only one such command runs at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE_S = 0.02
 def file_lock(file: Path) -> Iterator[Path]:
     """Locks the file's folder against other such commands. Raises ConfigError.
 
-    Yields the file, or the target of a symbolic link: then the target is replaced, and the link stays.
+    Yields the file or, for a symbolic link, its target, so that the command replaces the target and keeps the link.
     """
     real = Path(os.path.realpath(file))
     try:

@@ -29,7 +29,7 @@ def run_live(launch: Launch, console: Console | None = None) -> int:
         seen = ClusterSamples()
         with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
             while True:
-                with contextlib.suppress(PdClusterError):  # the scheduler may restart just now
+                with contextlib.suppress(PdClusterError):  # the scheduler may be restarting
                     await seen.look(admin)
                     live.update(bottom(seen, console.width), refresh=True)
                 await asyncio.sleep(PERIOD_S)

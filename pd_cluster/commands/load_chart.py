@@ -1,6 +1,6 @@
 """Draws the report of a load with matplotlib (the extra `plot`): latencies, and the cluster's state over time.
 
-Equal runs give equal bytes, in .png and .svg.
+Equal runs give files with equal bytes, .png and .svg alike.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_picture(run: LoadRun, file: str, flag: str = "--picture") -> None:
 
 
 def _draw_times(axes: Axes, run: LoadRun) -> None:
-    """Draws the share of requests with a time of at most x: TTFT and end to end in s, TPOT in units of 10 ms."""
+    """Draws the share of requests that took at most a time x: TTFT and end to end in s, TPOT in units of 10 ms."""
     taken: list[tuple[str, Callable[[Outcome], float | None], float, str, float]] = [
         ("TTFT, s", lambda each: each.ttft_s, 1.0, COLOURS["prefill"], run.slo.ttft_s),
         ("TPOT, 10 ms", lambda each: each.tpot_s, 100.0, COLOURS["decode"], run.slo.tpot_s),

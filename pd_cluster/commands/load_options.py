@@ -1,4 +1,4 @@
-"""Options that describe a load, for `bench load` and `simulate`. Only --help-all shows options of details."""
+"""Options that describe a load, for `bench load` and `simulate`. Only --help-all shows the less usual ones."""
 
 from __future__ import annotations
 

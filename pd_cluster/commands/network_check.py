@@ -54,7 +54,7 @@ def run(place: Place, env: Mapping[str, str], console: Console, wait_s: float = 
 
 
 def _meeting(place: Place, env: Mapping[str, str], wait_s: float) -> HostRendezvous | None:
-    """Returns the meeting with other hosts; None without a wait. Raises ConfigError: no NODE_PORTS, or no secret."""
+    """Returns the rendezvous with other hosts; None without a wait. Raises ConfigError without NODE_PORTS or secret."""
     if not wait_s or not place.spans_hosts:
         return None
     ports = dict(zip(place.names, node_ports(env, place), strict=True))

@@ -196,7 +196,7 @@ def _files(folder: Path, node: str) -> tuple[Path, Path]:
 
 
 def _is_begun(keys: NodeKeys, part: Node) -> bool:
-    """Whether a rotation was interrupted between writing the two files: the public file lacks the newest key."""
+    """Whether a rotation was interrupted between its two files: the public file then lacks the newest key."""
     return keys.public[0] not in [each.key for each in part.keys]
 
 
@@ -222,7 +222,7 @@ def _part(public: bytes, expires: str) -> PublicPart:
 
 
 def _write_pair(key_file: Path, public_file: Path, keys: NodeKeys, public: Node) -> None:
-    """Writes the private file first: it may have more keys than the public file, but never fewer."""
+    """Writes the private file first, so that it never has fewer keys than the public file."""
     from pd_cluster.net.node_key_files import write_node_keys, write_public
 
     write_node_keys(key_file, keys)

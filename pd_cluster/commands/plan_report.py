@@ -1,4 +1,4 @@
-"""Prints a plan, and writes it as JSON. Every line that uses computed costs says that they were not measured."""
+"""Prints a plan, and writes it as JSON. Each line with figures from computed costs says that they were not measured."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PlanReport:
 
     @property
     def verdict(self) -> str:
-        """Says whether to split: compares the best layout of each kind on the same number of devices."""
+        """Says whether to split, by comparing the best layout of each kind on the same number of devices."""
         first = self.plan.first
         other = self.plan.best_of_kind(not first.candidate.is_hybrid)
         if other is None:
@@ -81,7 +81,7 @@ class PlanReport:
 
     @property
     def start_sections(self) -> dict[str, list[str]]:
-        """Returns titles and command lines."""
+        """Returns title -> command lines that start the layout."""
         start = self.start
         found = {"on one machine": start.on_this_machine, "from rank tables": start.from_tables}
         if start.candidate.is_hybrid:

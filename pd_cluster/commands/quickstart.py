@@ -1,7 +1,7 @@
 """`python -m pd_cluster.commands.quickstart`: a local cluster, one question, and the instances that answered it.
 
-Starts the same processes as `pd-cluster up`. Knows nothing of engines: all that it shows comes from the public and
-admin addresses.
+Starts the same processes as `pd-cluster up`. Knows nothing of engines; everything that it shows comes from the public
+and admin addresses.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def quickstart(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`content`: the message. `file`: its image, if any. `adapter`: an adapter to ask, too, if any."""
+    """`content`: the message. `file`: its image or video, if any. `adapter`: an adapter that is also asked, if any."""
 
     content: Content
     file: str
@@ -118,7 +118,7 @@ def _question_about(file: str) -> Content:
 
 @dataclass(slots=True)
 class Lines:
-    """Handles the cluster's lines: shows its own once it serves, and keeps the processes' logs for a failure."""
+    """Handles the cluster's lines: shows them once it serves, and keeps the processes' logs in case it fails."""
 
     verbose: bool
     serving: bool = False
@@ -138,7 +138,7 @@ class Lines:
 
 async def _until_signal(launch: Launch, asked: Question, once: bool, verbose: bool) -> None:
     """Runs everything until SIGINT or SIGTERM; a second signal ends it at once. Always ends all processes."""
-    Checkpoint.open(launch.model_folder)  # reports a wrong model in one line, before anything starts
+    Checkpoint.open(launch.model_folder)  # reports a faulty model in one line, before anything starts
     lines = Lines(verbose)
     cluster = Cluster(launch, lines.say)
     stopping, hurried = asyncio.Event(), asyncio.Event()
@@ -206,7 +206,7 @@ async def _work(cluster: Cluster, lines: Lines, asked: Question, once: bool, rec
 
 async def _ask_and_show(launch: Launch, asked: Question) -> None:
     """Asks and prints. Raises GenerationError if there is no answer."""
-    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # warms up: the first request loads lazily
+    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None, QUESTION)  # warm-up: the first request imports modules
     before = Traffic.of(await fetch_settled(launch.admin_url))
     print(f"\n> {asked.text}", flush=True)
     sample = await _ask(launch.url, MAX_TOKENS, print_text, asked.content)
@@ -232,7 +232,7 @@ def _check(sample: Sample) -> None:
 async def _ask(
     url: str, max_tokens: int, on_text: Callable[[str], None], content: Content, adapter: str = ""
 ) -> Sample:
-    """Asks in a chat; for a model without a chat template, as a plain completion of a text."""
+    """Asks in a chat or, if the model has no chat template, by a plain completion."""
     async with make_client() as client:
         body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _num_output_tokens(client, url))}
         if adapter:
@@ -245,7 +245,7 @@ async def _ask(
 
 
 async def _num_output_tokens(client: httpx.AsyncClient, url: str) -> int:
-    """Returns the number of output tokens that leaves half of the context for the question."""
+    """Returns a number of output tokens that leaves half of the context for the question."""
     try:
         models = (await client.get(f"{url}/v1/models", timeout=5)).json()
         return max(1, int(models["data"][0]["max_model_len"]) // 2)

@@ -15,7 +15,7 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import DeclaredSetting, Panel
 
-# The settings that apply here, and the help texts that differ from those of `serve`.
+# The settings that apply here -> help texts where they differ from `serve`'s.
 SETTINGS = {
     "model": "Model folder, or a model of a hub; required.",
     "served_model_name": "The model's name in requests.",
@@ -79,5 +79,5 @@ def run_batch(
         sampling_override=answers.sampling_override,
         served_model_names=tuple(answers.served_model_names),
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM has the same effect as Ctrl-C
     raise typer.Exit(BatchJob(input_file, output_file, config, concurrency).run())

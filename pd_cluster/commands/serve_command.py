@@ -1,4 +1,4 @@
-"""`pd-cluster serve`: from flags, environment and rank tables to one running instance."""
+"""`pd-cluster serve`: starts one instance according to flags, environment and rank tables."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ log = logging.getLogger(__name__)
 
 
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
-    """Serves until a signal. Raises ConfigError and other errors of the start."""
+    """Serves until a signal. Raises ConfigError, and other errors that prevent the start."""
     _die_with_parent(env)
     for name in SECRET_VARIABLES:  # child processes need no keys; `env` is a copy
         os.environ.pop(name, None)
     start = start_of(options, env)
     start.process.logs.begin()
     is_one_of_several = DIE_WITH_PARENT in env and start.place.role != "scheduler"
-    for warning in () if is_one_of_several else warnings:  # if one command starts several, only one instance warns
+    for warning in () if is_one_of_several else warnings:  # only one of a command's instances warns
         log.warning("%s", warning)
     credentials = credentials_of(start.place, start.files)
     if start.files.derives:
@@ -130,7 +130,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
 
 
 def _engine_at(place: Place, engine: EngineConfig, handover: HandoverSettings, unit: UnitPlace | None) -> EngineConfig:
-    """Returns the engine's settings, completed with those that follow from the worker's place."""
+    """Returns the engine's settings, with those that follow from the worker's place."""
     return msgspec.structs.replace(
         engine,
         tensor_parallel_size=len(place.server.device),
@@ -206,10 +206,10 @@ def _why_not_shared(start: Start, num_threads: int) -> str:
 
 
 def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering] | None:
-    """Returns what keeps a worker registered, to be made on its event loop; None for one in a rank table."""
+    """Returns a function that makes a worker's registration on the event loop; None for a worker in a rank table."""
     if start.join.role is None:
         return None
-    from pd_cluster.cluster.members.worker_joining import JoinMailbox  # with zmq, which a parent needs for nothing else
+    from pd_cluster.cluster.members.worker_joining import JoinMailbox  # imports zmq, which the parent needs only here
 
     checkpoint = Checkpoint.of(start.engine)
     join = Join(
@@ -225,7 +225,7 @@ def _registering(start: Start, config: WorkerConfig) -> Callable[[], Registering
 
 
 def _preloader_of(process: ProcessSettings, config: WorkerConfig) -> Preloader | None:
-    """Returns an inherited preloader; without one, several ranks get their own."""
+    """Returns the inherited preloader or, without one and with several ranks, a new one."""
     if process.spawn or not forks_are_safe(config.engine.device):
         return None
     inherited = Preloader.inherited(os.environ)
@@ -252,7 +252,7 @@ def _hccl_environment(
 
 
 def _die_with_parent(env: Mapping[str, str]) -> None:
-    """Ends an instance of `pd-cluster up` when the process that started it dies."""
+    """Makes an instance of `pd-cluster up` end when the process that started it dies."""
     parent = env.get(DIE_WITH_PARENT)
     if parent is None:
         return

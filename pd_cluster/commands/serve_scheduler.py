@@ -103,7 +103,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
 
 
 def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
-    """Returns the configuration of the public port. Raises ConfigError for flags that contradict each other."""
+    """Returns the public port's configuration. Raises ConfigError for flags that contradict each other."""
     options, openai = start.options, use_openai(env)
     http = options.http(env)
     if http.allow_credentials and "*" in http.allowed_origins:
@@ -116,7 +116,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
             raise ConfigError(f"{named}: there is no /v1/responses with USE_OPENAI=0; leave it out")
         from pd_cluster.service.answers.response_store import ResponseStore
 
-        ResponseStore(http.responses).close()  # raises for an unusable folder, before anything listens
+        ResponseStore(http.responses).close()  # an unusable folder raises an error here, before any port is open
     resume = options.read(ResumeSettings)
     if resume.window_s and not openai:
         named = f"{called('resume_window')} {resume.window_s:g}"
@@ -139,7 +139,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
 
 
 def _check_files(files: KeptFiles, openai: bool) -> None:
-    """Raises ConfigError for a folder that cannot be used, before anything listens."""
+    """Raises ConfigError for a folder that cannot be used, before any port is open."""
     named = f"{called('files_dir')} {files.folder}"
     if not openai:
         raise ConfigError(f"{named}: there is no /v1/files with USE_OPENAI=0; leave it out")
@@ -151,7 +151,7 @@ def _check_files(files: KeptFiles, openai: bool) -> None:
 
 
 def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSettings) -> None:
-    """Raises ConfigError if a session's cookie would cross a network in plain text, or reach another process."""
+    """Raises ConfigError if a session's cookie would be sent over a network in plain text, or to another process."""
     flag = called("public_dashboard")
     if not http.has_public_dashboard:
         return
@@ -213,7 +213,7 @@ def check_shared(start: Start, frontend: AdmissionSettings, admin: AdminSettings
 
 
 def check_alone(frontend: AdmissionSettings, timeouts: Timeouts) -> None:
-    """Raises ConfigError for settings that only one of several schedulers can have."""
+    """Raises ConfigError for settings that have an effect only with --scheduler-lease."""
     for name, given, usual in (
         ("scheduler_index", frontend.scheduler_index, AdmissionSettings().scheduler_index),
         ("lease_duration", timeouts.lease_duration_s, Timeouts().lease_duration_s),
@@ -223,7 +223,7 @@ def check_alone(frontend: AdmissionSettings, timeouts: Timeouts) -> None:
 
 
 def _own_ports(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> GivenPorts:
-    """Raises ConfigError for ports that cannot all be listened at."""
+    """Returns the scheduler's ports. Raises ConfigError if they conflict."""
     port, join_port = start.process.port, start.join.join_port
     ports = scheduler_ports(port, admin.admin_port, join_port)
     if frontend.uds:
@@ -236,5 +236,5 @@ def _own_ports(start: Start, frontend: AdmissionSettings, admin: AdminSettings) 
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place, given: GivenPorts) -> list[int] | None:
-    """Reads NODE_PORTS_FILE; NODE_PORTS does not change while a process runs. Raises ConfigError."""
+    """Reads NODE_PORTS_FILE again, if it is set; NODE_PORTS cannot change while a process runs. Raises ConfigError."""
     return node_ports(env, place, given) if env.get("NODE_PORTS_FILE", "").strip() else None

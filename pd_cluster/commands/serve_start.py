@@ -34,7 +34,7 @@ from pd_cluster.wire import KVOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The settings that all roles share, checked."""
+    """The settings that all roles share, after all checks."""
 
     options: ServeOptions
     place: Place
@@ -49,7 +49,7 @@ class Start:
 
 
 def start_of(options: ServeOptions, env: Mapping[str, str]) -> Start:
-    """Reads the common settings, and checks the other roles' settings, too. Raises ConfigError."""
+    """Reads the common settings, and checks the settings of all roles. Raises ConfigError."""
     options.check()
     process, join = options.read(ProcessSettings), options.read(JoinSettings)
     engine, timeouts = options.engine(), options.timeouts()

@@ -16,10 +16,10 @@ from pd_cluster.settings.setting import CHOICES, DeclaredSetting, Panel
 
 Command = Callable[..., None]
 EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the small model that the project ships"
-SHOWS_ALL = "pd_cluster.help_all"  # a key of a context's `meta`
+SHOWS_ALL = "pd_cluster.help_all"  # a key in a click context's `meta`
 CLAUSE_END = re.compile(r"[.;:] |, which ")
 LEAST_NUM_CHARS = {".": 12, ";": 20, ",": 20, ":": 24}
-MOST_NUM_CHARS = 80  # the longest brief help of a flag: two lines next to a flag of usual length
+MOST_NUM_CHARS = 80  # maximum length of a flag's brief help, which fills two lines next to a flag of usual length
 WIDER = {
     Panel.KV.value: Panel.ENGINE.value,
     Panel.REQUESTS.value: Panel.SCHEDULER.value,
@@ -28,7 +28,7 @@ WIDER = {
 
 
 def given_model(context: Any, model: str) -> str:
-    """Returns the value of --model. Raises ConfigError for an empty value, such as that of an unset shell variable."""
+    """Returns the value of --model. Raises ConfigError for an empty value, which an unset shell variable may give."""
     check_model(context.get_parameter_source("model"), model)
     return model
 
@@ -46,11 +46,12 @@ def takes(
     choices: Mapping[str, str] | None = None,
     usual: Collection[str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Gives a function with `**given` a signature in which typer finds an option for each setting, after `after`.
+    """Gives a function with `**given` a signature with an option for each setting, for typer, after the parameter
+    `after`.
 
-    `show_envvar`: whether the help shows the variables. `choices`: choices in words, for settings whose declarations
-    list none. `usual`: names of the settings that --help shows (HELP_ALL shows all); None: all. With `usual`, the
-    command's class is `BriefHelp`.
+    `show_envvar`: whether the help shows the variables. `choices`: the choices in words, for settings whose
+    declarations do not list them. `usual`: names of the settings that --help shows (HELP_ALL shows all); None: all.
+    With `usual`, the command's class is `BriefHelp`.
     """
 
     def decorate(command: Command) -> Command:
@@ -83,9 +84,9 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 class BriefHelp(typer.core.TyperCommand):
-    """Shows the first words of each flag's text in --help, so that it fits a screen, and whole texts in --help-all.
+    """Shows the first words of each flag's text in --help, so that it fits a screen, and the whole texts in --help-all.
 
-    Every switch also takes a --no- form, as in vLLM; if a switch is given several times, the last counts.
+    Every switch also has a --no- form, as in vLLM. If a switch is given several times, the last one counts.
     """
 
     def make_parser(self, ctx: Any) -> Any:
@@ -109,8 +110,8 @@ class BriefHelp(typer.core.TyperCommand):
 def shorten_help(command: Any) -> None:
     """Shortens the help of a command and its subcommands.
 
-    Leaves out the variables, which the epilog explains, and types. In lists of commands, only the first words are
-    shown.
+    Leaves out types, and variables, which the epilog explains. Lists of commands show only the first words of each
+    text.
     """
     for parameter in command.params:
         if isinstance(parameter, typer.core.TyperOption):
@@ -122,7 +123,7 @@ def shorten_help(command: Any) -> None:
 
 
 def _brief(parameter: Any) -> Any:
-    """Returns a copy of an option for the brief help: its first name and words, in a wider group."""
+    """Returns a copy of an option for the brief help, with its first name and its first words, in a wider group."""
     if not isinstance(parameter, typer.core.TyperOption):
         return parameter
     each = copy.copy(parameter)
@@ -134,7 +135,7 @@ def _brief(parameter: Any) -> Any:
 
 
 def first_words(text: str) -> str:
-    """Returns a help text up to the first end of a sentence or clause that can stand alone."""
+    """Returns the first sentence of a help text, or its first clause that can stand alone."""
     ends = [found.start() for found in CLAUSE_END.finditer(text) if found.start() >= LEAST_NUM_CHARS[found[0][0]]]
     first = (text[: ends[0]] if ends else text).rstrip(".")
     return first if len(first) <= MOST_NUM_CHARS else f"{first[:MOST_NUM_CHARS].rpartition(' ')[0]} …"

@@ -56,7 +56,7 @@ def simulate(
 
 
 def _run(given: dict[str, Any]) -> None:
-    """Checks everything before anything is computed. Raises ConfigError."""
+    """Makes all checks before anything is computed. Raises ConfigError."""
     from pd_cluster.bench.load_report import LoadRun, show, write_json
     from pd_cluster.bench.outcomes import Slo
     from pd_cluster.commands.load_chart import check_picture, write_picture

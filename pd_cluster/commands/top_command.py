@@ -27,7 +27,7 @@ DOWN = ("failed", "unreachable")
 
 
 class ClusterSamples:
-    """The results of several queries: samples, marks, and rates between two queries."""
+    """The results of several queries: samples, marks, and rates, which are computed from two queries."""
 
     def __init__(self) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
@@ -40,7 +40,7 @@ class ClusterSamples:
         since_s = self.samples[-1]["at_s"] if self.samples else None
         last_mark = self.marks[-1]["number"] if self.marks else 0
         found = await fetch_overview(admin, since_s, last_mark)
-        if before is not None and before["started_s"] != found["started_s"]:  # another scheduler
+        if before is not None and before["started_s"] != found["started_s"]:  # the scheduler has restarted
             self.samples.clear()
             self.marks.clear()
             found, before = await fetch_overview(admin), None
@@ -98,7 +98,7 @@ def plain_line(found: Found) -> str:
 
 
 def screen(watch: ClusterSamples, url: str, width: int) -> Group:
-    """Returns the screen for a terminal of `width` columns. `watch` has at least one sample."""
+    """Returns the screen for a terminal of `width` columns. `watch` must have at least one sample."""
     found = watch.found
     assert found is not None
     head = Text.assemble(("pd-cluster top", "bold"), f"  {url}  {found['model']}  ", (_clock(found["now_s"]), "dim"))
@@ -107,7 +107,7 @@ def screen(watch: ClusterSamples, url: str, width: int) -> Group:
 
 
 def bottom(watch: ClusterSamples, width: int) -> Group:
-    """Returns the part that `pd-cluster up` keeps below its lines."""
+    """Returns the part that `pd-cluster up` shows below its log lines."""
     found = watch.found
     assert found is not None
     return Group(_instances(watch), *_lines(watch, width)[:1], _numbers(found), *_problems(found))

@@ -1,1 +1,1 @@
-"""Time costs of serving on one machine, for predictions, roles, the simulator and the planner."""
+"""The times that serving takes on a machine, for predictions, roles, the simulator and the planner."""

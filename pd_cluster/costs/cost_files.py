@@ -17,7 +17,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def read_costs(path: str | Path, flag: str = "--costs") -> Costs:
-    """Raises ConfigError with the flag, the file, the field and its value."""
+    """Reads a file of costs. Raises a ConfigError that names the flag, the file, the field and its value."""
     where = f"{flag} {path}"
     try:
         with open(path, "rb") as file:
@@ -38,7 +38,7 @@ def read_costs(path: str | Path, flag: str = "--costs") -> Costs:
 
 
 def write_costs(path: str | Path, costs: Costs, flag: str = "--out") -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Writes a file of costs. Raises ConfigError if it cannot be written."""
     write_output(str(path), flag, msgspec.json.format(msgspec.json.encode(_shown(costs)), indent=2) + b"\n")
 
 

@@ -1,7 +1,8 @@
 """Fits a step's linear terms to measured steps: non-negative least squares of relative errors, in plain Python.
 
 Keeps only terms that explain more than noise (Schwarz's criterion), so few or similar samples give few terms. If
-samples cannot separate two terms, prompts get a time per token, and decode steps a constant time.
+samples cannot separate two terms, the earlier one in `TERMS` is kept: prompts get a time per token, and decode steps a
+constant time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pd_cluster.costs.linear_costs import StepCost, StepWork
 
 TERMS = ("prompt_token_s", "step_s", "row_s", "context_token_s", "prompt_pair_s")  # preferred first
-LEAST_PIVOT = 1e-9  # with a unit diagonal, smaller pivots mean that columns are equal up to rounding
-LEAST_ERROR = 1e-5  # relative; smaller errors count as equal
+LEAST_PIVOT = 1e-9  # the diagonal is 1, so smaller pivots mean that columns depend on each other, up to rounding
+LEAST_ERROR = 1e-5  # smaller relative errors count as equal
 MOST_BREAKPOINTS = 48
 
 Sample = tuple[StepWork, float]
@@ -22,7 +23,7 @@ Matrix = list[list[float]]
 
 
 def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
-    """Returns the factor of each of `TERMS`."""
+    """Returns the factor by which a step's work multiplies each of `TERMS`."""
     num_rows = max(0, work.num_rows - num_flat_rows)
     return work.num_prompt_tokens, 1.0, num_rows, work.num_context_tokens, work.num_prompt_pairs
 
@@ -30,7 +31,7 @@ def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
 def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
     """Returns the cost of a step, and the mean of |predicted - measured| / measured over these steps.
 
-    A sample is a step's work and seconds; samples without work or time are ignored. Raises ValueError without samples.
+    A sample is a step's work and its seconds. Ignores samples without work or time. Raises ValueError if none is left.
     """
     counted = [(work, took_s) for work, took_s in samples if took_s > 0 and (work.num_rows or work.num_prompt_tokens)]
     if not counted:
@@ -46,19 +47,19 @@ def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
 
 
 def mean_error(cost: StepCost, samples: Sequence[Sample]) -> float:
-    """Returns the mean of |predicted - measured| / measured; 0 without samples."""
+    """Returns the mean of |predicted - measured| / measured; 0 if there are no samples."""
     errors = [abs(cost.seconds(work) - took_s) / took_s for work, took_s in samples if took_s > 0]
     return sum(errors) / len(errors) if errors else 0.0
 
 
 def _breakpoints(samples: Sequence[Sample]) -> list[int]:
-    """Returns candidates for the number of free rows: 0, and the measured numbers except the two largest."""
+    """Returns candidates for the number of free rows: 0, and the measured numbers of rows except the two largest."""
     measured = sorted({work.num_rows for work, _ in samples if work.num_rows})[:-2]
     return [0, *measured[:: -(-len(measured) // MOST_BREAKPOINTS) or 1]]
 
 
 def _fit(samples: Sequence[Sample], num_flat_rows: int) -> tuple[float, dict[str, float]]:
-    """Returns Schwarz's criterion of the best set of terms, lower is better, and the terms."""
+    """Returns the best set of terms and its value of Schwarz's criterion, of which lower is better."""
     rows = [[column / took_s for column in columns_of(work, num_flat_rows)] for work, took_s in samples]
     sums = [math.fsum(row[at] ** 2 for row in rows) for at in range(len(TERMS))]
     present = [at for at in range(len(TERMS)) if sums[at] > 0]
@@ -88,7 +89,7 @@ def _subsets(of: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def solve(matrix: Matrix, right: Sequence[float]) -> list[float] | None:
-    """Solves a symmetric system by elimination; None if its columns are dependent."""
+    """Solves a symmetric system by elimination. Returns None if its columns are dependent."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for at, row in enumerate(rows):
         if row[at] < LEAST_PIVOT:

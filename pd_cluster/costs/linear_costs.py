@@ -1,7 +1,7 @@
 """Linear costs of steps, handovers, the host and neighbours, in seconds. Pure arithmetic.
 
-`pd-cluster profile` fits them to real steps and writes them to a file; `pd-cluster simulate`, `plan` and roles by cost
-read them.
+`pd-cluster profile` fits these costs to real steps and writes them to a file. `pd-cluster simulate`, `plan` and
+cost-based roles read them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 class StepWork(NamedTuple):
     """The work of a step, which determines its time."""
 
-    num_rows: int = 0  # decoding sequences, one token each
-    num_context_tokens: int = 0  # all tokens that these attend to
-    num_prompt_tokens: int = 0  # computed prompt tokens
-    num_prompt_pairs: int = 0  # pairs of a prompt token and an earlier one: tokens * context, summed over chunks
+    num_rows: int = 0  # decoding sequences; each computes one token
+    num_context_tokens: int = 0  # the number of tokens to which these attend, in total
+    num_prompt_tokens: int = 0  # prompt tokens that are computed
+    num_prompt_pairs: int = 0  # pairs of a prompt token and a token it attends to, summed over chunks
 
 
 def num_pairs_of(num_tokens: int, num_before: int) -> int:
@@ -30,7 +30,7 @@ def num_pairs_of(num_tokens: int, num_before: int) -> int:
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """The time of a step: a + b * rows + c * context + d * prompt tokens + e * pairs.
 
-    The first `num_flat_rows` rows cost nothing beyond the step itself.
+    The first `num_flat_rows` rows are free: they add nothing to `step_s`.
     """
 
     step_s: Seconds = 0.0  # a
@@ -41,7 +41,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
     num_flat_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def seconds(self, work: StepWork) -> float:
-        """Returns 0 for no work."""
+        """Returns the time of a step; 0 if it has no work."""
         if not work.num_rows and not work.num_prompt_tokens:
             return 0.0
         return (
@@ -54,7 +54,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverCost(msgspec.Struct, frozen=True, array_like=True):
-    """The time of a handover after its prompt's last step: a setup, and the bytes still to send."""
+    """The time of a handover after its prompt's last step: a setup, and the bytes that remain to be sent."""
 
     setup_s: Seconds = 0.0
     byte_s: Seconds = 0.0
@@ -64,7 +64,7 @@ class HandoverCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostCost(msgspec.Struct, frozen=True, array_like=True):
-    """The host's own time: per instance step, and per request and message of the scheduler."""
+    """The host's own time: per step of an instance, and per request and per message of the scheduler."""
 
     step_s: Seconds = 0.0
     request_s: Seconds = 0.0
@@ -75,9 +75,9 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """How much a step slows while an instance of the other role computes on the same host: a factor; 1: not at all.
+    """The factors by which a step takes longer while an instance of the other role computes on the host; 1: no longer.
 
-    `num_cores`: the host's; 0: unknown. If there are more instances than cores, they share.
+    `num_cores`: the cores of the host; 0: unknown. If more instances compute than there are cores, they share them.
     """
 
     decode_beside_prefill: Factor = 1.0
@@ -85,7 +85,9 @@ class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
     num_cores: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def factor(self, is_prefill: bool, num_computing: int) -> float:
-        """Returns the factor by which a step of this role slows while this many instances compute, including its own.
+        """Returns the factor by which a step of this role takes longer while this many instances compute.
+
+        `num_computing` includes the step's own instance.
 
         A neighbour of the same role counts like one of the other role, because it also takes its cores back.
         """
@@ -105,7 +107,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     handover: HandoverCost = HandoverCost()
     host: HostCost = HostCost()
     neighbour: NeighbourCost = NeighbourCost()
-    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # KV cache of all layers on one device of an instance
+    kv_token_nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a token, all layers, on one device
     num_blocks: Annotated[int, msgspec.Meta(ge=1)] = 4096  # blocks of an instance's pool
     block_size: Annotated[int, msgspec.Meta(ge=1)] = 16
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] = 256

@@ -1,7 +1,7 @@
-"""Fits linear costs to running steps and handovers; recent ones weigh most. Reads no clock.
+"""Fits linear costs to steps and handovers as they happen; recent ones weigh most. Reads no clock.
 
-Decode steps, prompt steps and mixed steps have separate sums, so many steps of one kind do not erase the others. The
-terms follow by coordinate descent, one sweep a step: about 10 µs.
+Decode steps, prompt steps and mixed steps have separate sums, so many steps of one kind do not erase the others.
+Coordinate descent computes the terms, with one sweep per step, which takes about 10 µs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pd_cluster.costs.cost_fit import TERMS, columns_of
 from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 
 DECAY = 0.96  # a step's weight halves after 17 more of its kind
-FADE = 0.999  # a step of another kind multiplies a kind's weight by it
-LEAST_SHARE = 0.05  # the least share of its weight that a kind keeps
-MAX_TIME_RATIO = 16.0  # limits how far, as a factor, a step's time may differ from its kind in the weighting
-LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
+FADE = 0.999  # a step of one kind multiplies the weights of the others by this
+LEAST_SHARE = 0.05  # a kind keeps at least this share of its weight
+MAX_TIME_RATIO = 16.0  # for weights, a step's time differs from its kind's mean by at most this factor
+LEAST_TERM = {"prompt_token_s": 1e-12}  # in seconds; 0 would mean that the cost is unknown
 
-FIRST_HANDOVERS = 3  # open links and register memory
+FIRST_HANDOVERS = 3  # ignored, because the first ones open links and register memory
 LEAST_HANDOVERS = 4
-LEAST_SPREAD = 0.2  # the least relative spread of sizes that gives a slope
+LEAST_SPREAD = 0.2  # a slope is fitted only if the relative spread of sizes is larger
 
 NUM = len(TERMS)
 PAIRS = [(a, b) for a in range(NUM) for b in range(a, NUM)]
@@ -30,10 +30,10 @@ LEAST = [LEAST_TERM.get(name, 0.0) for name in TERMS]
 
 @dataclass(slots=True)
 class _KindSums:
-    """Weighted sums of products of PAIRS of columns, and of columns with seconds.
+    """One kind's weighted sums of products: of PAIRS of columns, and of columns with seconds.
 
-    A step's weight depends on its predicted time relative to `level_s`, the mean of its kind, so that errors are
-    relative, and the fit follows slower and faster machines equally quickly.
+    A step's weight depends on its predicted time relative to `level_s`, the mean time of its kind. So errors are
+    relative, and the fit adapts equally quickly when a machine becomes slower or faster.
     """
 
     level_s: float
@@ -51,7 +51,7 @@ class _KindSums:
 
 
 class OnlineFit:
-    """`cost`: the fit to the steps so far."""
+    """Fits the cost of a step. `cost`: the fit to the steps so far."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
@@ -59,7 +59,7 @@ class OnlineFit:
         self._kinds: dict[tuple[bool, bool], _KindSums] = {}
 
     def add(self, work: StepWork, took_s: float) -> None:
-        """Adds a step; ignores steps without work or time."""
+        """Adds a step. Ignores steps without work or time."""
         name = work.num_rows > 0, work.num_prompt_tokens > 0
         if took_s <= 0 or not any(name):
             return
@@ -100,14 +100,14 @@ class MeanWork:
 
     @property
     def work(self) -> StepWork:
-        """Returns rounded means; no work before the first step."""
+        """Returns the rounded means; no work before the first step."""
         return StepWork(*(round(total / self._num) for total in self._sums)) if self._num else StepWork()
 
 
 class OnlineHandoverFit:
-    """Fits setup and time per byte to recent handovers, as a line.
+    """Fits a line to recent handovers: a setup time, and a time per byte.
 
-    If handovers have similar sizes, a byte takes `assumed_byte_s`, and the rest is setup.
+    If handovers have similar sizes, a byte is assumed to take `assumed_byte_s`, and the rest of the time is setup.
     """
 
     def __init__(self, assumed_byte_s: float) -> None:
@@ -127,7 +127,7 @@ class OnlineHandoverFit:
 
     @property
     def cost(self) -> HandoverCost | None:
-        """None: too few handovers."""
+        """Returns the fit; None if there were too few handovers."""
         if self._num < LEAST_HANDOVERS:
             return None
         nbytes, took_s = self._nbytes / self._num, self._took_s / self._num

@@ -1,7 +1,7 @@
 """Binds the threads of a rank's steps to its share of the host's cores. Never imports torch.
 
-A bound thread cannot leave a core that another program takes, so binding pauses when a thread has waited for long.
-docs/protocol/membership.md has the rules.
+A bound thread cannot move away from a core that another program uses, so binding pauses when a thread has waited for a
+core for long. docs/protocol/membership.md has the rules.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pd_cluster import host
 log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
-OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # set by the user
-WINDOW_S = 0.5  # the time of steps over which waiting is measured
-MOST_WAITING = 0.3  # the largest share of that time
+OWN_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # users' own settings
+WINDOW_S = 0.5  # the duration of steps over which waiting is measured
+MOST_WAITING = 0.3  # maximum share of that time that a thread may wait
 AWAY_S = 10.0
-MEASURED_AT_ONCE = 4  # threads; with more, not every step is measured
+MEASURED_AT_ONCE = 4  # number of threads; with more, only some steps are measured
 NS = 1e9
 
-Waited = Callable[[int], float]  # seconds that a thread, by its id, has waited for a core since it began
-Spread = Callable[[int, frozenset[int]], list[int]]  # binds the calling thread's team of that size; returns thread ids
+Waited = Callable[[int], float]  # thread id -> seconds that the thread has waited for a core since it began
+Spread = Callable[[int, frozenset[int]], list[int]]  # binds the caller's team of that size; returns thread ids
 
 
 def in_order(cores: Collection[int], folder: Path = CPUS) -> list[int]:
@@ -79,7 +79,7 @@ class CoreAffinity:
     all_cores: frozenset[int]
     node_cores: frozenset[int]  # all cores of these cores' memory nodes
     waited: Waited
-    spread: Spread | None = None  # needed for a rank of several cores
+    spread: Spread | None = None  # None only for a rank with one core
     clock: Callable[[], float] = time.monotonic
     may_bind: Callable[[], bool] = always  # called at the beginning of a step
     _may_bind: bool = field(default=True, init=False)
@@ -94,7 +94,7 @@ class CoreAffinity:
 
     @classmethod
     def of(cls, index: int, size: int, env: Mapping[str, str] = os.environ, folder: Path = CPUS) -> Self:
-        """Returns a rank's affinity by its index among the ranks of its host. Raises CannotBind."""
+        """Returns the affinity of the rank with this index among the ranks of its host. Raises CannotBind."""
         own = next((name for name in OWN_BINDINGS if env.get(name, "").lower() not in ("", "false")), "")
         if own:
             raise CannotBind(f"{own} is set, which binds threads itself")
@@ -109,7 +109,7 @@ class CoreAffinity:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Keeps the calling thread and the threads that it starts on these cores' memory nodes, to load a model."""
+        """Keeps the calling thread, and threads that it starts, on the memory nodes of these cores, to load a model."""
         self._bind(self.node_cores)
         try:
             yield
@@ -117,14 +117,14 @@ class CoreAffinity:
             self._bind(self.all_cores)
 
     def begin(self) -> None:
-        """Begins a step; `take` follows."""
+        """Begins a step; must be called before `take`."""
         self._may_bind = not self._is_off and self.clock() >= self._away_until_s and self.may_bind()
         if self._may_bind:
             with self._turning_off():
                 self._watch.begin(self.clock())
 
     def take(self, num_threads: int) -> None:
-        """Binds a step's threads to the rank's cores; more threads than the rank's share may use all cores."""
+        """Binds a step's threads to the rank's cores; if there are more threads than that, they may use all cores."""
         is_home = self._may_bind and not self._is_off and num_threads <= len(self.cores)
         if is_home != self._is_home:
             self._bind(self.cores if is_home else self.all_cores)
@@ -139,7 +139,7 @@ class CoreAffinity:
         self._team = team
 
     def end(self) -> None:
-        """Ends a step. New threads may run anywhere, so the next step binds its team again."""
+        """Ends a step. Threads that start later are not bound, so the next step binds its team again."""
         self._team = 1, frozenset()
         if not self._is_home:
             return
@@ -192,7 +192,7 @@ class _Watch:
             self._began_s = now_s
 
     def end(self, now_s: float) -> bool:
-        """Returns whether a thread waited too long, once enough steps are measured. Raises like `begin`."""
+        """Returns whether a thread waited too long; False until enough steps are measured. Raises like `begin`."""
         if not self._before:
             return False
         self._steps_s += now_s - self._began_s
@@ -207,7 +207,7 @@ class _Watch:
 
 
 def waited_by(thread: int) -> float:
-    """Returns the seconds waited; 0 for an ended thread. Raises OSError or ValueError without such counts."""
+    """Returns the seconds that a thread has waited; 0 if it has ended. Raises OSError or ValueError without counts."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited, *_ = map(int, file.read().split())

@@ -1,8 +1,8 @@
 """A ledger of locks with which the rank processes of a host share its cores, step by step. Never imports torch.
 
-Each rank locks one byte of a common file: shared while it rests, exclusive while it computes. The locks show how many
-ranks compute. These ranks divide the host's cores evenly. The kernel releases the locks of ended processes, and no
-process waits for a lock.
+Each rank locks one byte of a common file, with a shared lock while it is idle and an exclusive lock while it computes.
+The locks show how many ranks compute; these ranks share the host's cores evenly. The kernel releases the locks of ended
+processes, and no process waits for a lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pd_cluster import host
 log = logging.getLogger(__name__)
 
 FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, len, pid
-STAMP = struct.Struct("=d")  # monotonic time at which a rank began to rest; 0: it never computed
-COMPUTES = float("inf")  # replaces the stamp if another process holds the lock
+STAMP = struct.Struct("=d")  # monotonic time at which a rank became idle; 0: it never computed
+COMPUTES = float("inf")  # the stamp of a computing rank whose lock another process still holds
 MODE = 0o600
-LENT_AFTER_S = 0.02  # a shorter rest is a pause between two steps, which lending would only disturb
+LENT_AFTER_S = 0.02  # cores are lent after this idle time; shorter ones are pauses between two steps
 
 
 def ledger_name() -> str:
@@ -42,8 +42,8 @@ def ledger_name() -> str:
 class CoreLedger:
     """One rank's view of the ledger. `index` and `size`: its position among the ranks of its host in the table.
 
-    A rank without a lock here may run on other cores, in another container, or keep its cores, so it counts as
-    computing and lends none.
+    A rank without a lock in this file may run on other cores, in another container, or keep its cores. It counts as
+    computing, so it lends none.
     """
 
     path: Path
@@ -55,15 +55,15 @@ class CoreLedger:
     _is_busy: bool = field(default=False, init=False)
     _others: tuple[tuple[int, bytes], ...] = field(
         default=(), init=False
-    )  # the other ranks' bytes, and a lock query for each
+    )  # the other ranks' indices, each with a query of its lock
 
     @property
     def own_threads(self) -> int:
-        """The threads of a rank while all ranks compute."""
+        """The number of threads of a rank while all ranks compute."""
         return max(1, self.num_cores // self.size)
 
     def open(self) -> None:
-        """Raises OSError if the file cannot be made or its file system lacks such locks."""
+        """Opens the file. Raises OSError if it cannot be made, or if its file system does not support such locks."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
         try:
             self._lock(fcntl.F_RDLCK)
@@ -99,7 +99,7 @@ class CoreLedger:
                 self._give_up(error)
 
     def num_threads(self) -> int:
-        """Returns the threads that this rank may use now, at least `own_threads`; called again after each layer."""
+        """Returns how many threads this rank may use now, at least `own_threads`; called again after each layer."""
         if self._fd < 0:
             return self.own_threads
         try:
@@ -110,7 +110,7 @@ class CoreLedger:
         return max(self.own_threads, self.num_cores // num_busy)
 
     def sees_all(self) -> bool:
-        """Whether every other rank of the host holds a lock here, and so may run on the same cores."""
+        """Whether every other rank of the host holds a lock in this file, and so may run on the same cores."""
         if self._fd < 0:
             return False
         try:
@@ -134,7 +134,7 @@ class CoreLedger:
         os.pwrite(self._fd, STAMP.pack(rests_since_s), self.index * STAMP.size)
 
     def _lock(self, kind: int) -> bool:
-        """Returns False if this rank's predecessor, which is about to end, still locks its byte."""
+        """Returns False while this rank's predecessor, which is about to end, still holds the lock."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(kind, self.index))
         except OSError as error:
@@ -144,7 +144,7 @@ class CoreLedger:
         return True
 
     def _give_up(self, error: OSError) -> None:
-        """Keeps this rank's own share from now on and releases its lock, because the file system failed."""
+        """Limits this rank to its own share from now on and releases its lock, because the file system failed."""
         log.warning("this rank keeps its own cores from now on: the ledger %s failed: %s", self.path, error.strerror)
         self.close()
 

@@ -1,8 +1,8 @@
-"""Devices in torch: kinds, numbers, this process's device, and memory. Only this module names devices to torch.
+"""Finds, selects and queries devices in torch. Only this module passes names of devices to torch.
 
-Imports torch only inside functions: a worker's parent checks names here and never loads it. torch_npu is imported when
-an NPU is requested, by name or because this machine has NPUs and no GPU. device_streams.py launches work on devices and
-orders it.
+Imports torch only inside functions, because a worker's parent checks names here and must not load torch. Imports
+torch_npu when an NPU is requested, by name or because this machine has NPUs and no GPU. device_streams.py launches and
+orders work on devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS: tuple[DeviceKind, ...] = tuple(BY_KIND)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that one rank process computes on. `index` counts visible devices; its traits are in device_kinds.py."""
+    """A device that one rank process computes on. `index` counts visible devices; device_kinds.py has its traits."""
 
     kind: DeviceKind
     index: int = 0
@@ -54,7 +54,7 @@ CPU = Device("cpu")
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes of one device. `free` counts memory that no process holds."""
+    """The memory of one device, in bytes. `free`: memory that no process holds."""
 
     free: int
     total: int
@@ -67,16 +67,16 @@ def check_name(name: str) -> None:
 
 
 def resolve(name: str) -> Device:
-    """Returns the first device of the kind in `--device`; `auto` takes what this machine has. Raises ConfigError."""
+    """Returns the first device of the kind in `--device`; `auto`: a kind that this machine has. Raises ConfigError."""
     return bind(name, (), 0)
 
 
 def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
     """Returns the device of one rank of an instance, given its devices in the rank table. Raises ConfigError.
 
-    A container that mounts cards 4 and 5 sees them as 0 and 1. So if the number of visible devices equals the table's,
-    rank i has the i-th; otherwise it has the one whose number is the i-th device_id in ascending order. No visibility
-    variable is set. Without `device_ids`: the first.
+    A container that mounts cards 4 and 5 sees them as 0 and 1. Therefore, if as many devices are visible as the table
+    lists, rank i gets the i-th visible one; otherwise it gets the device whose number is the i-th device_id in
+    ascending order. Sets no visibility variable. Without `device_ids`, returns the first device.
     """
     check_name(name)
     kind = _kind_here() if name == "auto" else next(each for each in KINDS if each == name)
@@ -98,7 +98,7 @@ def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
 
 
 def _kind_here() -> DeviceKind:
-    """Returns CUDA if torch finds a GPU, NPU if the driver shows one, even an unusable one, which is then an error."""
+    """Returns CUDA if torch finds a GPU; NPU if the driver shows one, even if its use then raises an error."""
     if num_cuda_devices():
         return "cuda"
     return "npu" if npu_files() else "cpu"
@@ -179,18 +179,18 @@ def memory(device: Device) -> MemoryInfo:
 
 
 def reserved_nbytes(device: Device) -> int:
-    """Returns the bytes that this process's allocator holds of an accelerator after it has released unused ones."""
+    """Releases this process's unused memory of an accelerator, and returns the bytes that its allocator still holds."""
     _module(device).empty_cache()
     return int(_module(device).memory_reserved(device.index))
 
 
 def peak_nbytes(device: Device) -> int:
-    """Returns the most that this process's allocator has held of an accelerator since `reset_peak`."""
+    """Returns the maximum bytes that this process's allocator has held of an accelerator since `reset_peak`."""
     return int(_module(device).max_memory_reserved(device.index))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator was out of memory: the allocator's error, or one that hides it.
+    """Whether the error means that an accelerator was out of memory, even if it hides the allocator's error.
 
     During capture or instantiation of a graph, the driver raises its own errors, and the end of a capture can hide
     the allocator's error.
@@ -208,7 +208,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def pinned_nbytes(device: Device) -> int | None:
     """Returns the bytes of pinned host memory that this process's allocator has taken from the driver.
 
-    torch's allocator rounds each block up to a power of two. None if torch does not report them.
+    This is more than was asked for, because the allocator rounds each block up to a power of two. None if torch does
+    not report the bytes.
     """
     stats = getattr(_module(device), "host_memory_stats", None)
     return None if stats is None else int(stats().get("allocated_bytes.current", 0))
@@ -225,7 +226,7 @@ def product(device: Device) -> str:
 
 
 def uuid(device: Device) -> str:
-    """Returns an id of an accelerator that all processes of the host share; "" if the driver has none."""
+    """Returns an accelerator's id, which is the same in all processes of the host; "" if the driver has none."""
     name = str(_module(device).get_device_properties(device.index).uuid)
     return name if name.strip("0-") else ""
 
@@ -244,7 +245,7 @@ def can_read(device: Device, other: Device) -> bool:
 
 
 def expands_segments() -> str:
-    """Returns the setting, if any, that makes torch's allocator grow allocations, which other processes cannot map."""
+    """Returns the setting, if any, that lets torch's allocations grow; other processes cannot map such memory."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             return f"{name}={os.environ[name]}"
@@ -257,7 +258,7 @@ def num_multiprocessors(device: Device) -> int:
 
 
 def compute_capability(device: Device) -> tuple[int, int]:
-    """Returns a CUDA device's compute capability; on CPU, where kernels are interpreted, that of Hopper."""
+    """Returns a CUDA device's compute capability; on CPU, where kernels are interpreted, returns Hopper's."""
     if not device.is_accelerator:
         return 9, 0
     properties = _module(device).get_device_properties(device.index)
@@ -265,10 +266,10 @@ def compute_capability(device: Device) -> tuple[int, int]:
 
 
 def synchronize(device: Device) -> None:
-    """Waits for all launched work, of all threads; only before others launch, or between captures.
+    """Waits for all launched work of all threads. Call it only before other threads launch work, or between captures.
 
-    It invalidates a graph that another thread is capturing on this device, in every mode of capturing. Threads that
-    load something besides the steps wait for a mark (device_streams.py).
+    It invalidates any graph that another thread is capturing on this device, whatever the mode of the capture. Threads
+    that load something while steps run wait for a mark instead (device_streams.py).
     """
     if device.is_accelerator:
         _module(device).synchronize(device.index)
@@ -283,7 +284,7 @@ def _module(device: Device) -> Any:
 
 
 def process_group(device: Device) -> Any:
-    """Returns torch's class of groups over such accelerators: ProcessGroupNCCL, ProcessGroupHCCL, or None."""
+    """Returns torch's class of process groups for such accelerators: ProcessGroupNCCL, ProcessGroupHCCL, or None."""
     if device.kind != "npu":
         return getattr(importlib.import_module("torch._C._distributed_c10d"), "ProcessGroupNCCL", None)
     if _npu_problem():
@@ -296,10 +297,10 @@ def has_triton() -> bool:
 
 
 def available_nbytes(device: Device) -> int:
-    """Returns the memory available to new allocations; on CPU the host's, within this process's control groups."""
+    """Returns the bytes free for new allocations; on CPU the host's, within this process's control groups."""
     return memory(device).free if device.is_accelerator else host.memory().available
 
 
 def num_threads_for(num_local_ranks: int) -> int:
-    """Returns the compute threads of one rank process when that many share this host's cores."""
+    """Returns the number of compute threads of one rank process if this many share the host's cores."""
     return max(1, host.num_cores() // max(1, num_local_ranks))

@@ -1,6 +1,6 @@
-"""Describes each kind of device in one row, so that no other module compares kinds.
+"""Describes each kind of device in one row, so that other modules need not compare kinds.
 
-A field is a capability or a requirement; its readers decide the consequences. Needs no torch.
+A field states a capability or a requirement; the modules that read it decide what follows. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 class Kind:
     """`noun` names one device in messages, `dist_backend` names torch's groups over such devices.
 
-    Numbers: `emulates_16_bits`, slowly; `attends_in_float32`; `has_doubles` that are fast enough to use.
+    Numbers: `emulates_16_bits`, which is slow; `attends_in_float32`; `has_doubles` that are fast enough to use.
     KV pools: `block_size` in tokens, by default; `wants_layers_apart` when attention needs every layer contiguous;
-    `most_plane_numel`, the numbers of one layer's plane that operators can index, 0 for any.
-    Steps: they are large by default on a device with `large_nbytes` of memory or more; 0: on none.
-    Attention: `runs_triton`, and FlashInfer with it.
+    `most_plane_numel`: how many elements of one layer's plane operators can index; 0: any number.
+    Steps are large by default on a device with at least `large_nbytes` of memory; 0: on none. Attention: `runs_triton`,
+    and FlashInfer with it.
     Graphs: `graphs_take_any_context` if one graph serves every length; `captures_at_start_only` if a capture is too
     long or too risky for a step that clients wait for. `captures_sums`: graphs may contain sums over ranks by default;
     `spreads_tokens`: rank 0 sends tokens to the others without the host by default; `captures_modules`: graphs may
@@ -43,7 +43,7 @@ class Kind:
     captures_modules: bool = True
     spreads_tokens: bool = True
     takes_prompt_adapters: bool = True
-    handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
+    handles_say_their_kind: bool = False  # handles that map its memory into another process have torch's own form
     is_slow_to_name_streams: bool = False
 
 

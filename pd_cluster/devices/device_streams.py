@@ -14,20 +14,20 @@ from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 
 HostValues = Mapping[str, list[int]]  # the values that the host passed to launches, by argument name
-Replay = Callable[..., Any]  # repeats all launches; HostValues replace the values that the host passed before
+Replay = Callable[..., Any]  # repeats all launches; HostValues replace the values passed in the capture
 
-# torch hands out the 32 streams of a priority in turn, repeatedly. If another thread launched on the captured stream,
-# the launch would become part of the graph instead of running. So copies must not have this priority, nor the highest,
-# which the ranks' sums use in captures (model/parallel/rank_group.py).
+# torch hands out the 32 streams of each priority in rotation. If another thread launched work on the captured stream,
+# the work would become part of the graph instead of running. Streams for copies therefore must not have this priority,
+# nor the highest, which the ranks' sums use in captures (model/parallel/rank_group.py).
 CAPTURE_PRIORITY = -1  # a high priority, but not the highest
 
-_current = threading.local()  # on NPUs, where querying the current stream is slow
+_current = threading.local()  # used on NPUs, where querying the current stream is slow
 
 
 def poll(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls a condition; returns whether it became true in time. Devices offer no wait with a timeout.
+    """Polls a condition, because devices offer no wait with a timeout. Returns whether it became true in time.
 
-    The next poll follows after an eighth of the elapsed time, and at least every millisecond.
+    The pause before the next poll is an eighth of the elapsed time, but at most a millisecond.
     """
     started_s = time.monotonic()
     while not holds():
@@ -47,7 +47,9 @@ class Marker:
         self._event = event
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks the host without holding the interpreter's lock; False when it was not reached in time."""
+        """Blocks the host without holding the interpreter's lock. Returns False if the marker was not reached in
+        time.
+        """
         if timeout_s is not None:
             return poll(lambda: self.is_reached, timeout_s)
         if self._event is not None:
@@ -77,7 +79,7 @@ class CopyStream:
             self._stream.wait_event(marker._event)
 
     def __enter__(self) -> CopyStream:
-        """Directs launches inside to this stream."""
+        """Directs launches inside the block to this stream."""
         if self._stream is not None:
             self._context = devices._module(self._device).stream(self._stream)
             self._context.__enter__()
@@ -110,26 +112,28 @@ def _current_stream(device: Device) -> Any:
 def _recorded(device: Device, stream: Any) -> Marker:
     if stream is None:
         return Marker(None)
-    event = devices._module(device).Event(blocking=True)  # waiting threads sleep, because others need the core
+    event = devices._module(device).Event(blocking=True)  # waiting threads sleep, because other threads need the core
     event.record(stream)
     return Marker(event)
 
 
 def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
-    """Returns a function that captures an accelerator's launches as a graph; its result launches all of them again.
+    """Returns a function that runs and captures launches on an accelerator as a graph, and returns a function that
+    repeats them.
 
-    Both return the same tensors. The graphs share memory, so each run overwrites earlier results. Only NPUs can replace
-    the values that the host passed to launches.
+    The capture and each repetition return the same tensors. All graphs share memory, so each run overwrites earlier
+    results. Only NPUs can replace the values that the host passed to launches.
     """
     module = devices._module(device)
     side = CopyStream(device, CAPTURE_PRIORITY)
-    # Other threads copy meanwhile: only this thread's launches are captured, and may not wait.
+    # Other threads copy during a capture, so only this thread's launches are captured, and only this thread may not
+    # wait.
     options = {"pool": module.graph_pool_handle(), "stream": side._stream, "capture_error_mode": "thread_local"}
     make_graph = {"cuda": _cuda_graph, "npu": _npu_graph}[device.kind]
 
     def make(run: Callable[[], Any]) -> Replay:
-        side.after(mark(device))  # of this thread's own stream, before the side stream replaces it
-        with side:  # run once uncaptured, to compile and load kernels, which captures do not allow
+        side.after(mark(device))  # marks this thread's own stream, before the side stream replaces it
+        with side:  # a run without capture compiles and loads kernels, which is not possible in a capture
             run()
         devices.synchronize(device)
         return make_graph(device, module, options, run)
@@ -150,10 +154,10 @@ def _cuda_graph(device: Device, module: Any, options: Mapping[str, Any], run: Ca
 
 
 def _npu_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
-    """Captures an NPU graph; torch-npu records every attention in it, and updates their lengths itself.
+    """Captures an NPU graph. torch-npu records every attention operation in it, and updates their lengths.
 
-    Each attention of a running graph waits for its new lengths. They may be set only after the graph's last run has
-    ended.
+    Each attention operation of a running graph waits for its new lengths, which may be set only after the graph's
+    previous run has ended.
     """
     graph = module.NPUGraph()
     with module.graph(graph, auto_dispatch_capture=True, **options):

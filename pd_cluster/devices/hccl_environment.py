@@ -1,10 +1,10 @@
 """HCCL's environment variables for the ranks of an instance on NPUs, from its rank table entry and deadlines.
 
-HCCL reads its variables when torch_npu creates the first communicator, so they are set when a rank process starts. The
-operator's own settings are kept. Knows nothing of torch, devices or processes, nor whether an NPU is present: an
-instance whose devices have their own addresses runs on NPUs.
+HCCL reads its variables when torch_npu creates the first communicator, so they must be set when a rank process starts.
+Variables that the operator has set are kept. Knows nothing of torch, devices or processes, nor whether an NPU is
+present: an instance counts as one on NPUs if its devices have their own addresses in the table.
 
-Ranges and defaults are those of CANN's environment variable reference for Atlas A2 and A3, and of torch_npu's.
+Ranges and defaults come from CANN's reference of environment variables for Atlas A2 and A3, and from torch_npu's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Server
 from ranktable_tools.host_addresses import host_key, is_ip, is_loopback
 
-# MB of one communicator's buffer; it takes twice that much device memory.
+# Size of one communicator's buffer in MB; the communicator takes twice as much device memory.
 GROUP_BUFFER_MB = 200  # the buffer of an instance's ranks: HCCL's default, for all-reduces of whole steps
 UNIT_BUFFER_MB = 200  # the buffer of a unit's members, for rows of whole steps
-PAIR_BUFFER_MB = 64  # the buffer of a KV link holds two payloads; a rank has one for every rank that it is linked to
+PAIR_BUFFER_MB = 64  # the buffer of a KV link, for two payloads; a rank has one for each rank that it is linked to
 
 BUFFER, NIC, ADDRESS = "HCCL_BUFFSIZE", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP"
-EXPANSION = "HCCL_OP_EXPANSION_MODE"  # AIV: on vector cores, the fastest where it serves
-RANK_TABLE = "RANK_TABLE_FILE"  # torch_npu's; the cluster's own is RANK_TABLE_FILE_PATH
+EXPANSION = "HCCL_OP_EXPANSION_MODE"  # AIV: on vector cores, the fastest mode where it is supported
+RANK_TABLE = "RANK_TABLE_FILE"  # torch_npu's variable; the cluster's own is RANK_TABLE_FILE_PATH
 MIN_CONNECT_S, MAX_CONNECT_S = 120, 7200
 MAX_EXEC_S = (1 << 31) - 1
 ANY_PORT = "auto"
@@ -55,7 +55,7 @@ class _Given(NamedTuple):
 def is_wanted(device: str, server: Server) -> bool:
     """Whether an instance with this --device may use HCCL.
 
-    The table gives GPUs and CPU slots the host's own address, and NPUs theirs.
+    In the table, GPUs and CPU slots have the host's address, and NPUs have their own addresses.
     """
     own = host_key(server.server_ip)
     return device == "npu" or (device == "auto" and any(host_key(each.device_ip) != own for each in server.device))
@@ -89,7 +89,7 @@ def environment(found: list[HcclVariable]) -> dict[str, str]:
 def hccl_config(buffer_mb: int, env: Mapping[str, str] = os.environ) -> dict[str, object]:
     """Returns `ProcessGroupHCCL.Options.hccl_config` of one communicator.
 
-    Empty if the operator sets HCCL_BUFFSIZE, which it would override.
+    Empty if the operator has set HCCL_BUFFSIZE, which this config would override.
     """
     return {} if env.get(BUFFER) else {"hccl_buffer_size": buffer_mb}
 
@@ -140,7 +140,7 @@ def _exec_timeout(given: _Given) -> tuple[str | None, str]:
 
 
 def _net_s(timeouts: Timeouts) -> int:
-    """Returns whole seconds. HCCL's deadlines back up the cluster's own, which expire first and name the peer."""
+    """Returns whole seconds; the cluster's own deadlines are shorter, because their errors name the peer."""
     longest = max(timeouts.connect_timeout_s, timeouts.collective_timeout_s, timeouts.transfer_timeout_s)
     return max(1, math.ceil(2 * min(longest, MAX_EXEC_S)))
 
@@ -159,8 +159,8 @@ def _npu_ports(given: _Given) -> tuple[str | None, str]:
 
 
 def _deterministic(given: _Given) -> tuple[str | None, str]:
-    """Makes sums deterministic, which costs speed: CANN's reference says that they take longer, and that this setting
-    takes precedence over HCCL_OP_EXPANSION_MODE=AIV, which may then be without effect.
+    """Makes sums deterministic, which costs speed. According to CANN's reference, they take longer, and this setting
+    takes precedence over HCCL_OP_EXPANSION_MODE=AIV, which may then have no effect.
     """
     if given.is_fast:
         return None, f"{flag_of('fast_collectives')}: HCCL's default, false; equal requests may have unequal answers"

@@ -1,4 +1,4 @@
-"""Required and installed versions of the software for workers on NPUs.
+"""Lists the required versions of the software for workers on NPUs, and finds the installed ones.
 
 docs/ascend.md repeats the table, and a test compares the two. Reads version files and package metadata; opens no
 device and imports neither torch nor torch-npu. Atlas A2 and A3 need the same versions.
@@ -19,7 +19,7 @@ Software = Literal["Python", "torch", "torch-npu", "CANN", "HDK driver"]
 _CARDS: Final = "v?davinci[0-9]+"
 _DRIVER: Final = Path("usr/local/Ascend/driver/version.info")
 _CANN_HOMES: Final = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_HOME")  # CANN's set_env.sh sets the first two
-_CANN_FOLDERS: Final = ("cann", "ascend-toolkit/latest")  # below ASCEND_ROOT, if no variable names CANN
+_CANN_FOLDERS: Final = ("cann", "ascend-toolkit/latest")  # folders below ASCEND_ROOT, used if no variable names CANN
 _CANN_FILES: Final = (
     "*-linux/ascend_toolkit_install.info",
     "*-linux/ascend_*_install.info",
@@ -38,7 +38,7 @@ _UPGRADE: Final = "upgrade driver and firmware of the host to one newer HDK rele
 
 @dataclass(frozen=True)
 class SoftwareNeed:
-    """`feature` needs `least` <= version < `below`, each a major.minor; an empty `below` is no limit.
+    """`feature` needs `least` <= version < `below`, both given as major.minor; an empty `below` is no limit.
 
     A release candidate counts as its release: 25.3.rc1 is 25.3. `source`: where the bound was published.
     """
@@ -75,7 +75,7 @@ NEEDS: Final = (
 
 
 class InstalledVersion(NamedTuple):
-    """A version; "" if none was found. `at`: its file, or the searched paths."""
+    """An installed version; "" if none was found. `at`: the file with the version, or the searched paths."""
 
     version: str
     at: str

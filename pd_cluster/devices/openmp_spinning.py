@@ -1,9 +1,10 @@
 """Stops OpenMP threads of a user's process from spinning while other programs need the cores. Never imports torch.
 
 A thread that waits for its team spins for milliseconds before it sleeps. Spinning is fastest on free cores, but on busy
-cores it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which libgomp reads
-only when loaded, too late for a program that has imported torch. But libgomp hardly spins while it has more threads
-than cores (GOMP_SPINCOUNT in its manual). So while threads of this process wait for cores, sleeping threads are added.
+cores it uses the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive. libgomp reads this
+variable only when it is loaded, which is too late for a program that has already imported torch. However, libgomp
+hardly spins while it has more threads than cores (GOMP_SPINCOUNT in its manual). Therefore sleeping threads are added
+while threads of this process wait for cores.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ from pd_cluster.native.build import KernelsUnavailable, openmp_runtime
 
 log = logging.getLogger(__name__)
 
-PARKED = {"OMP_WAIT_POLICY": "passive"}  # the environment of this package's own processes
+PARKED = {"OMP_WAIT_POLICY": "passive"}  # variables of this package's own processes
 OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that the user may have set
 TASKS = Path("/proc/self/task")
 WINDOW_S = 0.25  # the time over which waiting is measured
-MOST_COST = 0.01  # the share of time that measuring may take
-# Quiet begins above, and ends below, this share of a window in which the longest-waiting thread had no core.
+MOST_COST = 0.01  # maximum share of the time that measuring may take
+# Limits for the share of a window in which the longest-waiting thread had no core: spinning is suppressed above the
+# first, and allowed again below the second.
 BEGINS, ENDS = 0.2, 0.1
-QUIET_S = 10.0  # the least time before spinning is tried again
+QUIET_S = 10.0  # minimum time before spinning is allowed again
 
 
 @dataclass(slots=True)
 class Spinning:
-    """Threads sleep at once from the start and while others need the cores. `close` ends it.
+    """Makes waiting threads sleep at once, at first and whenever other programs need the cores. `close` ends this.
 
-    `num_threads`: the threads of a step. The computing thread calls `tick` between steps.
+    `num_threads`: the number of threads of a step. The computing thread calls `tick` between steps.
     """
 
-    runtime: ctypes.CDLL  # the library with torch's own threads
+    runtime: ctypes.CDLL  # the OpenMP library whose threads torch uses
     num_threads: int
     waited: Waited = waited_by
     clock: Callable[[], float] = time.monotonic
@@ -57,7 +59,7 @@ class Spinning:
 
     @classmethod
     def here(cls, num_threads: int, env: Mapping[str, str] = os.environ) -> Spinning | None:
-        """Returns None for one thread, for a user's own policy, and unless there is exactly one OpenMP library."""
+        """Returns None for one thread, for a user's own policy, and unless exactly one OpenMP library is loaded."""
         if num_threads < 2 or any(env.get(name) for name in OWN_POLICIES):
             return None
         try:
@@ -71,7 +73,7 @@ class Spinning:
         return self._sleepers is not None
 
     def tick(self) -> None:
-        """Measures regularly whether threads wait for cores, and decides for the next window. Never raises."""
+        """Measures at intervals whether threads wait for cores, and decides for the next window. Never raises."""
         now_s = self.clock()
         if self._is_off or now_s < self._next_s:
             return
@@ -90,9 +92,9 @@ class Spinning:
         self._remove()
 
     def _measure(self) -> float:
-        """Returns the largest share of the time since the last call that a thread of this process waited for a core."""
+        """Returns the largest share of the time since the last call that a thread of this process had no core."""
         began_s, found = self.clock(), {}
-        with contextlib.suppress(OSError, ValueError):  # without the kernel's counts, spinning stays as it is
+        with contextlib.suppress(OSError, ValueError):  # if the kernel does not count waiting, spinning stays unchanged
             found = {int(each): self.waited(int(each)) for each in os.listdir(TASKS)}
         ended_s = self.clock()
         longest_s = max((found[each] - self._before_s[each] for each in found if each in self._before_s), default=0.0)
@@ -116,7 +118,7 @@ class Spinning:
 
 
 class _Sleepers:
-    """An idle OpenMP team of that many threads, one of them Python's."""
+    """An idle OpenMP team of the given number of threads, one of which is a Python thread."""
 
     def __init__(self, runtime: ctypes.CDLL, size: int) -> None:
         self._runtime, self._size = runtime, size

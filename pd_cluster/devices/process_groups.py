@@ -1,7 +1,7 @@
 """Process groups over accelerators: NCCL's on CUDA, HCCL's on NPUs. Only this module distinguishes NCCL and HCCL.
 
-Knows nothing of what is sent or summed. torch's classes for both come from device.py; HCCL's environment comes from
-hccl_environment.py through the parent of this process.
+Knows nothing of the data. torch's classes for both come from device.py. The parent of this process sets HCCL's
+environment (hccl_environment.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pd_cluster.devices.hccl_environment import (
 Backend = Literal["nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-# torch's reaction to a peer's death: end only the group, not this process. Read when a group is created.
+# Makes torch end only the group, and not this process, when a peer dies. torch reads it when a group is created.
 ERROR_HANDLING: Mapping[Backend, str] = {
     "nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "hccl": "TORCH_HCCL_ASYNC_ERROR_HANDLING",
@@ -33,7 +33,7 @@ CLEAN_UP_ONLY = "2"
 
 
 def why_none(backend: str, device: Device) -> str:
-    """Returns why this device cannot have such a group; "" if it can."""
+    """Returns why there cannot be such a group for this device; "" if there can."""
     if not device.is_accelerator:
         return "this instance's pool is in host memory"
     if device.dist_backend != backend or devices.process_group(device) is None:
@@ -42,15 +42,16 @@ def why_none(backend: str, device: Device) -> str:
 
 
 def make_pair(store: Any, name: str, rank: int, timeout_s: float, device: Device) -> Any:
-    """Creates a group of two processes that survive each other's death. `name` is unique in this process."""
+    """Creates a group of two processes that survive each other's death. `name` must be unique in this process."""
     os.environ.setdefault(ERROR_HANDLING[_backend(device)], CLEAN_UP_ONLY)
     return _make(store, name, rank, 2, timeout_s, device, PAIR_BUFFER_MB)
 
 
 def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
-    """Creates the group of one instance's ranks. An error in it, or a call longer than the timeout, ends the process.
+    """Creates the group of one instance's ranks. An error in the group, or a call that exceeds the timeout, ends the
+    process.
 
-    A graph captures NCCL's sums with the step, so the group's stream needs the step's priority, which no copy's stream
+    Graphs capture NCCL's sums together with the step, so the group's stream needs a priority that no stream for copies
     has; see device_streams.py.
     """
     return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
@@ -64,22 +65,22 @@ def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device
 
 
 def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
-    """Returns the device memory of HCCL communicators outside of torch's allocator; that of NCCL is unknown."""
+    """Returns the device memory of HCCL's communicators, outside of torch's allocator. NCCL's is not known."""
     return device_nbytes(num_pairs, has_ranks, has_unit) if device.dist_backend == "hccl" else 0
 
 
 def finish(work: Any, device: Device) -> None:
-    """Completes ended work. Raises RuntimeError if it failed."""
+    """Completes work that has ended. Raises RuntimeError if it failed."""
     work.wait()  # raises NCCL's errors, but not HCCL's
     if _backend(device) == "hccl" and not work.is_success():
         raise RuntimeError("HCCL reports an error; its own log says which")
 
 
 def abort(group: Any, device: Device, reason: str) -> None:
-    """Ends the group's local work as far as its library can. `reason`: for the library's log.
+    """Ends the group's work on this side, as far as its library can. `reason`: a text for the library's log.
 
-    HCCL's class inherits torch's `abort`, which does nothing. Its own method destroys the communicator, but work on
-    the device may end later, so its memory must be kept until then.
+    The `abort` of HCCL's class is inherited from torch and does nothing. HCCL's own method destroys the communicator,
+    but work on the device may end later, so the memory that it uses must be kept until then.
     """
     if _backend(device) == "hccl":
         group.abort_hccl_comm(reason)
@@ -97,15 +98,16 @@ def _make(
     buffer_mb: int,
     is_captured: bool = False,
 ) -> Any:
-    """Creates a group; its communicator is set up by the first call."""
+    """Creates a group, whose first call sets up the communicator."""
     devices.use(device)
     group_type = devices.process_group(device)
     options = group_type.Options()
     options._timeout = timedelta(seconds=timeout_s)
     if _backend(device) == "hccl":
         options.hccl_config = hccl_config(buffer_mb)
-        options.group_id = name  # HCCL identifies communicators by this name, and rejects a second one of the same name
-        # Without this, torch-npu makes its global group, which contains all ranks of RANK_TABLE_FILE if that is set.
+        options.group_id = name  # HCCL's name of the communicator; HCCL rejects a second one of this name
+        # Otherwise torch-npu makes its global group, which contains all ranks of RANK_TABLE_FILE if that variable is
+        # set.
         options.global_ranks_in_group = list(range(size))
     elif is_captured:
         options.is_high_priority_stream = True

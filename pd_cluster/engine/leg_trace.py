@@ -1,7 +1,7 @@
-"""Records each transfer's events on a worker where they occur; they are sent to schedulers from time to time.
+"""Records the events of transfers on a worker, which sends them to schedulers from time to time.
 
-Any thread may use `Tracer`; only the engine's thread uses `LegNotes`. Knows nothing of the readers of the events or of
-other processes' clocks. docs/protocol/requests.md lists the names of the events.
+Any thread may use `Tracer`; only the engine's thread uses `LegNotes`. Knows nothing of the events' readers or of other
+processes' clocks. docs/protocol/requests.md lists the names of the events.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.types import Note, Request
 
-MAX_EVENTS = 20_000  # events between two messages to a scheduler; the oldest are dropped first
+MAX_EVENTS = 20_000  # the most events that wait for a message to a scheduler; the oldest are dropped first
 
 
 class Tracer:
-    """A bounded list of events. Recording one costs an append, without counting, searching or waiting."""
+    """A bounded list of events. Recording an event only appends to it, without counting, searching or waiting."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,12 +33,12 @@ class Tracer:
 
 
 class LegNotes:
-    """A leg's own events, from its arrival to its end, which is recorded exactly once."""
+    """Records the events of legs from arrival to end. The end of a leg is recorded exactly once."""
 
     def __init__(self, note: Note, clock: Callable[[], float]) -> None:
         self._note = note
         self._clock = clock
-        self._failed: set[str] = set()  # legs that have failed but not ended
+        self._failed: set[str] = set()  # legs that have failed but have not ended
         self._num_tokens: defaultdict[str, int] = defaultdict(int)  # output tokens of ended sequences, by leg
         self._drafts: dict[str, tuple[int, int]] = {}  # by leg: drafted and accepted tokens of ended sequences
 
@@ -52,7 +52,7 @@ class LegNotes:
         self._note(request.transfer_id, "admitted", num_tokens=num_tokens, num_cached=num_cached)
 
     def computed(self, chunks: list[tuple[Request, int]], started_s: float) -> None:
-        """Records a step of a prefill instance that ran from `started_s` until now."""
+        """Records the chunks of a prefill instance's step that ran from `started_s` until now."""
         took_us = round((self._clock() - started_s) * 1e6)
         for request, num_tokens in [chunk for chunk in chunks if chunk[0].leg == "prefill"]:
             stop = request.num_computed_tokens
@@ -61,7 +61,7 @@ class LegNotes:
                 self._note(request.transfer_id, "first token")
 
     def joined(self, request: Request, num_ended: int) -> None:
-        """Records that its sequences begin to decode, except those that ended with their first token."""
+        """Records that the leg's sequences begin to decode, except `num_ended` that ended with their first token."""
         self._num_tokens[request.leg_key] += num_ended
         self._note(request.transfer_id, "decode start")
 

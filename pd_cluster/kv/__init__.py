@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, their holders, and their memory."""
+"""The KV cache: its blocks, the holders of blocks, and the memory."""

@@ -14,11 +14,11 @@ from pd_cluster.kv.pool_memory import Memory, Move, Seen, ids_on, paired_runs, r
 from pd_cluster.native.streaming_copy import streaming_copy
 from pd_cluster.wire import KVPiece
 
-HOT_NBYTES = 1 << 20  # bytes that are copied and checked at a time, while they are in the core's own cache
+HOT_NBYTES = 1 << 20  # this many bytes are copied and then checked at a time, while the core's own cache holds them
 
 
 class _AlikePlanes(NamedTuple):
-    """Layers [first, stop) with equal planes, and each plane: [num_blocks, stop - first, block_size, heads, width]."""
+    """Layers [first, stop) with equal planes. Each plane: [num_blocks, stop - first, block_size, heads, width]."""
 
     first: int
     stop: int
@@ -26,10 +26,10 @@ class _AlikePlanes(NamedTuple):
 
 
 class BlockMajor:
-    """The common part of both memories: one allocation, [num_blocks, block_numel], with a block's layers in order.
+    """The base of both memories: one allocation, [num_blocks, block_numel]. A block's layers are in order.
 
-    `data` views it as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width], if all layers are equal
-    and all planes have one shape.
+    If all layers are equal and all planes have one shape, `data` views the allocation as [num_blocks, num_layers,
+    num_planes, block_size, local_kv_heads, width].
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -38,7 +38,7 @@ class BlockMajor:
         num_blocks = len(whole)
         self._numbers = whole.view(num_blocks, -1)
         self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, block_nbytes]
-        # The offset in bytes of each layer in a block, and of the block's end.
+        # The offset of each layer in a block, and of the block's end, in bytes.
         self._starts = [layout.layers_nbytes(0, layer) for layer in range(layout.num_layers + 1)]
         self._alike = [self._planes_of(each) for each in layout.alike]
         self._planes = [
@@ -83,7 +83,7 @@ class BlockMajor:
         return list(self._planes[layer])
 
     def _alike_planes(self, piece: KVPiece) -> list[torch.Tensor]:
-        """Returns the planes of a piece's layers, which are equal, each [num_blocks, num_layers, …]."""
+        """Returns the planes of a piece's layers, each [num_blocks, num_layers, …]. These layers must be alike."""
         found = next(each for each in self._alike if each.first <= piece.first_layer < each.stop)
         assert piece.stop_layer <= found.stop
         layers = slice(piece.first_layer - found.first, piece.stop_layer - found.first)
@@ -118,16 +118,16 @@ class BlockMajor:
 
 
 class HostBlocks(BlockMajor):
-    """Host memory; copies bypass the processor's caches where the machine supports it. Calls return after the copy."""
+    """Host memory. Copies bypass the processor's caches if the machine supports that. Calls return after the copy."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         layers = self._layers(piece)
         found = [layers[first : first + count] for first, count in runs(piece.block_ids)]
         whole = found[0] if len(found) == 1 else torch.cat(found)
-        return whole.reshape(-1)  # copies if not contiguous
+        return whole.reshape(-1)  # this copies if the bytes are not contiguous
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        """Writes past the cache, so that the payload's buffer stays in it."""
+        """Writes without the processor's caches, so that the payload's buffer stays in them."""
         copy = streaming_copy()
         at = 0
         for part in self._contiguous(piece, into):
@@ -142,15 +142,15 @@ class HostBlocks(BlockMajor):
         return self._contiguous(piece, piece.block_ids)
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies parts, and passes each to `seen` while the core's own cache holds it.
+        """Copies in parts, and passes each part to `seen` while the core's own cache holds it.
 
-        `seen` gets the source part if the copy bypasses the cache, otherwise the written part.
+        `seen` receives the source of the part if the copy bypasses the cache, otherwise the written part.
         """
         here, there = self._layers_of(source, piece), self._layers(piece)
         copy = streaming_copy()
         for first, start, count in paired_runs(piece.block_ids, into):
             to_blocks, of_blocks = there[start : start + count], here[first : first + count]
-            are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # the other pool may have more layers
+            are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # either pool may have further layers
             pairs = zip(*(_contiguous(each, are_whole) for each in (to_blocks, of_blocks)), strict=True)
             for to, of in _cached_parts(pairs) if seen is not None else pairs:
                 if copy is not None:
@@ -163,7 +163,7 @@ class HostBlocks(BlockMajor):
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         blocks, copy = self.bytes, streaming_copy() or torch.Tensor.copy_
         if kind in ("copy", "clear"):
-            for source, target in pairs:  # a state is too large for indexing to be fast
+            for source, target in pairs:  # states are so large that indexing would be slow
                 if kind == "clear":
                     blocks[target].zero_()
                 else:
@@ -182,7 +182,7 @@ class HostBlocks(BlockMajor):
 
 
 class DeviceBlocks(BlockMajor):
-    """An accelerator's memory: calls launch their work, which may still run on return."""
+    """An accelerator's memory. Calls launch their work, which may still run when they return."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         layers, count = self._layers(piece), len(piece.block_ids)
@@ -205,7 +205,7 @@ class DeviceBlocks(BlockMajor):
         copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies to and from the host with one large copy for each block; copies within the memory in one call."""
+        """Copies to and from the host block by block, and within the memory with one call."""
         blocks = self.bytes
         if kind == "copy":
             sources, targets = ([*each] for each in zip(*pairs, strict=True))
@@ -224,7 +224,7 @@ class DeviceBlocks(BlockMajor):
 
 
 def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:
-    """Splits [n, nbytes] of a pool into contiguous parts: one if it has all layers, otherwise one per block."""
+    """Splits [n, nbytes] of a pool into contiguous parts: one part if it has all layers, otherwise one per block."""
     return [blocks.view(-1)] if is_whole else [block.view(-1) for block in blocks]
 
 

@@ -1,4 +1,4 @@
-"""Counts the holders of each block, and tracks blocks whose content may be reused. Knows nothing of tensors."""
+"""Counts the holders of each block, and tracks which blocks' contents may be reused. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pd_cluster.types import Retention, Tier
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves it. `take` returns free blocks before cached ones, and cached
-    blocks in the order of their last use, retained ones last. With `rests`, it takes free blocks in the order of their
-    release, so that each stays free as long as possible. Otherwise it takes the last released block first, because its
-    memory is still in the processor's caches.
+    num_blocks = free + cached + held; `check()` tests this. `take` returns free blocks before cached ones, and cached
+    blocks in the order of their last use, retained ones last. With `rests`, `take` returns free blocks in the order of
+    their release, so that each stays free as long as possible. Otherwise it returns the block released last, because
+    its memory is still in the processor's caches.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
@@ -51,7 +51,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take(self, num_blocks: int) -> list[int]:
-        """Takes all or nothing. Raises OutOfBlocks(wanted, free)."""
+        """Takes this many blocks. If there are fewer, takes none and raises OutOfBlocks(wanted, free)."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
         taken = [self._take_free() if self._free else self._evict() for _ in range(num_blocks)]
@@ -61,7 +61,7 @@ class BlockPool:
         return taken
 
     def version(self, block: int) -> int:
-        """Returns how often the block was taken. Between two takes, content is only appended to it."""
+        """Returns how often the block was taken. Until it is taken again, content is only appended to it."""
         return self._versions[block]
 
     def _evict(self) -> int:
@@ -78,11 +78,11 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int], retention: Retention | None = None) -> None:
-        """Removes one holder from each block. A caller that releases a free block has a bug.
+        """Removes one holder from each block. Raises AssertionError for a block without a holder.
 
-        With `retention`, cached blocks are evicted after other blocks; retained blocks fill at most half of the pool.
-
-        The last blocks are released first: the end of a cached prefix is evicted before its beginning.
+        With `retention`, the blocks that become cached are evicted after others; retained blocks fill at most half of
+        the pool. The last blocks are released first, so that the end of a cached prefix is evicted before its
+        beginning.
         """
         for block in reversed(blocks):
             if self._holders[block] <= 0:
@@ -95,7 +95,7 @@ class BlockPool:
                     self._free.append(block)
 
     def expire(self, now_s: float) -> None:
-        """Ends retentions whose time is over."""
+        """Ends retentions that have expired."""
         self._index.expire(now_s)
         if self.tier is not None:
             self.tier.expire(now_s)
@@ -104,45 +104,45 @@ class BlockPool:
         return self._holders[block] > 1
 
     def has_content(self, block: int) -> bool:
-        """Whether the block keeps a known content, and so must not be written."""
+        """Whether the block has a known content and so must not be written."""
         return self._index.knows(block)
 
     def drop(self, content: bytes) -> None:
-        """Forgets a content, so that its block is free if it has no holder."""
+        """Forgets a content. Its block becomes free if it has no holder."""
         block = self._index.remove(content)
         if block is not None and not self._holders[block]:
             self._free.append(block)
 
     def block_of(self, content: bytes) -> int | None:
-        """Returns the block with this content; call `share` before other blocks are taken."""
+        """Returns the block with this content. Call `share` before other blocks are taken."""
         return self._index.block_of(content)
 
     # ---- contents
 
     def remember(self, block: int, content: bytes) -> bool:
-        """Records the content of a full block, which must not be written while it keeps this content.
+        """Records the content of a full block, which must not be written as long as it has this content.
 
-        Returns False if another block already has it.
+        Returns False if another block already has the content.
         """
         return self._index.add(block, content)
 
     @property
     def log(self) -> KVEventLog | None:
-        """The log of contents that appear and disappear; the caller of `remember` describes them."""
+        """The log of contents that appear and disappear. The caller of `remember` must add the new ones."""
         return self._index.log
 
     @log.setter
     def log(self, log: KVEventLog) -> None:
         self._index.log = log
-        self.follow()  # lower tiers need the changes
+        self.follow()  # so that `changes` reports those of lower tiers
 
     def start_log(self, block_size: int) -> KVEventLog:
-        """Starts to log contents, for blocks of so many tokens; `changes` must then go to the log's `moved`."""
+        """Starts a log of contents, for blocks of `block_size` tokens. The caller passes `changes` to its `moved`."""
         self.log = log = KVEventLog(block_size)
         return log
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest prefix with known contents; call `share` before other blocks are taken."""
+        """Returns the blocks of the longest prefix with known contents. Call `share` before other blocks are taken."""
         return self._index.find(hashes)
 
     def __contains__(self, content: bytes) -> bool:
@@ -150,21 +150,21 @@ class BlockPool:
         return content in self._index
 
     def forget(self) -> None:
-        """Forgets every content: cached blocks become free, held ones when they are released."""
+        """Forgets all contents. Cached blocks become free at once, held ones when they are released."""
         self._free.extend(self._index.forget())
         if self.tier is not None:
             self.tier.forget()
             if self.log is not None:
-                self.log.moved(self.tier.contents)  # contents on disk stay
+                self.log.moved(self.tier.contents)  # contents on disk remain
         self.num_resets += 1
 
     def follow(self) -> dict[bytes, Tier]:
-        """Returns every known content and its tier; from now on `changes` reports changes."""
+        """Returns all known contents and their tiers. From now on, `changes` reports changes."""
         known: dict[bytes, Tier] = dict.fromkeys(self._index.follow(), "device")
         return known if self.tier is None else {**self.tier.contents, **known}
 
     def changes(self) -> dict[bytes, Tier | None]:
-        """Returns the contents that appeared, disappeared or changed tiers since the last call; None: in no tier."""
+        """Returns contents that appeared, disappeared or changed tiers since the last call. None: in no tier now."""
         changes = self._index.changes()
         if self.tier is not None:
             changes |= self.tier.changes()
@@ -176,11 +176,11 @@ class BlockPool:
         return None if self.tier is None else self.tier.place(content)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """Counts how many of these blocks would stop being available if shared."""
+        """Counts how many of these blocks have no holder, and so would no longer be available once shared."""
         return sum(1 for block in blocks if self._index.is_unheld(block))
 
     def check(self, block_tables: list[list[int]]) -> None:
-        """Proves that exactly these tables hold exactly the held blocks. Raises AssertionError with the difference."""
+        """Checks that these tables account for all holders of all blocks. Raises AssertionError with the difference."""
         counted = [0] * self.num_blocks
         for table in block_tables:
             for block in table:

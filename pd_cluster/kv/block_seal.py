@@ -1,10 +1,10 @@
-"""Seals blocks of KV cache, and their names, for storage outside the process: files and shared stores.
+"""Encrypts blocks of KV cache, and their names, for storage outside the process: in files and shared stores.
 
 A block's hash covers model, numerics, variant, salt and all tokens (prefix_index.py). Its body is encrypted with
-AES-256-GCM. HKDF derives the key from the secret, the layout and this hash, so a body under another block's name fails
-authentication. Nonces are 96 random bits, which suffice because a key seals one content, and only a few times. A name
-is the hash under AES-SIV: without the secret it reveals nothing and cannot be forged; with the secret it yields the
-hash.
+AES-256-GCM. HKDF derives the key from the secret, the layout and this hash, so a body stored under another block's name
+fails authentication. Nonces are 96 random bits; this suffices because a key seals only one content, and only a few
+times. A block's name is its hash, encrypted with AES-SIV: without the secret, the name reveals nothing and cannot be
+forged; with the secret, it yields the hash.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class _Key:
 
 
 class Seal:
-    """`secrets`: the first seals; the others, from before a rotation, only open what they have sealed.
+    """Seals and opens blocks.
 
-    `scope` identifies what a block's hash does not cover: the layout of the pool, the rank's share, every byte of the
-    weights, and the programs that computed the block.
+    `secrets`: the first one seals; the others are from before a rotation, and only open blocks. `scope` identifies
+    everything that a block's hash does not cover: the layout of the pool, the rank's share, every byte of the weights,
+    and the programs that computed the block.
     """
 
     def __init__(self, secrets: Sequence[bytes], scope: bytes, block_nbytes: int) -> None:
@@ -55,15 +56,15 @@ class Seal:
         self.sealed_nbytes = block_nbytes + OVERHEAD_NBYTES
 
     def names(self, content: bytes) -> list[str]:
-        """Returns the names that a content may have; the name under which it is sealed now comes first."""
+        """Returns the names that a content may have. The first is the name under which new blocks are sealed."""
         return [key.name(content) for key in self._keys]
 
     def content_of(self, name: str) -> bytes | None:
-        """Returns the content of a name; None if no secret here has made the name."""
+        """Returns the content of a name; None if it was made with none of these secrets."""
         return next((found for key in self._keys if (found := key.content(name)) is not None), None)
 
     def seal(self, content: bytes, block: memoryview) -> bytearray:
-        """Returns a block's header, ciphertext and tag, `sealed_nbytes` in all."""
+        """Returns a block's header, ciphertext and tag, `sealed_nbytes` bytes in total."""
         nonce, sealed = os.urandom(NONCE_NBYTES), bytearray(self.sealed_nbytes)
         sealed[:HEADER_NBYTES] = MAGIC + nonce
         with memoryview(sealed) as whole:
@@ -71,7 +72,7 @@ class Seal:
         return sealed
 
     def open(self, content: bytes, name: str, sealed: bytes | bytearray | memoryview, into: memoryview) -> bool:
-        """Writes the block to `into`. Returns False unless these are the bytes that were sealed under this name."""
+        """Writes the block to `into`. Returns False if `sealed` is not what was sealed under this name."""
         with memoryview(sealed) as whole:
             if len(whole) != self.sealed_nbytes or whole[: len(MAGIC)] != MAGIC:
                 return False

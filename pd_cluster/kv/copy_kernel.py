@@ -1,6 +1,6 @@
-"""Copies blocks of one pool into blocks of another in one launch of a Triton kernel, instead of one launch per block.
+"""Copies blocks of one pool into blocks of another with one launch of a Triton kernel, not one launch per block.
 
-Imported only where Triton is installed. Knows nothing of a block's content.
+Imported only if Triton is installed. Knows nothing of a block's content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _copy(  # type: ignore[no-untyped-def]  # Triton compiles no annotation that
 def copy_pairs(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies `target[t] = source[s]` for every (s, t) of `pairs` [n, 2] int64, all on one device.
 
-    Both are [num_blocks, num_words] int64. Each block is contiguous; blocks need not follow each other.
+    `source` and `target` are [num_blocks, num_words] int64. Each block must be contiguous; there may be gaps between
+    blocks.
     """
     num_words = source.shape[1]
     grid = (len(pairs), triton.cdiv(num_words, WORDS_PER_PROGRAM))

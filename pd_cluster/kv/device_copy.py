@@ -1,7 +1,7 @@
-"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, otherwise in a few
-launches.
+"""Copies blocks unchanged from pool to pool on one device.
 
-It only launches: the caller orders the copy and determines its end (transport/link_copies.py).
+With Triton, this takes one launch, otherwise a few. The functions only launch copies; the caller orders them and
+determines when they have ended (transport/link_copies.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pd_cluster.devices.device import has_triton
 from pd_cluster.kv.pool_memory import ids_on
 
 WORD_NBYTES = 8
-MAX_COPIES = 4  # if there are at most this many stretches, contiguous at both ends, the driver copies each
+MAX_COPIES = 4  # up to this many stretches that are contiguous in both pools are copied by the driver, one by one
 
 Runs = list[tuple[int, int, int]]
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into: list[int], runs: Runs) -> None:
-    """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8; `runs` has the same pairs, joined."""
+    """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8. `runs`: the same pairs as stretches."""
     if _has_words(source) and _has_words(target):
         source, target = source.view(torch.int64), target.view(torch.int64)
     there = [target[start : start + count] for _, start, count in runs[:MAX_COPIES]]
@@ -42,15 +42,15 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into
 
 
 def warm(device: torch.device) -> None:
-    """Compiles the kernel when a link opens, if Triton is installed, so that the first transfer need not wait."""
+    """Compiles the kernel, if Triton is installed. Called when a link opens, so that no transfer has to wait for it."""
     kernel = _kernel(device.type)
     if kernel is not None:
-        words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes with the properties of a pool's
+        words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes like a pool's, for Triton
         kernel(words, words, ids_on(device, torch.tensor([[0, 1]])))
 
 
 def _has_words(blocks: torch.Tensor) -> bool:
-    """Whether every block of [num_blocks, nbytes] begins and ends on an 8-byte word."""
+    """Whether every block of [num_blocks, nbytes] begins and ends at a multiple of 8 bytes."""
     return not any(each % WORD_NBYTES for each in (blocks.shape[1], blocks.stride(0), blocks.storage_offset()))
 
 

@@ -1,8 +1,8 @@
-"""Sealed blocks as files: one rank's share of an instance's blocks, in its own folder.
+"""Stores sealed blocks as files: one rank's share of an instance's blocks, in its own folder.
 
-Files are written under temporary names and renamed. Nothing is synchronised to the disk: a file that a host crash loses
-or tears is detected by its length or its seal, and its block is computed again. Every folder and file is opened by name
-relative to an open folder, without following links. Knows nothing of tokens, or of other ranks' files.
+Files are written under temporary names and then renamed. Nothing is synchronised to the disk: if a host crash loses or
+tears a file, its length or seal shows that, and its block is computed again. Every folder and file is opened by its
+name relative to an open folder, without following links. Knows nothing of tokens or of other ranks' files.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pd_cluster.private_files import FOLDER, READ, open_folder, remove, write_wh
 log = logging.getLogger(__name__)
 
 NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
-SHARD = re.compile("[0-9a-f]{2}")  # a folder of the files whose names begin with it
+SHARD = re.compile("[0-9a-f]{2}")  # the folder of the files whose names begin with these digits
 UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
-LOCK_WAIT_S = 10.0  # wait for a previous process that is about to end
+LOCK_WAIT_S = 10.0  # how long to wait for a previous process that is about to end
 PAUSE_S = 0.05
-WARN_INTERVAL_S = 60.0  # the interval of warnings that blocks cannot be written
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors do not prove that the file is gone
+WARN_INTERVAL_S = 60.0  # between warnings that blocks cannot be written
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # after other errors, the file may still exist
 
 
 class DiskStore:
-    """`num_bad` counts files whose content differed from what was written. They are removed and never used."""
+    """One rank's files. `num_bad` counts files whose content was not what had been written; they are removed."""
 
     def __init__(self, root: Path, place: str, seal: Seal) -> None:
-        """Opens or makes `root`/`place`. Raises ConfigError if it is in use, or not a folder of this user alone."""
+        """Opens or creates `root`/`place`. Raises ConfigError if it is in use, or if other users can access it."""
         self._seal = seal
         self._path = root / place
         self.num_bad = 0
@@ -51,20 +51,20 @@ class DiskStore:
         self._name_of: dict[bytes, str] = {}
 
     def read_index(self) -> list[bytes]:
-        """Returns the contents that files have, the least recently used first. Reads only names and lengths.
+        """Returns the contents of all files, the least recently used first. Reads only names and lengths.
 
-        Removes files that are incomplete, or whose names no secret here has made.
+        Removes files that are incomplete, or whose names were not made with a secret of this store.
         """
         found: list[tuple[float, bytes]] = []
         for shard in sorted(name for name in os.listdir(self._folder) if SHARD.fullmatch(name)):
             with contextlib.suppress(OSError), self._shard(shard) as folder:
                 for name in os.listdir(folder):
-                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # skips other programs' files
+                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # other programs' files are skipped
                         self._look(folder, name, found)
         return [content for _, content in sorted(found)]
 
     def _look(self, folder: int, name: str, found: list[tuple[float, bytes]]) -> None:
-        """Adds a file's time and content to `found`, or removes the file. Raises OSError."""
+        """Adds a file's time and content to `found`, or removes the file if it cannot be used. Raises OSError."""
         known = os.stat(name, dir_fd=folder, follow_symlinks=False)
         content = self._seal.content_of(name) if NAME.fullmatch(name) else None
         is_whole = self._is_whole(known)
@@ -90,7 +90,7 @@ class DiskStore:
         return True
 
     def get(self, content: bytes, into: memoryview) -> bool:
-        """Reads a block. Returns False if its file is gone, or does not have the written content; then it is removed.
+        """Reads a block. Returns False if its file is gone or has a wrong content; a wrong file is removed.
 
         Raises OSError if neither can be determined.
         """
@@ -113,7 +113,10 @@ class DiskStore:
         return True
 
     def _read(self, folder: int, name: str) -> bytes:
-        """Returns a complete file's bytes, and marks the file as used; b"" for anything else. Raises OSError."""
+        """Returns the bytes of a complete file, and marks it as used. Returns b"" for an incomplete one.
+
+        Raises OSError.
+        """
         file = os.open(name, READ, dir_fd=folder)
         with os.fdopen(file, "rb", buffering=0) as stream:
             if not self._is_whole(os.fstat(file)):
@@ -138,7 +141,7 @@ class DiskStore:
         return next((at for at, content in enumerate(contents) if content not in self._name_of), len(contents))
 
     def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
-        """Reads blocks in order, up to the first that is unavailable; returns how many."""
+        """Reads blocks in order, up to the first that is unavailable. Returns how many it has read."""
         for at, (content, block) in enumerate(zip(contents, into, strict=True)):
             if not self.get(content, block):
                 return at
@@ -150,7 +153,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _shard(self, name: str, makes: bool = False) -> Iterator[int]:
-        """Opens one of the folders that contain the files. Raises OSError."""
+        """Opens a folder of files, and creates it first if `makes`. Raises OSError."""
         if makes:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._folder)
@@ -162,7 +165,7 @@ class DiskStore:
 
 
 def _locked(folder: int, path: Path) -> int:
-    """Locks the folder against other processes; returns the lock's descriptor. Raises ConfigError."""
+    """Locks the folder against other processes. Returns the lock's descriptor. Raises ConfigError."""
     try:
         file = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The order in which a tier drops contents: the least recently used first, and retained ones after others."""
+"""Orders a tier's contents for eviction: the least recently used first, and retained ones after others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.types import Retention
 
 
 class EvictionQueue:
-    """Knows each content of a tier. Retained ones are at most `most_retained`, in equal shares for their owners."""
+    """Has every content of a tier. At most `most_retained` contents are retained, in equal shares for their owners."""
 
     def __init__(self, most_retained: int) -> None:
         self._others: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
@@ -23,12 +23,12 @@ class EvictionQueue:
         return content in self._others or content in self._retained
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yields the next contents to drop first."""
+        """Yields contents in the order in which they should be dropped."""
         yield from self._others
         yield from self._retained.in_order()
 
     def used(self, content: bytes, retention: Retention | None = None) -> None:
-        """Adds a content or makes it the most recently used one; retains it if asked."""
+        """Adds a content, or makes it the most recently used one. Retains it if `retention` is given."""
         if retention is not None:
             self.discard(content)
             self._others.update((each, None) for each, _ in self._retained.add(content, retention))
@@ -39,14 +39,17 @@ class EvictionQueue:
             self._others.move_to_end(content)
 
     def discard(self, content: bytes) -> bool:
-        """Removes a content; returns whether it was here."""
+        """Removes a content. Returns whether it was in the queue."""
         if content in self._others:
             del self._others[content]
             return True
         return self._retained.remove(content) is not None
 
     def expire(self, now_s: float) -> None:
-        """Ends retentions whose time is over: these contents are dropped first, since others were used later."""
+        """Ends retentions that have expired.
+
+        Their contents are the next to be dropped, because all others were used later.
+        """
         for content in reversed(self._retained.expired(now_s) if len(self._retained) else ()):
             self._others[content] = None
             self._others.move_to_end(content, last=False)

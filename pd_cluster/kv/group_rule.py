@@ -1,6 +1,8 @@
-"""The blocks that a request holds in a group of layers: for all its tokens, for its last ones, or one with a state.
+"""Rules that say which blocks a request holds in a group of layers.
 
-Integers only.
+There are three: the blocks of all its tokens, those of its last tokens, or one block with a state.
+
+Uses only integers.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pd_cluster.wire import RuleName
 
 
 class Rule(NamedTuple):
-    """`window`: the tokens that a layer attends to, including the token itself; 0 unless the rule is "window"."""
+    """A group's rule. `window`: how many tokens a token attends to, including itself; 0 unless `name` is "window"."""
 
     name: RuleName = "all"
     window: int = 0
@@ -25,12 +27,12 @@ class Rule(NamedTuple):
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
     def num_passed(self, num_tokens: int, block_size: int) -> int:
-        """Counts the first blocks of `num_tokens` computed tokens that no later token attends to."""
+        """Counts the first blocks, of `num_tokens` computed tokens, that no later token attends to."""
         return self.first_seen(num_tokens) // block_size
 
 
 def within(window: int | None) -> Rule:
-    """Returns the rule of layers that attend to this many tokens; None: all."""
+    """Returns the rule of layers that attend to the last `window` tokens; None: to all."""
     return ALL if window is None else Rule("window", window)
 
 

@@ -1,7 +1,8 @@
-"""Keeps blocks that the prefix cache has evicted in host memory, by the same keys. Integers only: moves no bytes.
+"""Keeps blocks that the prefix cache has evicted in host memory, by the same keys. Moves no bytes itself.
 
-A key is a block's chain hash, whose root (model, numerics, variant, salt) separates tenants here as on the device.
-Copies are moves of a step, in its order, on every rank of the instance, so all ranks have the same blocks here.
+A key is a block's chain hash, whose root (model, numerics, variant, salt) separates tenants, as on the device. Blocks
+are copied by moves of a step, in the same order on every rank of the instance, so all ranks have the same blocks in
+host memory.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.types import Retention, Tier
 
 WEIGHT = 0.2  # the weight of the newest measurement
-FADING = 0.99  # each computing step multiplies a load's cost by it, so that expensive loads are tried again
+FADING = 0.99  # each step with prompts multiplies the cost of a load by this, so that expensive loads are tried again
 
 Emit = Callable[[Literal["out", "in"], int, int], None]
 
 
 class LoadCost:
-    """Compares the measured times to load a block and to compute its tokens."""
+    """Compares the measured time to load a block with the time to compute its tokens."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -38,7 +39,7 @@ class LoadCost:
 
     @property
     def loading_token_s(self) -> float:
-        """Returns the time to load a token's share of a block; 0: not measured."""
+        """Returns the time to load one token's share of a block; 0: not measured."""
         return self._block_s / self._block_size
 
     def compute_s(self, num_blocks: int) -> float:
@@ -46,7 +47,7 @@ class LoadCost:
         return num_blocks * self._block_size * self._token_s
 
     def is_worth_it(self) -> bool:
-        """Whether to load a block. While either time is unknown, blocks are loaded, so that loads are measured."""
+        """Whether to load a block. As long as either time is unknown, blocks are loaded, so that loads are measured."""
         return not self._token_s or self._block_s < self._block_size * self._token_s
 
 
@@ -56,17 +57,17 @@ def _smoothed(before: float, new: float) -> float:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks since the start."""
+    """Counts blocks since the start."""
 
     num_written: int = 0
-    num_dropped: int = 0  # blocks that were not written, because too many other blocks waited
+    num_dropped: int = 0  # not written, because too many blocks were waiting
     num_failed: int = 0  # writes and reads that failed on a rank
     num_fetched: int = 0
-    num_bad: dict[int, int] = field(default_factory=dict)  # rank -> blocks with another content than written
+    num_bad: dict[int, int] = field(default_factory=dict)  # rank -> blocks whose content was not what had been written
 
 
 class TierBelow(Protocol):
-    """The interface of a tier below host memory, see kv/lower_tier.py."""
+    """The interface of a tier below host memory. See kv/lower_tier.py."""
 
     kind: LowerKind
     cost: LoadCost
@@ -91,11 +92,11 @@ class TierBelow(Protocol):
 
 
 class HostTier:
-    """`num_slots` slots for blocks in host memory, starting at `first_slot`; the least recently used is replaced first.
+    """Assigns `num_slots` slots of host memory, from `first_slot` on.
 
-    Retained ones, which fill at most half of the slots, are replaced after others.
-
-    `begin` starts the moves of a step. A slot that a move names keeps its content until the next `begin`.
+    The least recently used block is replaced first. Retained blocks, which fill at most half of the slots, are replaced
+    after others. `begin` starts the moves of a step. A slot that occurs in a move keeps its content until the next
+    `begin`.
     """
 
     def __init__(self, num_slots: int, first_slot: int, cost: LoadCost) -> None:
@@ -103,12 +104,12 @@ class HostTier:
         self.num_slots = num_slots
         self._free = list(reversed(range(first_slot, first_slot + num_slots)))
         self._slot_of: dict[bytes, int] = {}
-        self._queue = EvictionQueue(num_slots // 2)  # of the same contents
+        self._queue = EvictionQueue(num_slots // 2)  # has the same contents
         self._pinned: set[int] = set()
-        self._read: Counter[int] = Counter()  # slots that lower tiers read now -> number of readers
+        self._read: Counter[int] = Counter()  # slots that lower tiers are reading -> number of readers
         self._filling: set[int] = set()  # slots that a lower tier writes
-        self._kept: set[int] = set()  # slots that were filled for a request that has not been admitted yet
-        self._retired: set[int] = set()  # slots whose content was dropped, and which are still read
+        self._kept: set[int] = set()  # slots filled for requests that have not been admitted yet
+        self._retired: set[int] = set()  # slots whose content was dropped while lower tiers still read them
         self.lower: list[TierBelow] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
@@ -151,12 +152,12 @@ class HostTier:
             cost.computed(num_tokens, took_s)
 
     def begin(self, emit: Emit | None) -> None:
-        """Call it when all moves so far have been made; `emit` takes further moves. None: no moves are possible."""
+        """Call this once earlier moves have been made. `emit` receives further moves; None: no moves are possible."""
         self._pinned.clear()
         self._emit = emit
 
     def store(self, block: int, content: bytes, retention: Retention | None = None) -> None:
-        """Takes in an evicted block, before another content is written to it."""
+        """Copies an evicted block to a slot, by a move. Call this before another content is written to the block."""
         if content in self._slot_of:
             self._queue.used(content, retention)
             return
@@ -173,13 +174,13 @@ class HostTier:
             lower.entered(content, retention)
 
     def expire(self, now_s: float) -> None:
-        """Ends retentions whose time is over, here and below."""
+        """Ends retentions that have expired, in host memory and below."""
         self._queue.expire(now_s)
         for lower in self.lower:
             lower.expire(now_s)
 
     def find(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Returns the leading hashes whose blocks are here."""
+        """Returns the leading hashes whose blocks are in host memory."""
         found = []
         for each in hashes:
             if each not in self._slot_of:
@@ -188,13 +189,13 @@ class HostTier:
         return found
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Makes the blocks of a prefix that are here the most recently used."""
+        """Makes a prefix's blocks in host memory the most recently used ones."""
         for each in reversed(hashes):  # the end of a prefix is evicted before its beginning
             if each in self._slot_of:
                 self._queue.used(each)
 
     def pin(self, contents: Sequence[bytes]) -> list[int]:
-        """Keeps these blocks for this step's moves; returns their slots."""
+        """Keeps these contents for this step's moves. Returns their slots."""
         self.touch(contents)
         slots = [self._slot_of[each] for each in contents]
         self._pinned.update(slots)
@@ -208,7 +209,7 @@ class HostTier:
         self.num_loaded += len(slots)
 
     def forget(self) -> None:
-        """Forgets every content. Call it while no move is under way."""
+        """Forgets all contents. Call this only when all moves have been made."""
         self._changed.update(self._slot_of)
         for slot in self._slot_of.values():
             self._drop(slot)
@@ -218,7 +219,7 @@ class HostTier:
             lower.host_forgot()
 
     def _drop(self, slot: int) -> None:
-        """Frees a slot whose content is forgotten, once nothing reads it."""
+        """Frees a slot whose content is forgotten, at once or when its last reader ends."""
         self._kept.discard(slot)
         if self._read[slot]:
             self._retired.add(slot)
@@ -228,9 +229,9 @@ class HostTier:
     # ---- exchange with lower tiers
 
     def begin_read(self, content: bytes) -> int:
-        """Returns the slot of a content, which keeps it until `end_read`."""
+        """Returns the slot of a content. The slot keeps the content until `end_read`."""
         slot = self._slot_of[content]
-        self._queue.used(content)  # `_free_slot` searches from the other end
+        self._queue.used(content)  # so that `_free_slot` finds it last
         self._read[slot] += 1
         return slot
 
@@ -243,9 +244,10 @@ class HostTier:
                 self._free.append(slot)
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Reserves slots that a lower tier will write.
+        """Reserves slots for a lower tier to write.
 
-        Returns fewer or none if half of all slots are filled or being filled.
+        Returns fewer than requested if too few are free, or if half of all slots are reserved or wait for their
+        requests.
         """
         room = self.num_slots // 2 - len(self._filling) - len(self._kept)
         taken: list[int] = []
@@ -259,7 +261,7 @@ class HostTier:
         return any(not lower.has_or_will_have(content) for lower in self.lower)
 
     def filled(self, content: bytes, slot: int) -> None:
-        """Assigns the content to a reserved slot, and keeps it until a request loads it or `unpin` is called."""
+        """Assigns a content to a reserved slot, which keeps it until a request loads it or `unpin` is called."""
         self._filling.discard(slot)
         is_here = content in self._slot_of
         self._queue.used(content)
@@ -275,7 +277,7 @@ class HostTier:
         self._free.append(slot)
 
     def unpin(self, content: bytes) -> None:
-        """Allows a filled slot to be replaced, although no request has loaded it."""
+        """Allows a filled slot to be reused, although no request has loaded its content."""
         if (slot := self._slot_of.get(content)) is not None:
             self._kept.discard(slot)
 

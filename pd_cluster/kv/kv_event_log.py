@@ -1,7 +1,7 @@
 """Describes what a prefix cache has stored and dropped, as events in the format of vLLM 0.32 (its kv_events.py).
 
-Each event is a tagged map, a batch is an array. A block's hash is the last 64 bits of its content's hash, as a number.
-Knows nothing of sockets.
+Each event is a tagged map; a batch is an array. Events identify a block by the last 64 bits of its content's hash, as a
+number. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ MEDIA: Mapping[Tier, str] = {"device": DEVICE, "host": "CPU", "disk": "STORAGE"}
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Successive blocks of one prompt, with the `token_ids` of all of them; blocks of a lower tier have no tokens and
-    size 0.
+    """Successive blocks of one prompt, with their `token_ids`. Blocks of a lower tier have no tokens and size 0.
 
     `parent_block_hash`: the hash of the block before the first; None at a prompt's beginning.
     """
@@ -40,7 +39,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All media are now empty; later events list the contents that a tier has kept."""
+    """All media count as empty now. Later events list the contents that a tier still has."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -53,7 +52,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class StoredContent(NamedTuple):
-    """A block's content and what its event says. `first`: the position of its first token in the prompt."""
+    """A block's content and the data of its event. `first`: the position of its first token in the prompt."""
 
     content: bytes
     parent: bytes | None
@@ -74,7 +73,7 @@ class KVEventLog:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[Event] = []
-        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> the medium in its last event
+        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> its medium
 
     def __bool__(self) -> bool:
         return bool(self._events)
@@ -87,12 +86,12 @@ class KVEventLog:
     def stored(
         self, content: bytes, parent: bytes | None, token_ids: Sequence[int], order: RequestSpec, first: int
     ) -> None:
-        """Adds a block; `first` is the position of its first token in the prompt, `parent` the content before it."""
+        """Adds a block. `first`: the position of its first token in the prompt. `parent`: the content before it."""
         extra = self._extra_keys(order, first)
         self._store(StoredContent(content, parent, token_ids, first, order.variant or None, extra))
 
     def _store(self, stored: StoredContent) -> None:
-        """Adds a block to the last event if it continues that event's blocks."""
+        """Adds a block to the last event if it follows that event's blocks; otherwise adds an event."""
         number, before = number_of(stored.content), None if stored.parent is None else number_of(stored.parent)
         token_ids, name, extra = stored.token_ids, stored.lora_name, stored.extra_keys
         last = self._events[-1] if self._events else None
@@ -119,7 +118,7 @@ class KVEventLog:
         self._events.append(AllBlocksCleared())
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:
-        """Adds events for contents whose tier changed, if the tier is below the device. None: in no tier."""
+        """Adds events for contents that entered or left tiers below the device. `places`: their tiers; None: none."""
         for content, place in places.items():
             medium = MEDIA[place] if place is not None and place != "device" else None
             if (before := self._lower.get(content)) == medium:
@@ -139,7 +138,7 @@ class KVEventLog:
             self._events.append(BlockRemoved([number_of(content)], medium))
 
     def _extra_keys(self, order: RequestSpec, first: int) -> tuple[Any, ...] | None:
-        """Returns what a block's hash covers besides tokens: adapter, images with their positions, salt."""
+        """Returns the data besides tokens that a block's hash covers: adapter, images with their positions, salt."""
         if not (order.variant or order.spans or order.cache_salt):
             return None
         here = [each for each in order.spans if each.start < first + self._block_size and each.stop > first]

@@ -16,7 +16,7 @@ from pd_cluster.kv.group_rule import Rule
 from pd_cluster.settings.engine_config import MAX_TP_SIZE
 from pd_cluster.wire import KVPiece, LayoutInfo, Plane, RuleName
 
-CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # bits per code of vectors that are stored as codes and one scale
+CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # bits per code, for vectors that are stored as codes with one scale
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes are stored as bytes
 SCALE_NBYTES = 4  # one float32
 LATENT, INDEX = "latent", "index"
@@ -33,18 +33,18 @@ class AlikeLayers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One rank's share of a block has, in each layer, the layer's planes in order, each [block_size, heads, width].
+    """The layout of one rank's share of a block: for each layer, its planes in order, each [block_size, heads, width].
 
-    `plane_layers`: for each plane the layers that have it, ascending; () if every layer has every plane. `num_kv_heads`
-    counts the whole model's heads. A plane whose `num_heads` is not 0 has its own number, which divides `num_kv_heads`.
-    The heads of each plane are split evenly over `tp_size` ranks; with more ranks than heads each head is on several
-    ranks. `dtype` is the dtype of the pool, which may be narrower than that of the model: see `stored_width`. The last
-    `num_draft_layers` layers belong to a draft head; `draft_head` identifies everything besides the model that
-    determines their contents, and is "" without a draft head.
+    `plane_layers`: for each plane, the layers that have it, ascending; () if every layer has every plane.
+    `num_kv_heads` counts the heads of the whole model. A plane whose `num_heads` is not 0 has that number of heads
+    instead; it divides `num_kv_heads`. The heads of each plane are split evenly over `tp_size` ranks; if there are more
+    ranks than heads, each head is on several ranks. `dtype` is the dtype of the pool, which may be narrower than the
+    model's: see `stored_width`. The last `num_draft_layers` layers belong to a draft head. `draft_head` identifies
+    everything besides the model that determines their contents; "" if there is no draft head.
 
     A layout describes one group of the model's layers: `layers` are their indices in the model, ascending; () if the
-    group has all of them. `rule` says what a request holds of a group: blocks of all its tokens, those of the last
-    `window` tokens, or one block with a state, whose block size is 1.
+    group has all layers. `rule` says which blocks a request holds in the group: those of all its tokens, those of the
+    last `window` tokens, or one block with a state, whose block size is 1.
     """
 
     num_layers: int
@@ -73,7 +73,7 @@ class KVLayout:
 
     @property
     def without_head(self) -> KVLayout:
-        """Returns the layout of the model's own layers alone."""
+        """Returns the layout without the draft head's layers."""
         stop, planes, plane_layers = self.num_model_layers, self.planes, self.plane_layers
         if plane_layers:
             own = [tuple(layer for layer in layers if layer < stop) for layers in plane_layers]
@@ -87,11 +87,11 @@ class KVLayout:
 
     @property
     def alike(self) -> tuple[AlikeLayers, ...]:
-        """Returns all layers in order, in as few runs of layers with equal planes as possible."""
+        """Returns all layers in order, joined into as few runs of layers with equal planes as possible."""
         return _alike(self.num_layers, self.planes, self.plane_layers)
 
     def parts_of(self, piece: KVPiece) -> Iterator[tuple[tuple[Plane, ...], KVPiece]]:
-        """Cuts a piece where its layers' planes change; yields the planes of each part."""
+        """Cuts a piece where the planes of its layers change. Yields each part with its planes."""
         for first, stop, planes in self.alike:
             start, end = max(first, piece.first_layer), min(stop, piece.stop_layer)
             if start < end:
@@ -130,7 +130,7 @@ class KVLayout:
 
     @property
     def head_dim(self) -> int:
-        """Returns the width of keys and values, if the planes are these two."""
+        """Returns the width of keys and values, which must be equal."""
         keys, values = self.width_of("k"), self.width_of("v")
         assert keys == values
         return keys
@@ -147,7 +147,7 @@ class KVLayout:
 
     @property
     def has_index(self) -> bool:
-        """Whether some layers have an index that chooses the keys a token attends to."""
+        """Whether some layers have an index that chooses which keys a token attends to."""
         return any(plane.name == INDEX for plane in self.planes)
 
     def block_shapes(self, planes: Iterable[Plane]) -> list[tuple[int, int, int]]:
@@ -176,12 +176,12 @@ class KVLayout:
 
     @property
     def block_numel(self) -> int:
-        """Counts the elements of one block, all layers, on this rank."""
+        """Counts the elements of one block in all layers, on this rank."""
         return sum((each.stop - each.first) * self.layer_numel(each.planes) for each in self.alike)
 
     @property
     def token_nbytes(self) -> int:
-        """Returns the bytes of one token, all layers, on this rank."""
+        """Counts the bytes of one token in all layers, on this rank."""
         return self.block_nbytes // self.block_size
 
     @property
@@ -204,7 +204,7 @@ class KVLayout:
 
 
 def heads_of_rank(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Returns the heads [start, stop) on a rank: its share, or one head that several ranks have."""
+    """Returns the heads [start, stop) on a rank: its share, or one head that other ranks have, too."""
     if tp_size <= num_heads:
         per_rank = num_heads // tp_size
         return tp_rank * per_rank, (tp_rank + 1) * per_rank
@@ -232,12 +232,12 @@ def _alike(
 
 
 def replace_layers(piece: KVPiece, first: int, stop: int) -> KVPiece:
-    """Returns the same tokens in layers [first, stop)."""
+    """Returns the piece with layers [first, stop) in place of its own."""
     return KVPiece(piece.first_token, piece.num_tokens, first, stop - first, piece.block_ids)
 
 
 def keys_and_values(head_dim: int, value_dim: int = 0) -> tuple[Plane, ...]:
-    """Returns the planes of ordinary attention. `value_dim`: the width of values; 0: that of keys."""
+    """Returns the planes of ordinary attention. `value_dim`: the width of values; 0: the same as that of keys."""
     return Plane("k", head_dim), Plane("v", value_dim or head_dim)
 
 
@@ -247,10 +247,10 @@ def latents(width: int, rope_width: int) -> tuple[Plane, ...]:
 
 
 def stored_width(dtype: str, width: int) -> int:
-    """Returns the elements that a vector of `width` values takes in a pool of this dtype.
+    """Returns how many elements a vector of `width` values takes in a pool of this dtype.
 
-    In a plain dtype each value is an element. Codes are bytes, followed by the vector's scale: so a token's bytes are
-    final once they are written, and heads, tokens, layers and blocks can be separated without decoding.
+    In a plain dtype each value is an element. Codes are stored as bytes, followed by the vector's scale. So a token's
+    bytes are final once they are written, and heads, tokens, layers and blocks can be separated without decoding.
     """
     bits = CODE_BITS.get(dtype)
     return width if bits is None else width * bits // 8 + SCALE_NBYTES
@@ -263,20 +263,20 @@ def can_hold(planes: Iterable[Plane], dtype: str) -> bool:
 
 
 def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
-    """Counts the bytes that a token takes in a layer with these planes for each KV head."""
+    """Counts the bytes that a token takes in a layer with these planes, per KV head."""
     return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
 
 
 def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutInfo) -> int:
     """Counts the first layers that both layouts share.
 
-    They include a draft head's layers only if both have the same head.
+    A draft head's layers count only if both have the same head.
     """
     return source.num_layers - (source.num_draft_layers if source.draft_head != target.draft_head else 0)
 
 
 def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
-    """Counts the bytes of a token that all ranks of an instance send to another instance, each KV head once."""
+    """Counts the bytes of a token that an instance's ranks together send to another instance, each KV head once."""
     stop, nbytes = num_common_layers(source, target), 0
     for each in _alike(source.num_layers, source.planes, source.plane_layers):
         of_layer = sum(
@@ -287,12 +287,12 @@ def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
 
 
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
-    """Whether every rank gets the same number of KV heads, or every head is on the same number of ranks."""
+    """Whether every rank gets the same number of KV heads, or every head gets the same number of ranks."""
     return 1 <= tp_size <= MAX_TP_SIZE and num_kv_heads >= 1 and 0 in (num_kv_heads % tp_size, tp_size % num_kv_heads)
 
 
 class Lane(NamedTuple):
-    """The KV heads of a group of layers that a rank of P and a rank of D have in common."""
+    """A rank of P and a rank of D that have KV heads of a group of layers in common."""
 
     source_rank: int
     target_rank: int
@@ -300,9 +300,9 @@ class Lane(NamedTuple):
 
 
 def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
-    """Counts the lanes of this rank to or from instances with this many ranks, in the direction that has more.
+    """Counts this rank's lanes to or from instances with these numbers of ranks, in the direction that has more.
 
-    Instances over whose ranks the heads cannot be split get no lanes: their links are refused.
+    Instances whose ranks cannot split the heads do not count, because their links are refused.
     """
     others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if own.can_split(size)]
     sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
@@ -310,10 +310,10 @@ def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
 
 
 def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
-    """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
+    """Lists the lanes between two instances, so that each rank of `target` gets each of its heads exactly once.
 
-    If a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane is
-    from rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` use the same lanes: see `PoolRoute.heads_of`.
+    If several ranks of `source` have the same head, the ranks of `target` are spread over them. The first lane is from
+    rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` use the same lanes: see `PoolRoute.heads_of`.
     """
     found: list[Lane] = []
     num_replicas = max(1, source.tp_size // source.num_kv_heads)

@@ -1,7 +1,8 @@
 """The memory of the KV cache on a device, including a few blocks that no request uses.
 
 On CPU the memory is a memfd: another process can map it through its descriptor, and it is freed when the last process
-that has it ends in any way. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
+that maps it has ended, in any way. On an accelerator it is allocated on the device. Knows nothing of the blocks'
+holders.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory, runs
 from pd_cluster.wire import KVPiece
 
-NUM_EXTRA_BLOCKS = 3  # blocks after the pool's own: one receives the writes of padding, two prove links
+NUM_EXTRA_BLOCKS = 3  # after the pool's blocks: one receives the writes of padding, two serve as probes of links
 
 
 class KVPool:
     """`memory` has num_blocks + NUM_EXTRA_BLOCKS blocks; `num_blocks` counts those that requests can hold.
 
-    The content of the probe block depends only on `probe_seed` and never changes: peers' probes land in a separate
-    block. Usable in `with`.
+    The content of the probe block depends only on `probe_seed` and never changes; peers' probes land in another block.
+    The pool can be used in `with`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        # By layer of the model: its index in the layout; None: the group has all layers.
+        # Maps a layer of the model to its index in the layout; None if the group has all layers.
         self._places = {layer_idx: at for at, layer_idx in enumerate(layout.layers)} if layout.layers else None
         self.fd = -1  # the memory's descriptor, on CPU
         self._map: mmap.mmap | None = None  # the memory's mapping, on CPU
@@ -59,7 +60,7 @@ class KVPool:
                 self.memory = self._mapped()
             except (OSError, OverflowError) as error:
                 raise ConfigError(f"{_described(layout, num_blocks)} cannot be mapped: {error}; use fewer") from None
-        self.probe_lock = threading.Lock()  # protects the block where several links' probes land
+        self.probe_lock = threading.Lock()  # protects the block in which the probes of several links land
         self.probe_seed = secrets.randbits(62)
         try:
             self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
@@ -68,7 +69,7 @@ class KVPool:
             raise
 
     def _allocated(self) -> Memory:
-        """Allocates on an accelerator."""
+        """Allocates the memory on an accelerator."""
         dtype, name = TORCH_DTYPES[self.layout.dtype], self.device.torch_name
         way = memory_class_of(self.device)
         shapes = way.shapes(self.layout, self.num_blocks + NUM_EXTRA_BLOCKS)
@@ -78,7 +79,7 @@ class KVPool:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
         nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._descriptor = weakref.finalize(self, os.close, self.fd)  # closes the descriptor if the owner does not
+        self._descriptor = weakref.finalize(self, os.close, self.fd)  # closes the descriptor if `close` is not called
         self._descriptor.atexit = False
         try:
             os.ftruncate(self.fd, nbytes)
@@ -91,7 +92,7 @@ class KVPool:
 
     @property
     def data(self) -> torch.Tensor:
-        """Returns all blocks of a block-major pool; see BlockMajor.data."""
+        """Returns all blocks of a block-major pool. See BlockMajor.data."""
         assert isinstance(self.memory, BlockMajor)
         return self.memory.data
 
@@ -117,14 +118,14 @@ class KVPool:
         return self._places is None or layer_idx in self._places
 
     def planes(self, layer_idx: int) -> list[torch.Tensor]:
-        """Returns the planes of a layer of the model: each [num_blocks + extra, block_size, heads, width], strided."""
+        """Returns a model layer's planes, each [num_blocks + extra, block_size, heads, width], strided."""
         return self.memory.planes(layer_idx if self._places is None else self._places[layer_idx])
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and values of a layer of the model, its first two planes, strided.
+        """Returns the keys and values of a layer of the model, which are its first two planes, strided.
 
-        They are [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes the last dimension is
-        the stored width, in bytes: see kv/kv_vectors.py.
+        Each is [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes the last dimension is the
+        stored width in bytes; see kv/kv_vectors.py.
         """
         keys, values, *_ = self.planes(layer_idx)
         return keys, values
@@ -136,20 +137,20 @@ class KVPool:
         return torch.cat(parts).cpu().view(shape_of(self.layout, 1))
 
     def put_block(self, block: int, content: torch.Tensor) -> None:
-        """Writes a block that `block` returned."""
+        """Writes the content of a block, in the form that `block` returns."""
         numbers = content.to(self.memory.device).view(torch.uint8).view(-1)
         piece = KVPiece(0, self.layout.block_size, 0, self.layout.num_layers, [block])
         self.memory.scatter(numbers, piece, [block])
 
     def clear(self, blocks: list[int], first_layer: int = 0) -> None:
-        """Fills these blocks with zeros in the layers from `first_layer` on, scales of codes included."""
+        """Fills these blocks with zeros in the layers from `first_layer` on, including the scales of codes."""
         for layer in range(first_layer, self.layout.num_layers):
             for plane in self.memory.planes(layer):
                 for first, count in runs(blocks):
                     plane[first : first + count] = 0
 
     def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
-        """Checks a table before kernels use it; `wanted` is its required length. Raises ValueError."""
+        """Checks a table before kernels use it. `wanted`: its required length. Raises ValueError."""
         least, most = int(table.min()), int(table.max())
         if len(table) != wanted or least < 0 or most > self.num_blocks:  # `num_blocks` is the padding block
             raise ValueError(
@@ -163,24 +164,25 @@ class KVPool:
         return self.memory.bytes
 
     def vacate(self) -> None:
-        """Returns the memory of all blocks that requests can hold to the system, on CPU; they then read as zeros.
+        """Returns the memory of all blocks that requests can hold to the system.
 
-        The extra blocks keep their contents, since links are probed with them. Other processes' mappings stay valid.
+        They then read as zeros. CPU only. The extra blocks keep their contents, because links are probed with them.
+        Other processes' mappings stay valid.
         """
         assert self._map is not None
         if nbytes := self.nbytes // mmap.PAGESIZE * mmap.PAGESIZE:
             self._map.madvise(mmap.MADV_REMOVE, 0, nbytes)
 
     def close(self) -> None:
-        """Returns the memory to the system; further calls do nothing, and uses of `memory` raise AttributeError.
+        """Returns the memory to the system.
 
-        The pages are freed at once. A tensor that still views them reads zeros and keeps the mapping, so close other
-        processes' links before.
+        Further calls do nothing; later uses of `memory` raise AttributeError. The pages are freed at once. A tensor
+        that still views them reads zeros and keeps the mapping, so other processes' links must be closed before.
         """
         if hasattr(self, "memory"):
             del self.memory
         if self._map is not None:
-            with contextlib.suppress(OSError):  # otherwise the pages are freed with the last view
+            with contextlib.suppress(OSError):  # then the pages are freed with the last view
                 self._map.madvise(mmap.MADV_REMOVE)
             self._map = None  # not closed, because torch's views may refer to the mapping
         if self.fd >= 0:
@@ -195,7 +197,7 @@ class KVPool:
 
 
 def memory_class_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
-    """Returns the class of pool memory that such a device uses."""
+    """Returns the class of pool memory for this device."""
     if not device.is_accelerator:
         return HostBlocks
     return LayerMajor if device.traits.wants_layers_apart else DeviceBlocks
@@ -206,13 +208,16 @@ def _described(layout: KVLayout, num_blocks: int) -> str:
 
 
 def is_block(block: int, num_blocks_in_all: int) -> bool:
-    """Whether a peer may name this block of a pool of this size: extra blocks are allowed, the padding block is not."""
+    """Whether a peer may read this block of a pool: a block that requests can hold, or the probe block.
+
+    `num_blocks_in_all` includes the extra blocks.
+    """
     num_blocks = num_blocks_in_all - NUM_EXTRA_BLOCKS
     return 0 <= block < num_blocks or block == num_blocks + 1
 
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
-    """Returns one block, [1, block_numel], whose values are the same in every plain dtype."""
+    """Returns the content of one block, [1, block_numel]. Its values are exact in every plain dtype."""
     generator, found = torch.Generator().manual_seed(seed), []
     for first, stop, planes in layout.alike:
         num_vectors = [layout.block_size * layout.local_heads(plane) for plane in planes]
@@ -225,7 +230,7 @@ def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
 
 
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlocks:
-    """Views a mapping of a pool's memory as its blocks."""
+    """Returns a mapping of a pool's memory as blocks."""
     numbers = torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype])
     return HostBlocks(layout, [numbers.view(shape_of(layout, num_blocks))])
 

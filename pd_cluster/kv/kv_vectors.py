@@ -1,11 +1,11 @@
 """Converts vectors of keys and values between plain values and the form in which a pool stores them.
 
-A coded vector consists of its codes and one float32 scale, as bytes: a value is code * scale. Scales are symmetric, one
-for each token and head, so a vector's bytes depend on that vector alone. native/pool_vectors.h makes the same bytes.
+A coded vector consists of its codes and one float32 scale, as bytes. A value is code * scale. Each token and head has
+its own scale, so a vector's bytes depend only on that vector. native/pool_vectors.h produces the same bytes.
 
 - int8: codes from -127 to 127. fp8_e4m3: codes up to 448.
-- int4: codes from -7 to 7, stored plus 8. The low bits of the bytes hold the codes of the vector's first half, the high
-  bits those of its second half.
+- int4: codes from -7 to 7, stored as code + 8. The low bits of the bytes hold the codes of the vector's first half, the
+  high bits those of its second half.
 - A vector with an infinity or NaN gets the scale NaN. A vector whose largest magnitude is below 2^-100 becomes zeros.
 """
 
@@ -16,7 +16,7 @@ import torch
 from pd_cluster.kv.kv_layout import CODE_BITS, SCALE_NBYTES
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 
-MOST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}  # the largest code
+MOST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}  # the largest code of each dtype
 SMALLEST = 2.0**-100
 INT4_OFFSET = 8
 
@@ -41,7 +41,7 @@ def encode(vectors: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def decode(stored: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns the vectors that a pool of this dtype stores as plain values [..., width]: float32 if they are codes."""
+    """Returns stored vectors of a pool of this dtype as plain values [..., width]: float32 if they are codes."""
     if dtype not in CODE_BITS:
         return stored
     codes = stored[..., :-SCALE_NBYTES]
@@ -54,7 +54,7 @@ def decode(stored: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _codes(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Rounds to the nearest codes, ties to even; returns them as bytes."""
+    """Rounds to the nearest codes, ties to even. Returns the codes as bytes."""
     if dtype == "fp8_e4m3":
         return x.to(torch.float8_e4m3fn).view(torch.uint8)
     codes = x.round().to(torch.int8)

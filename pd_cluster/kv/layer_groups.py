@@ -1,4 +1,4 @@
-"""The groups of layers of two instances: their lanes, the tokens and bytes that travel, and the probe of a lane.
+"""The groups of layers of two instances: their lanes, the tokens and bytes to transfer, and the probe of a lane.
 
 Each function takes one layout per group, in the order of the groups. Knows nothing of tensors.
 """
@@ -14,15 +14,15 @@ from pd_cluster.wire import LayoutInfo
 
 
 def lanes_of(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> list[Lane]:
-    """Lists the lanes of a link: those of its first group, then those of the next; see `lanes`."""
+    """Lists the lanes of a link, group by group. See `lanes`."""
     pairs = enumerate(zip(sources, targets, strict=True))
     return [lane._replace(group=group) for group, pair in pairs for lane in lanes(*pair)]
 
 
 def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo], num_tokens: int) -> int:
-    """Counts the bytes that all ranks of an instance send to another for a prompt of this many tokens.
+    """Counts the bytes that all ranks of an instance together send to another for a prompt of this many tokens.
 
-    The target has cached none of it. See `first_token_of` for windows.
+    The target is assumed to have cached none of it. See `first_token_of` for windows.
     """
     total = 0
     for source, target in zip(sources, targets, strict=False):
@@ -33,12 +33,12 @@ def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo]
 
 
 def first_token_of(rule: Rule, num_tokens: int, block_size: int) -> int:
-    """Returns the first token of a prompt that a receiver without cached blocks needs in a group."""
+    """Returns the first token of a prompt that a receiver with no cached blocks needs in a group."""
     return rule.num_passed(num_tokens, block_size) * block_size
 
 
 def probe_layout(layout: KVLayout) -> KVLayout:
-    """Returns the layout of the probe, which proves a lane: all layers, but only the first of a large state."""
+    """Returns the layout of the probe of a lane: all layers, or for states, which are large, only the first layer."""
     if not layout.holds.is_state:
         return layout
     first = layout.alike[0]

@@ -1,4 +1,4 @@
-"""Pools in layer-major order, one allocation per layer, for operators that need contiguous planes, such as NPUs'."""
+"""Pools in layer-major order, one allocation per layer, for operators that need contiguous planes, as on NPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ALL = slice(None)
 class LayerMajor:
     """`layers[i]` has the planes of layer i in order, each [num_blocks, block_size, heads, width].
 
-    It is [num_planes, num_blocks, block_size, heads, width] if all planes have one shape, and flat otherwise.
+    If all planes have one shape, `layers[i]` is [num_planes, num_blocks, block_size, heads, width]; otherwise it is
+    flat.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -88,7 +89,7 @@ class LayerMajor:
     ) -> None:
         block, offset = slots_of(self.layout, piece, into, self.device)
         slots = (block * self.layout.block_size + offset)[:, None]
-        rows: dict[tuple[int, int, int], torch.Tensor] = {}  # row indices, by the number of heads and their range
+        rows: dict[tuple[int, int, int], torch.Tensor] = {}  # row indices, by number of heads and range of heads
         for at, layer in enumerate(self._planes[_layers_of(piece)]):
             for plane, vectors, own in zip(layer, planes, heads, strict=True):
                 num_heads, width = plane.shape[2:]
@@ -120,9 +121,9 @@ class LayerMajor:
     def _flat_planes(self, layers: slice) -> list[torch.Tensor]:
         """Returns every plane of each of these layers, as [num_blocks, elements per block].
 
-        Indexing always uses the first dimension of such a plane, or of a view of all of it. Along another dimension
-        NPUs write by copying the whole tensor out and back, which overwrites what a step has written meanwhile on
-        another stream.
+        Always index such a plane, or a view of the whole plane, along its first dimension. To write along another
+        dimension, NPUs copy the whole tensor out and back, which overwrites data that a step has written in the
+        meantime on another stream.
         """
         return [plane.flatten(1) for layer in self._planes[layers] for plane in layer]
 

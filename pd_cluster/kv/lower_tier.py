@@ -1,7 +1,9 @@
 """Rank 0's view of a tier below host memory: its contents, jobs under way, and commands for the ranks.
 
-docs/protocol/handover.md has the state × event table. Integers, hashes and an injected clock: moves no bytes and opens
-no files. The tier has a content once every rank has stored its share; if one rank lacks it, all ranks miss.
+docs/protocol/handover.md has the state × event table.
+
+Uses integers, hashes and an injected clock; moves no bytes and opens no files. The tier has a content once every rank
+has stored its share. If one rank lacks its share, the content is missing for all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
 from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.types import Retention, Tier
 
-FETCH_BLOCKS = 16  # blocks of one job; a request can use them before later jobs are done
+FETCH_BLOCKS = 16  # blocks of one job; a request can use them before the next job is done
 KEEP_FETCHED_S = 30.0  # how long host memory keeps fetched blocks for their request
 
 
@@ -24,15 +26,16 @@ KEEP_FETCHED_S = 30.0  # how long host memory keeps fetched blocks for their req
 class _TierJob:
     command: Write | Fetch | Look
     since_s: float
-    num_missing: int  # ranks that have not reported
+    num_missing: int  # the number of ranks that have not reported
     generation: int
-    retention: Retention | None  # of the block that is written
-    num: int = 1 << 30  # the smallest number that a rank has reported
+    retention: Retention | None  # the retention of the block that is written
+    num: int = 1 << 30  # the smallest number that any rank has reported
 
 
 class LowerTier:
-    """`capacity`: how many blocks it keeps at most; the least recently used ones are discarded, and retained ones after
-    others. 0: the store discards blocks itself and is shared with others, so `look` must ask for its contents.
+    """`capacity`: the most blocks in the tier. The least recently used ones are discarded, retained ones after others.
+
+    0: the store discards blocks itself and is shared with other instances, so `look` must ask for its contents.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class LowerTier:
         self.cost = LoadCost(block_size)
         self.counts = TierCounts()
         self._host, self._capacity, self._num_ranks, self._clock = host, capacity, num_ranks, clock
-        self._index = EvictionQueue(capacity // 2)  # known contents
+        self._index = EvictionQueue(capacity // 2)  # contents of the tier
         # Contents in host memory that must be written, and their retentions.
         self._backlog: OrderedDict[bytes, Retention | None] = OrderedDict()
         self._writing: dict[bytes, int] = {}  # content -> job
@@ -57,9 +60,9 @@ class LowerTier:
         self._kept: dict[bytes, float] = {}  # fetched content -> when host memory may drop it
         self._commands: list[AnyTierCommand] = []
         self._changed: set[bytes] = set()
-        self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks without a report
+        self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks that have not reported
         self._next_job = self._generation = 0
-        self._last_s = 0.0  # the time when the last fetch ended
+        self._last_s = 0.0  # when the last fetch ended
 
     def __len__(self) -> int:
         return len(self._index)
@@ -69,17 +72,17 @@ class LowerTier:
 
     @property
     def num_jobs(self) -> int:
-        """Counts jobs that some rank has not reported yet."""
+        """Counts jobs that at least one rank has not reported yet."""
         return len(self._jobs)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the store must be asked for its contents, because others change them."""
+        """Whether the store must be asked for its contents, because other instances change them."""
         return not self._capacity
 
     @property
     def places(self) -> dict[bytes, Tier]:
-        """Returns the tier of each content that schedulers may know; "shared" contents are not reported."""
+        """Returns the tier of each content that is reported to schedulers; contents of a shared store are not."""
         return dict.fromkeys(self._index, "disk") if self.kind == "disk" else {}
 
     def place(self, content: bytes) -> Tier | None:
@@ -90,7 +93,7 @@ class LowerTier:
         return changed if self.kind == "disk" else set()
 
     def take_commands(self) -> list[AnyTierCommand]:
-        """Returns the new commands for the ranks, which follow all moves so far."""
+        """Returns the new commands for the ranks. The ranks must execute them after all moves so far."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -99,7 +102,7 @@ class LowerTier:
     def opened(self, rank: int, contents: Sequence[bytes]) -> None:
         """Records a rank's contents, the least recently used first.
 
-        Once all ranks have reported, the common contents count.
+        Once all ranks have reported, the tier has the contents that all of them have.
         """
         if self._waits_for is None:
             return
@@ -125,7 +128,7 @@ class LowerTier:
     # ---- writes
 
     def entered(self, content: bytes, retention: Retention | None = None) -> None:
-        """Schedules a block that has entered host memory to be written, unless this tier has it already."""
+        """Schedules a block that has entered host memory to be written, unless this tier already has it."""
         if content in self._index:
             self._index.used(content, retention)
         elif content not in self._writing:
@@ -137,7 +140,7 @@ class LowerTier:
         return content in self._index or content in self._writing or content in self._backlog
 
     def _write_some(self) -> None:
-        """Writes as many blocks as may keep their slots, and drops the oldest further blocks."""
+        """Writes as many blocks as may occupy slots at a time. If too many others wait, drops the oldest ones."""
         most = max(1, self._host.num_slots // 2)
         while self._backlog and self.is_open and len(self._writing) < most:
             content, retention = self._backlog.popitem(last=False)
@@ -153,7 +156,7 @@ class LowerTier:
 
     def _evict_for(self, num_blocks: int) -> None:
         if not self._capacity:
-            while len(self._index) > 1 << 20:  # no quota here, so only the index is bounded
+            while len(self._index) > 1 << 20:  # there is no quota, so only the index is bounded
                 self._index.discard(next(iter(self._index)))
             return
         num_over = len(self._index) + len(self._writing) + num_blocks - self._capacity
@@ -170,7 +173,7 @@ class LowerTier:
     # ---- reads
 
     def fetch(self, contents: Sequence[bytes]) -> set[int]:
-        """Fetches blocks to host memory, up to the number of its free slots; returns the jobs to wait for."""
+        """Fetches blocks to host memory, as many as there are slots for. Returns the jobs to wait for."""
         jobs = {self._fetching[each] for each in contents if each in self._fetching}
         wanted = [each for each in contents if each not in self._fetching and each not in self._host]
         slots = self._host.reserve(len(wanted))
@@ -186,13 +189,13 @@ class LowerTier:
         return jobs
 
     def look(self, contents: Sequence[bytes]) -> int:
-        """Asks how many of the leading contents the store has; returns the job."""
+        """Asks the store how many of the leading contents it has. Returns the job."""
         return self._begin(Look(self._next_job, list(contents)))
 
     # ---- reports
 
     def done(self, report: TierDone) -> tuple[list[bytes], bool]:
-        """Processes a rank's report. Returns the contents that a look has found, and whether the job is over."""
+        """Handles a rank's report. Returns the contents that a Look has found, and whether the job is over."""
         self.counts.num_bad[report.rank] = max(report.num_bad, self.counts.num_bad.get(report.rank, 0))
         job = self._jobs.get(report.job)
         if job is None:
@@ -223,14 +226,14 @@ class LowerTier:
             self._evict_for(0)
         else:
             self.counts.num_failed += job.num != 1
-            is_newer = command.content in self._index or command.content in self._writing  # a later job writes it
-            if self._capacity and not is_newer:  # the other ranks have written their shares, which are useless now
+            is_newer = command.content in self._index or command.content in self._writing  # of a later job
+            if self._capacity and not is_newer:  # other ranks may have written their shares, which are useless now
                 self._discard([command.content])
         self._write_some()
 
     def _fetched(self, job: _TierJob, command: Fetch) -> None:
         now_s = self._clock()
-        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # jobs wait for earlier jobs
+        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # a job waits for earlier ones
         for at, (content, slot) in enumerate(zip(command.contents, command.slots, strict=True)):
             if self._fetching.get(content) == command.job:
                 del self._fetching[content]
@@ -256,7 +259,7 @@ class LowerTier:
                 self._discard([content])
 
     def tick(self) -> None:
-        """Lets host memory drop blocks whose requests did not take them in time."""
+        """Lets host memory drop fetched blocks that their requests did not load in time."""
         now_s = self._clock()
         for content in [each for each, until_s in self._kept.items() if until_s < now_s]:
             del self._kept[content]
@@ -265,7 +268,7 @@ class LowerTier:
     # ---- forgetting
 
     def host_forgot(self) -> None:
-        """Handles that host memory has forgotten every content: writes and reads under way are useless."""
+        """Called when host memory has forgotten all contents, so that writes and reads under way are useless."""
         self._backlog.clear()
         self._kept.clear()
         self._writing.clear()
@@ -273,18 +276,18 @@ class LowerTier:
         self._generation += 1
 
     def clear(self) -> None:
-        """Forgets every content, and has the store emptied."""
+        """Forgets all contents, and commands the store to discard them."""
         self._changed.update(self._index)
         self._index.clear()
         self._generation += 1
         self._commands.append(Clear())
 
     def expire(self, now_s: float) -> None:
-        """Ends retentions whose time is over."""
+        """Ends retentions that have expired."""
         self._index.expire(now_s)
 
     def _begin(self, command: Write | Fetch | Look, retention: Retention | None = None) -> int:
-        """Begins a job under the next number, and returns this number."""
+        """Begins a job with the next number. Returns the number."""
         self._next_job += 1
         self._jobs[command.job] = _TierJob(command, self._clock(), self._num_ranks, self._generation, retention)
         self._commands.append(command)

@@ -1,4 +1,4 @@
-"""Opens the stores below host memory that a worker's settings name. Imports their libraries on demand."""
+"""Opens the stores below host memory that a worker's settings name. Imports their libraries only if needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIN_SECRET_LENGTH = 32
 
 
 def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
-    """Checks what can be checked before the model is loaded. Raises ConfigError."""
+    """Checks the settings of stores, as far as possible before the model is loaded. Raises ConfigError."""
     if settings.kv_disk_cache_size_gib != HandoverSettings().kv_disk_cache_size_gib and not settings.kv_disk_cache:
         raise ConfigError("--kv-disk-cache-size: it has no effect without --kv-disk-cache FOLDER")
     if settings.kv_cache_key_file and not (settings.kv_disk_cache or settings.kv_shared_cache):
@@ -51,7 +51,7 @@ def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
 
 
 def read_secrets(file: str) -> list[bytes]:
-    """Returns the lines of a file of secrets: the first seals, the others only open. Raises ConfigError."""
+    """Returns the secrets in a file, one per line. The first seals; the others only open. Raises ConfigError."""
     try:
         mode = os.stat(file).st_mode
         lines = Path(file).read_bytes().splitlines()
@@ -69,7 +69,7 @@ def read_secrets(file: str) -> list[bytes]:
 
 
 def seal_of(secrets: Sequence[bytes], layout: KVLayout, origin: Sequence[str]) -> Seal:
-    """`origin` identifies everything that determines the bits of blocks, besides what their hashes cover."""
+    """Returns a Seal. `origin` identifies everything besides a block's hash that determines the block's bits."""
     from pd_cluster.kv.block_seal import Seal
 
     parts = layout.to_info(), KV_VERSION, list(origin)

@@ -1,6 +1,7 @@
-"""Packs a piece of a prompt's KV cache as one payload, to unpack it in a pool of any block size, dtype and heads.
+"""Packs a piece of a prompt's KV cache as one payload, and unpacks it in a pool of any block size, dtype and heads.
 
-Only this module converts. Payloads do not depend on the order of a pool's memory. Knows nothing of transports.
+Only this module converts dtypes and block sizes. Payloads do not depend on the order of a pool's memory. Knows nothing
+of transports.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pd_cluster.wire import KVPiece, Plane
 
 
 def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
-    """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
+    """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool if possible.
 
-    A converted payload has the layers in order, each with its planes in order: [num_tokens, the plane's heads, stored
-    width].
+    A converted payload has the layers in order, each with its planes in order, each [num_tokens, the plane's heads,
+    stored width].
     """
     if route.is_verbatim:
         return memory.gather(piece)
@@ -37,7 +38,7 @@ def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
 
 
 def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memory, into: list[int]) -> None:
-    """Writes a payload of `pack` to a pool; `into` are the blocks of the piece's tokens in that pool."""
+    """Writes a payload that `pack` returned to a pool. `into`: the blocks of the piece's tokens in that pool."""
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return
@@ -53,13 +54,13 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memo
 
 
 def vectors_of(blocks: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.Tensor:
-    """Returns the piece's tokens of one plane of `Memory.heads_of`: [num_layers, num_tokens, num_heads, width]."""
+    """Cuts a plane from `Memory.heads_of` to the piece's tokens: [num_layers, num_tokens, num_heads, width]."""
     start = piece.first_token % layout.block_size
     return blocks.flatten(1, 2)[:, start : start + piece.num_tokens]
 
 
 def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Joins the tokens of all planes, [num_layers, elements], in one pass if they fill their blocks."""
+    """Joins the tokens of all planes: [num_layers, elements]. Needs only one pass if the tokens fill their blocks."""
     is_whole = piece.num_tokens == len(piece.block_ids) * layout.block_size
     planes = planes if is_whole else [vectors_of(blocks, piece, layout) for blocks in planes]
     ends = list(itertools.accumulate(plane[0].numel() for plane in planes))
@@ -72,7 +73,7 @@ def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype:
 def _planes_of(
     numbers: torch.Tensor, piece: KVPiece, route: PoolRoute, planes: tuple[Plane, ...]
 ) -> Iterator[torch.Tensor]:
-    """Inverts `_joined`: yields [num_layers, num_tokens, num_heads, width] of each plane."""
+    """Inverts `_joined`: yields each plane, [num_layers, num_tokens, num_heads, width]."""
     layers, at = numbers.view(piece.num_layers, -1), 0
     for plane in planes:
         (start, stop), width = route.heads_of(plane), stored_width(route.wire_dtype, plane.width)

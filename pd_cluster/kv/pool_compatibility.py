@@ -1,4 +1,4 @@
-"""Checks whether KV cache of one pool can land in another. Knows nothing of transports."""
+"""Checks whether KV cache from one pool can land in another. Knows nothing of transports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.settings.engine_config import MAX_BLOCK_SIZE
 
 
 def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None:
-    """Checks the layouts of all groups of layers, in their order; raises LinkError(retry=False) naming the group."""
+    """Checks the layouts of all groups of layers, in order. Raises LinkError(retry=False), which names the group."""
     theirs, ours = ([each.holds for each in layouts] for layouts in (source, target))
     if theirs != ours:
         raise LinkError(
@@ -28,20 +28,20 @@ def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None
 
 
 def _missing(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
-    """Says which end lacks which group."""
+    """Returns which end lacks which group."""
     lacks = [f"the decode instance has no group that {_describe(rule)}" for rule in theirs if rule not in ours]
     lacks += [f"the prefill instance has no group that {_describe(rule)}" for rule in ours if rule not in theirs]
     return " and ".join(lacks) or "their order differs"
 
 
 def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
-    """Names the settings that merge windows into the group of all layers, if only one end has a group of windows."""
+    """Returns the settings that merge windows into the group "all", if only one end has a group with a window."""
     if all(rule in theirs and rule in ours for rule in (*theirs, *ours) if rule.window):
         return ""
     adapters, merges = called("enable_prompt_adapter"), called("disable_hybrid_kv_cache_manager")
     return (
-        f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}; {merges} stands "
-        f"for these"
+        f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}; {merges} has "
+        f"the same effect"
     )
 
 
@@ -56,10 +56,10 @@ def _group(layout: KVLayout) -> str:
 
 
 def check_pair(source: KVLayout, target: KVLayout) -> None:
-    """Checks that KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
+    """Checks that KV cache from `source` can land in `target`.
 
-    Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`. Draft heads may differ, too; their
-    layers are then not sent: see `num_common_layers`.
+    Raises LinkError(retry=False), which names the field. Block size, dtype and tensor parallel size may differ: see
+    pack.py and `lanes`. Draft heads may also differ; then their layers are not sent: see `num_common_layers`.
     """
     where = f" of group {_group(source)}" if source.layers else ""
     for name, theirs, ours in _compared(source, target):
@@ -74,7 +74,7 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
 
 
 def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """Yields the fields that must be equal, under their public names, for the layers that travel."""
+    """Yields the fields of the transferred layers that must be equal: public name, source's value, target's value."""
     if source.draft_head != target.draft_head:
         source, target = source.without_head, target.without_head
     for name in ("rule", "window", "num_layers", "layers", "num_draft_layers", "num_kv_heads"):
@@ -89,7 +89,7 @@ def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object,
 
 
 def _inconsistency(layout: KVLayout) -> str:
-    """Returns why no pool can have this layout, or ""."""
+    """Returns why no pool can have this layout; "" if it is valid."""
     for heads in dict.fromkeys((layout.num_kv_heads, *map(layout.num_heads_of, layout.planes))):
         if not can_split_heads(heads, layout.tp_size):
             return f"{heads} KV heads cannot be split over {layout.tp_size} ranks"
@@ -112,7 +112,7 @@ def _inconsistency(layout: KVLayout) -> str:
 
 
 def _wrong_group(layout: KVLayout) -> str:
-    """Returns why no group of layers can have this rule and these layers, or ""."""
+    """Returns why no group of layers can have this rule and these layers; "" if the group is valid."""
     rule, layers = layout.holds, layout.layers
     if (rule.name == "window") != (rule.window > 0):
         return f"the rule is {rule.name}, with a window of {rule.window} tokens"
@@ -124,7 +124,7 @@ def _wrong_group(layout: KVLayout) -> str:
 
 
 def _has_planes(layout: KVLayout) -> bool:
-    """Whether each layer has a plane, and each plane names existing layers, once each."""
+    """Whether each layer has a plane, and each plane lists only existing layers, each once."""
     if not layout.plane_layers:
         return bool(layout.planes)
     known = range(layout.num_layers)

@@ -1,8 +1,8 @@
 """Declares the interface of a pool's memory; block_major.py and layer_major.py implement it for two memory orders.
 
-Verbatim payloads have the same bytes in either order: the blocks in order, each with its layers in order, each with its
-planes in order, each [block_size, heads, width]. Widths are those of stored vectors (kv/kv_vectors.py). Knows nothing
-of transports or of blocks' holders.
+A verbatim payload has the same bytes in both orders: block by block, in each block layer by layer, in each layer plane
+by plane, each plane [block_size, heads, width]. Widths are the stored widths (kv/kv_vectors.py). Knows nothing of
+transports or of blocks' holders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Seen = Callable[[torch.Tensor], None]
 
 
 class Memory(Protocol):
-    """The blocks of one pool, including the extra ones. Devices work in the current stream's order."""
+    """The blocks of one pool, including the extra ones. On devices, calls run in the order of the current stream."""
 
     layout: KVLayout
 
@@ -46,44 +46,45 @@ class Memory(Protocol):
         """Counts blocks."""
 
     def planes(self, layer: int) -> list[torch.Tensor]:
-        """Returns the planes of a layer of the layout, each [num_blocks, block_size, heads, width], perhaps strided."""
+        """Returns the planes of a layer of the layout, each [num_blocks, block_size, heads, width]; may be strided."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
-        """Returns the verbatim payload, [nbytes] uint8; a view of the memory where possible."""
+        """Returns the verbatim payload, [nbytes] uint8; a view of the memory if possible."""
 
     def view_of(self, piece: KVPiece) -> torch.Tensor | None:
         """Returns the verbatim payload as a view; None if it is not contiguous."""
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        """Writes a payload of `gather` to these blocks."""
+        """Writes a payload that `gather` returned to the blocks `into`."""
 
     def contiguous_parts(self, piece: KVPiece) -> list[torch.Tensor]:
-        """Returns the verbatim payload in order, as contiguous bytes, without a copy where possible."""
+        """Returns the verbatim payload as contiguous parts, in order, without a copy if possible."""
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies blocks from a memory of the same kind and layout. `seen` receives the bytes, in ordered parts.
+        """Copies blocks from a memory of the same kind and layout. `seen` receives the bytes in parts, in order.
 
         Only host memory supports `seen`.
         """
 
     def heads_of(self, piece: KVPiece, heads: Sequence[slice]) -> list[torch.Tensor]:
-        """Returns a copy of the heads that `heads` selects in each plane, of the piece's blocks, possibly strided.
+        """Returns, for each plane, a copy of the heads that `heads` selects, in the piece's blocks; may be strided.
 
-        Each is [num_layers, num_blocks, block_size, num_heads, width]; the layers are equal (`KVLayout.parts_of`).
+        Each is [num_layers, num_blocks, block_size, num_heads, width]. The layers must have equal planes
+        (`KVLayout.parts_of`).
         """
 
     def put_vectors(
         self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: Sequence[slice]
     ) -> None:
-        """Writes vectors, as the pool stores them, to these heads of each plane, for the piece's tokens in `into`.
+        """Writes stored vectors to these heads of each plane, for the piece's tokens, in the blocks `into`.
 
-        Each plane has a tensor [num_layers, num_tokens, num_heads, width]; the layers are equal.
+        `planes`: for each plane [num_layers, num_tokens, num_heads, width]. The layers must have equal planes.
         """
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies blocks (source, target) within the memory, to `host` or from it; or clears the targets.
+        """Copies blocks (source, target) within the memory, to `host` or from it, or clears the targets.
 
-        They may be copied in any order, since no target occurs twice or is also a source. `host` is [num_blocks,
+        The order of copies is undefined, so no target may occur twice or also be a source. `host`: [num_blocks,
         block_nbytes] uint8.
         """
 
@@ -92,12 +93,12 @@ class Memory(Protocol):
 
 
 def ids_on(device: torch.device, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the host's integers on a device, copied in the current stream's order without waiting for it."""
+    """Copies integers from the host to a device, in the current stream's order. Does not wait for the copy."""
     return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
 
 
 def runs(ids: list[int]) -> list[tuple[int, int]]:
-    """Joins consecutive ids: [3, 4, 5, 9] -> [(3, 3), (9, 1)] as (first, count)."""
+    """Joins consecutive ids into (first, count): [3, 4, 5, 9] -> [(3, 3), (9, 1)]."""
     found: list[tuple[int, int]] = []
     for block in ids:
         if found and found[-1][0] + found[-1][1] == block:
@@ -121,7 +122,7 @@ def paired_runs(source: list[int], target: list[int]) -> list[tuple[int, int, in
 
 
 def slots_of(layout: KVLayout, piece: KVPiece, into: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Returns the block and the offset of each of the piece's tokens, in a pool that has them in these blocks.
+    """Returns the block and the offset of each of the piece's tokens, in a pool whose blocks `into` have these tokens.
 
     Both tensors are on `device`.
     """

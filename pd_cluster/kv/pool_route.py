@@ -1,4 +1,4 @@
-"""Determines which heads travel from one pool to another, and in which precision. Knows nothing of tensors."""
+"""Determines which heads are sent from one pool to another, and in which precision. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pd_cluster.wire import KVPiece, Plane
 
 @dataclass(frozen=True, slots=True)
 class PoolRoute:
-    """The route from one pool to another: the contents of a payload, and the loss of precision.
+    """The route from one pool to another: the contents of payloads, and the loss of precision.
 
-    `one_sided`: the receiver reads the sender's pool itself, so a smaller payload has no advantage.
+    `one_sided`: the receiver itself reads the sender's pool, so smaller payloads would have no advantage.
     """
 
     source: KVLayout
@@ -23,7 +23,7 @@ class PoolRoute:
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether payloads are the blocks' own bytes."""
+        """Whether payloads have the blocks' bytes unchanged."""
         same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
         return same and self.source.head_range == self.target.head_range and self.wire_dtype == self.source.dtype
 
@@ -39,9 +39,9 @@ class PoolRoute:
         return stop - start
 
     def heads_of(self, plane: Plane) -> tuple[int, int]:
-        """Returns the heads [start, stop) of a plane, counted over the whole model, that take this route.
+        """Returns the heads [start, stop) of a plane, counted over the whole model, that are sent on this route.
 
-        If several ranks of the source could send a head to this rank of the target, the first of them does.
+        If several ranks of the source could send a head to this rank of the target, the first of them sends it.
         """
         if plane.num_heads in (0, self.source.num_kv_heads):
             return self.heads
@@ -50,7 +50,7 @@ class PoolRoute:
         return (first, last) if self._sends_first(plane, first) else (first, first)
 
     def _sends_first(self, plane: Plane, head: int) -> bool:
-        """Whether no earlier rank of the source with a lane to this rank of the target has this head of a plane."""
+        """Whether this rank is the source's first one that has this head of a plane and a lane to the target's rank."""
         source, target = self.source, self.target
         if source.tp_size <= plane.num_heads:
             return True
@@ -67,20 +67,20 @@ class PoolRoute:
 
     @property
     def wire_dtype(self) -> str:
-        """Returns the dtype of a payload: the narrower of the two pools' dtypes, or int8 if configured.
+        """Returns the dtype of a payload: the narrowest of the two pools' dtypes and, if configured, int8.
 
-        States never become codes: all later tokens depend on them.
+        States are never sent as codes, because all later tokens depend on them.
         """
         is_coded = self.wants_int8 and not self.one_sided and not self.source.holds.is_state
         dtypes = [self.source.dtype, self.target.dtype, *(["int8"] if is_coded else [])]
-        return min(dtypes, key=lambda dtype: CODE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype]))  # the first of equal ones
+        return min(dtypes, key=lambda dtype: CODE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype]))  # of equal ones, the first
 
     @property
     def precision(self) -> str:
         """Returns "" if the target gets exactly the values that it would compute itself.
 
-        Otherwise the result names the payload's dtype, and COLD if the target's draft head gets none of the prompt's
-        KV.
+        Otherwise returns the losses: the dtype that limits the precision, and COLD if the target's draft head gets no
+        KV of the prompt.
         """
         source, target, losses = self.source, self.target, list[str]()
         if self.wire_dtype not in (source.dtype, target.dtype):

@@ -1,8 +1,8 @@
-"""Hashes a block's content; the hash is the key under which another request finds the block.
+"""Hashes the contents of blocks.
 
-A block's hash covers its tokens and all before them (it is chained to the parent's hash), the model and pool that
-computed it, and the request's variant and salt. It is SHA-256, so a client cannot make two prompts that collide. Knows
-nothing of a block's holders.
+A block's hash is the key under which another request finds the block. It covers the block's tokens and all earlier ones
+(it is chained to the previous block's hash), the model and pool that computed it, and the request's variant and salt.
+It is a SHA-256, so clients cannot construct prompts that collide. Knows nothing of blocks' holders.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pd_cluster.kv.retained_blocks import RetainedBlocks
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import RequestSpec, Retention, RopePositions, Span
 
-KV_VERSION = 1  # raise it when a KV cache's bits change: blocks in files and stores outlive their process
+KV_VERSION = 1  # increase it when the bits of KV cache change, because blocks in files and stores outlive a process
 
 
 def root_hash(*parts: str) -> bytes:
-    """Returns the parent of every first block. KV whose roots differ in any part never matches."""
+    """Returns the parent of every first block. KV matches only if all parts of the roots are equal."""
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
 
 
@@ -31,8 +31,8 @@ def root_hash(*parts: str) -> bytes:
 class PrefixScope:
     """Limits sharing of KV to requests with the same model, variant, numerics, transfer precision and salt.
 
-    If positions depend on a request's length, the lengths must be equal, too. Pooled prompts share blocks only with
-    each other, because they are computed in chunks of one size. Blocks with a draft head's layers are shared only with
+    If positions depend on a request's length, the lengths must also be equal. Pooled prompts, which are computed in
+    chunks of one size, share blocks only with each other. Blocks with a draft head's layers are shared only with
     requests that have the same draft head (`KVLayout.draft_head`).
     """
 
@@ -46,7 +46,7 @@ class PrefixScope:
             numerics += f" through {kv_precision}"
         if length := self.numerics.rope.length(order.most_tokens):
             numerics += f" for {length}"
-        if order.pooling is not None:  # the chunks are fixed, so the tokens determine every bit of these blocks
+        if order.pooling is not None:  # chunks are fixed, so a pooled prompt's tokens determine every bit of its blocks
             numerics += " in fixed chunks"
         if self.draft_head:
             numerics += f" with {self.draft_head}"
@@ -55,7 +55,7 @@ class PrefixScope:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Returns eight bytes a token, in the machine's order. Making an array instead takes three times as long."""
+    """Returns eight bytes per token, in the machine's byte order. Making an array instead takes three times as long."""
     return struct.pack(f"{len(token_ids)}q", *token_ids)
 
 
@@ -69,7 +69,7 @@ def chain_hashes(
 ) -> list[bytes]:
     """Returns one hash for each full block of these tokens, which follow the tokens that `parent` covers.
 
-    `first`: the position of the first token in its prompt; positions in `spans` and `rope_positions` count from there.
+    `first`: the prompt's position at which these tokens begin. `spans` and `rope_positions` use the prompt's positions.
     """
     data = memoryview(token_bytes(token_ids))
     width, sha256 = 8 * block_size, hashlib.sha256
@@ -89,16 +89,16 @@ def chain_hashes(
 
 
 def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
-    """Returns the other content of a block that starts at `start`, with its positions, in a collision-free form."""
+    """Returns a block's content besides tokens (spans with their positions), in a collision-free form."""
     here = [span for span in spans if span.start < start + block_size and span.stop > start]
     places = array("q", (number for span in here for number in (span.start - start, span.stop - start)))
     return places.tobytes() + b"".join(hashlib.sha256(span.digest).digest() for span in here)
 
 
 def _positions_hash(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
-    """Returns the hash of the rotary positions in a block that starts there; empty if they equal the tokens' indices.
+    """Returns the hash of a block's rotary positions; empty if they equal the tokens' indices.
 
-    It has 32 bytes, and `_contents` a multiple of 48, so that no two combinations of them make the same bytes.
+    The hash has 32 bytes and `_contents` a multiple of 48, so different combinations never have the same bytes.
     """
     rows = rope_positions.between(start, start + block_size)
     if all(row == rows[0] for row in rows):
@@ -112,19 +112,19 @@ KEY_NBYTES = 8
 
 
 def keys_of(hashes: Iterable[bytes]) -> bytes:
-    """Returns the keys by which other processes know blocks: the beginnings of their hashes, joined."""
+    """Returns the keys that identify blocks in messages: the beginnings of their hashes, joined."""
     return b"".join(each[:KEY_NBYTES] for each in hashes)
 
 
 def read_keys(keys: bytes) -> array[int]:
-    """Returns the keys as integers; bytes after the last whole key are ignored."""
+    """Returns the keys as integers. Ignores bytes after the last whole key."""
     numbers = array("Q")
     numbers.frombytes(keys[: len(keys) - len(keys) % KEY_NBYTES])
     return numbers
 
 
 class PrefixIndex:
-    """Maps hash to block and back; keeps blocks without a holder in the order of their last use.
+    """Maps hashes to blocks and back, and keeps blocks without a holder in the order of their last use.
 
     A caller may `follow` the set of known contents.
     """
@@ -132,10 +132,11 @@ class PrefixIndex:
     def __init__(self, most_retained: int = 0) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        # Least recently used first; with a retention for blocks that no longer fit their owner's share.
+        # Blocks without a holder, the least recently used first. A block that no longer fits its owner's share has a
+        # retention.
         self._unheld: OrderedDict[int, Retention | None] = OrderedDict()
-        self._retained = RetainedBlocks[int](most_retained)  # evicted after the unheld blocks
-        self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: not followed
+        self._retained = RetainedBlocks[int](most_retained)  # evicted after those in `_unheld`
+        self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: there is no follower
         self.log: KVEventLog | None = None
 
     @property
@@ -169,19 +170,19 @@ class PrefixIndex:
         return block in self._unheld or block in self._retained
 
     def dropped(self, block: int, retention: Retention | None = None) -> None:
-        """Makes a block without holders evictable, after all blocks that were dropped before."""
+        """Makes a block without holders evictable, after all blocks that were dropped earlier."""
         if retention is None:
             self._unheld[block] = None
             return
         self._unheld.update(self._retained.add(block, retention))
 
     def held(self, block: int) -> None:
-        """Protects a block that is held again."""
+        """Protects a block from eviction, because it is held again."""
         if self._retained.remove(block) is None:
             del self._unheld[block]
 
     def expire(self, now_s: float) -> None:
-        """Ends the retention of blocks whose time is over. They are evicted before others, which were used later."""
+        """Ends retentions that have expired. Their blocks are evicted first, because all others were used later."""
         for block in reversed(self._retained.expired(now_s) if len(self._retained) else ()):
             self._unheld[block] = None
             self._unheld.move_to_end(block, last=False)
@@ -193,7 +194,7 @@ class PrefixIndex:
         return self._block_of.get(content)
 
     def evict(self) -> tuple[int, bytes, Retention | None]:
-        """Forgets the least recently used block without a holder; returns the block, its content and its retention."""
+        """Forgets the least recently used block without a holder. Returns the block, its content and its retention."""
         if self._unheld:
             block, retention = self._unheld.popitem(last=False)
         else:
@@ -204,7 +205,7 @@ class PrefixIndex:
         return block, content, retention
 
     def remove(self, content: bytes) -> int | None:
-        """Forgets a content; returns the block that had it, if any."""
+        """Forgets a content. Returns the block that had it, if any."""
         if (block := self._block_of.pop(content, None)) is None:
             return None
         del self._hash_of[block]
@@ -217,7 +218,7 @@ class PrefixIndex:
         return block
 
     def forget(self) -> list[int]:
-        """Forgets every content; returns the blocks without a holder, least recently used first."""
+        """Forgets all contents. Returns the blocks without a holder, the least recently used first."""
         if self._changes is not None:
             self._changes.update(self._block_of)
         if self.log is not None:
@@ -230,7 +231,7 @@ class PrefixIndex:
         return blocks
 
     def follow(self) -> list[bytes]:
-        """Returns every known content; from now on `changes` reports changes."""
+        """Returns all known contents. From now on, `changes` reports changes."""
         if self._changes is None:
             self._changes = set()
         return list(self._block_of)

@@ -1,4 +1,7 @@
-"""Finds the token blocks before a kept state, from which alone a cached prompt can continue. Knows no requests."""
+"""Finds the token blocks that precede a kept state, because a prompt can continue only from such blocks.
+
+Knows nothing of requests.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,25 @@ from pd_cluster.types import Tier
 
 
 class ReachedBlocks:
-    """Reports those known contents of the pool of tokens that precede a kept state. It has the interface of
-    `BlockPool`.
+    """Reports the cached contents of the token pool that precede a kept state.
 
-    Contents form a tree. A content is reached while a state after it is kept or one of its children is reached. So
-    replacing a state by a later one costs as much as the blocks between them.
+    Has the reporting methods of `BlockPool`. Contents form a tree. A content is reached if a state after it is kept or
+    one of its children is reached. So to replace a state by a later one, only the blocks between them must be updated.
     """
 
     def __init__(self, tokens: BlockPool, states: BlockPool) -> None:
         """`tokens` must not have lower tiers."""
         self._tokens, self._states = tokens, states
         self._parents: dict[bytes, bytes | None] = {}  # reached content -> the content before it
-        self._num_holders: dict[bytes, int] = {}  # the number of reached children, plus one for a kept state
+        self._num_holders: dict[bytes, int] = {}  # the number of reached children, plus one if a state after it is kept
         self._kept: set[bytes] = set()
         self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`
-        self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: nobody follows
+        self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: there is no follower
         self._differing: set[bytes] = set()  # contents that followers may know differently
         states.follow()
 
     def kept(self, chain: Sequence[bytes]) -> None:
-        """Records a state that the pool of states now has; `chain`: the contents of all blocks before it, in order."""
+        """Records a state that the pool of states now has. `chain`: the contents of all blocks before it, in order."""
         self._drop_gone()
         content = chain[-1]
         if content in self._kept or content not in self._states:
@@ -41,7 +43,7 @@ class ReachedBlocks:
             at -= 1
 
     def _hold(self, chain: Sequence[bytes], at: int) -> bool:
-        """Adds a holder to the content there; returns whether it was already reached, so that its parents are held."""
+        """Adds a holder to the content `chain[at]`. Returns whether it was already reached, and so its parents, too."""
         content = chain[at]
         if (num_holders := self._num_holders.get(content)) is not None:
             self._num_holders[content] = num_holders + 1
@@ -74,13 +76,13 @@ class ReachedBlocks:
         return content in self._num_holders
 
     def start_log(self, block_size: int) -> KVEventLog:
-        """Starts to log contents that are reached, see `BlockPool.start_log`."""
+        """Starts a log of contents that are reached. See `BlockPool.start_log`."""
         self._tokens.log = log = ReachedEventLog(block_size)
         self.follow()
         return log
 
     def follow(self) -> dict[bytes, Tier]:
-        """Returns the known contents that are reached; from now on `changes` reports changes."""
+        """Returns the cached contents that are reached. From now on, `changes` reports changes."""
         self._drop_gone()
         known = {content: tier for content, tier in self._tokens.follow().items() if self._is_reached(content)}
         if self._reported is None:
@@ -89,7 +91,7 @@ class ReachedBlocks:
         return known
 
     def changes(self) -> dict[bytes, Tier | None]:
-        """Returns the contents that became reached or unreached since the last call; None: unreached."""
+        """Returns the contents that became reached or unreached since the last call. None: unreached."""
         self._drop_gone()
         moved, differing, self._moved, self._differing = self._moved, self._differing, set(), set()
         if self._reported is None:

@@ -1,4 +1,4 @@
-"""Describes only those cached blocks as stored that precede a kept state, since no prompt can use the others."""
+"""Logs as stored only those cached blocks that precede a kept state, because no prompt can use other blocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pd_cluster.types import RequestSpec, Tier
 
 
 class ReachedEventLog(KVEventLog):
-    """Describes the changes of `ReachedBlocks`: a block that is stored becomes an event when `moved` names it."""
+    """Logs the changes of `ReachedBlocks`: a stored block becomes an event when `moved` reports that it is reached."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self._stored: dict[bytes, StoredContent] = {}
         self._published: set[bytes] = set()
-        self._pending: set[bytes] = set()  # reached contents without an event: `moved` did not find them stored
+        self._pending: set[bytes] = set()  # reached contents that were not stored yet when `moved` was called
 
     def stored(
         self, content: bytes, parent: bytes | None, token_ids: Sequence[int], order: RequestSpec, first: int
@@ -29,7 +29,7 @@ class ReachedEventLog(KVEventLog):
     def cleared(self) -> None:
         super().cleared()
         self._stored.clear()
-        self._pending |= self._published  # contents that are stored again at once do not appear in `moved`
+        self._pending |= self._published  # `moved` does not report contents that are stored again at once
         self._published.clear()
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:

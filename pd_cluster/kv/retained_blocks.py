@@ -1,6 +1,7 @@
-"""Cached blocks that requests asked to retain: they are evicted after all others, in equal shares for their owners.
+"""Cached blocks that requests asked to retain.
 
-Knows nothing of contents or of time: the caller says when blocks expire.
+They are evicted after all others, and owners have equal shares. Knows nothing of contents, and has no clock: the caller
+passes the time.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ Block = TypeVar("Block", int, bytes)
 
 
 class RetainedBlocks(Generic[Block]):
-    """At most `most` blocks without a holder, of which each owner may have an equal part.
+    """At most `most` blocks without a holder, with an equal share for each owner.
 
-    A block is whatever names it: its number, or its content.
+    A block is identified by its number or by its content.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: dict[str, OrderedDict[Block, float]] = {}  # owner -> block -> until; least recently used first
+        self._of: dict[str, OrderedDict[Block, float]] = {}  # owner -> block -> expiry; least recently used first
         self._owners: dict[Block, str] = {}  # by block
 
     def __len__(self) -> int:
@@ -35,7 +36,7 @@ class RetainedBlocks(Generic[Block]):
         return list(self._owners)
 
     def add(self, block: Block, retention: Retention) -> list[tuple[Block, Retention]]:
-        """Retains a block; returns blocks of the same owner that no longer fit its share, perhaps this one."""
+        """Retains a block. Returns blocks of the same owner that no longer fit its share, possibly this one."""
         own = self._of.setdefault(retention.owner, OrderedDict())
         own[block], self._owners[block] = retention.until_s, retention.owner
         share, displaced = self._most // len(self._of), list[tuple[Block, Retention]]()
@@ -46,7 +47,7 @@ class RetainedBlocks(Generic[Block]):
         return displaced
 
     def remove(self, block: Block) -> Retention | None:
-        """Forgets a block; returns its retention, or None if it was not retained."""
+        """Forgets a block. Returns its retention, or None if it was not retained."""
         if (owner := self._owners.pop(block, None)) is None:
             return None
         retention = Retention(owner, self._of[owner].pop(block))
@@ -59,15 +60,15 @@ class RetainedBlocks(Generic[Block]):
         self._of[self._owners[block]].move_to_end(block)
 
     def in_order(self) -> Iterator[Block]:
-        """Yields blocks in the order of their eviction: of the owner with the most, the least recently used first."""
-        if len(self._of) == 1:  # usually
+        """Yields blocks in order of eviction: first those of the owner with most blocks, least recently used first."""
+        if len(self._of) == 1:  # the usual case
             yield from next(iter(self._of.values()))
             return
         for own in sorted(self._of.values(), key=len, reverse=True):
             yield from own
 
     def expired(self, now_s: float) -> list[Block]:
-        """Forgets and returns the blocks whose time is over, least recently used first."""
+        """Forgets and returns the expired blocks, each owner's least recently used first."""
         found = [block for own in self._of.values() for block, until_s in own.items() if until_s <= now_s]
         for block in found:
             self.remove(block)

@@ -1,7 +1,7 @@
 """Sealed blocks in a store that several hosts share, over the Redis protocol (Valkey, Redis), with its client library.
 
-The store is not trusted, and need not answer: each call has a deadline, and after several failures in a row calls
-pause. The store itself decides which blocks it drops (`maxmemory-policy allkeys-lru`).
+The store is not trusted and may fail to answer: each call has a deadline, and after several failures in a row no calls
+are made for a while. The store itself decides which blocks it drops (`maxmemory-policy allkeys-lru`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PREFIX = "pd-cluster:kv:"
-CALL_TIMEOUT_S = 0.5  # the time to connect, and for each answer
+CALL_TIMEOUT_S = 0.5  # the time limit to connect, and for each answer
 FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
-GET_BLOCKS = 4  # blocks per call; all of its answer is in memory at the same time
+GET_BLOCKS = 4  # blocks per call; the whole answer is in memory at once
 CLEAR_KEYS = 1000  # keys per call
 
 
 class Breaker:
-    """Opens after FAILURES failures in a row. Each further failure doubles the time until the next try."""
+    """Stops calls after FAILURES failures in a row. Each further failure doubles the time until the next try."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class Breaker:
         self._num_failures, self._pause_s = 0, FIRST_PAUSE_S
 
     def failed(self) -> bool:
-        """Returns whether this failure has opened it."""
+        """Records a failure. Returns whether it has opened the breaker."""
         self._num_failures += 1
         if self._num_failures < FAILURES:
             return False
@@ -56,7 +56,10 @@ class Breaker:
 
 
 class SharedStore:
-    """One rank's share of blocks that all instances of one layout use. `num_bad` counts values with wrong content."""
+    """One rank's share of the blocks that all instances with this layout use.
+
+    `num_bad` counts values with wrong content.
+    """
 
     def __init__(self, url: str, seal: Seal, breaker: Breaker | None = None) -> None:
         """Connects on first use. Raises ConfigError for an invalid address."""
@@ -66,7 +69,7 @@ class SharedStore:
         waits = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
         try:
             self._client = redis.Redis.from_url(url, **waits, retry=None, single_connection_client=False)
-        except ValueError:  # its text may contain parts of a password
+        except ValueError:  # the error's text may contain parts of a password
             told = "not a Redis URL; escape special characters in the password"
             raise ConfigError(f"--kv-shared-cache: {told}") from None
 
@@ -80,7 +83,7 @@ class SharedStore:
         return bool(self._try(lambda: self._client.set(key, sealed), False))
 
     def num_leading(self, contents: list[bytes]) -> int:
-        """Returns how many of the leading contents the store has, under any secret; 0 if it does not answer."""
+        """Returns how many of the leading contents the store has, under any secret; 0 if the store does not answer."""
         names = [self._keys(content) for content in contents]
 
         def ask() -> list[int]:
@@ -94,7 +97,7 @@ class SharedStore:
         return next((at for at, count in enumerate(found) if not count), len(found))
 
     def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
-        """Reads blocks in order, up to the first that is unavailable; returns how many."""
+        """Reads blocks in order, up to the first that is unavailable. Returns how many it has read."""
         for start in range(0, len(contents), GET_BLOCKS):
             some = contents[start : start + GET_BLOCKS]
             keys = [self._keys(content) for content in some]
@@ -124,7 +127,7 @@ class SharedStore:
         self._try(lambda: self._client.delete(*keys), 0)
 
     def clear(self) -> None:
-        """Removes every block of every instance that uses the store; entries of other programs stay."""
+        """Removes all blocks of all instances that use the store. Other programs' entries remain."""
 
         def ask() -> int:
             keys = list(islice(found, CLEAR_KEYS))
@@ -138,7 +141,7 @@ class SharedStore:
         return [PREFIX + name for name in self._seal.names(content)]
 
     def _try(self, call: Callable[[], Any], otherwise: T) -> T:
-        """Returns the call's answer, or `otherwise` if no answer comes in time."""
+        """Returns the answer of a call, or `otherwise` if the store does not answer in time or calls are stopped."""
         if self._breaker.is_open:
             return otherwise
         try:

@@ -1,4 +1,4 @@
-"""Host memory for the blocks of preempted requests, and the copying of blocks. Knows nothing of requests."""
+"""Host memory for the blocks of preempted requests; copies blocks to and from it. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ GIB = 1 << 30
 
 
 def swap_text(nbytes: int, pinned: int) -> str:
-    """Describes swap space of that many bytes, and the bytes that were pinned on the host for it."""
+    """Describes swap space of `nbytes` bytes for which `pinned` bytes were pinned on the host."""
     return f"swap space: {nbytes / GIB:.2f} GiB of blocks, {pinned / GIB:.2f} GiB of host memory pinned for them"
 
 
 class SwapSpace:
-    """`num_blocks` blocks in host memory next to a pool; unused blocks take no memory."""
+    """`num_blocks` blocks in host memory that belong to a pool. Unused blocks take no memory unless they are pinned."""
 
     def __init__(self, pool: KVPool, num_blocks: int, num_kept: int = 0) -> None:
-        """`num_kept`: further blocks after the `num_blocks`, for the host's cache (kv/host_tier.py)."""
+        """`num_kept`: further blocks after the first `num_blocks`, for the cache in host memory (kv/host_tier.py)."""
         self.num_blocks = num_blocks
         self.num_kept = num_kept
         self._pool = pool
-        # Pinned only if a device copies: pinning allocates all the memory at once.
+        # The memory is pinned only if a device copies, because pinning allocates all of it at once.
         num_blocks += num_kept
         pinned = pool.device.is_accelerator and num_blocks > 0
         before = pinned_nbytes(pool.device) if pinned else None
@@ -40,23 +40,23 @@ class SwapSpace:
             log.info(swap_text(self._host.nbytes, taken))
 
     def bytes_of(self, block: int) -> memoryview:
-        """Returns the memory of a block in host memory."""
+        """Returns the bytes of a block in host memory."""
         return self._host[block].numpy().data
 
     def vacate(self) -> None:
-        """Returns the memory to the system, on CPU, while no block is in use; the content is then undefined."""
+        """Returns the memory to the system. CPU only; no block may be in use. Afterwards the content is undefined."""
         give_pages_back(self._host.data_ptr(), self._host.nbytes)
 
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
-        """Copies or clears blocks (kind, source, target) as if in sequence: in the pool, to the host or from it.
+        """Copies or clears blocks (kind, source, target), in the pool, to or from the host, as if one after another.
 
-        Successive moves of one kind are one call, unless a move needs the result of an earlier move or overwrites its
+        Successive moves of one kind take one call, unless a move needs the result of an earlier one or overwrites its
         source.
         """
         for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
             pairs: list[tuple[int, int]] = []
             targets: set[int] = set()
-            used: set[int] = set()  # the targets' blocks so far
+            used: set[int] = set()  # blocks that no further move of the call may write
             for _, source, target in group:
                 if target in used or (kind == "copy" and source in targets):
                     self._pool.memory.move(kind, pairs, self._host)

@@ -1,6 +1,6 @@
-"""Commands of rank 0 to the ranks for the tiers below host memory, and the ranks' reports.
+"""Rank 0's commands to the ranks for the tiers below host memory, and the ranks' reports.
 
-`slot` is a block's slot in the host's cache; `content` its hash.
+`slot` is a block's slot in host memory; `content` is its hash.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 LowerKind = Literal["disk", "shared"]
-UNKNOWN = -1  # the report for a command that a rank could not try; it proves nothing about the rank's store
+UNKNOWN = -1  # reported for a command that the rank could not try; says nothing about the rank's store
 
 
 class TierCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -18,7 +18,7 @@ class TierCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Write(TierCommand, frozen=True):
-    """The rank reports 1, or 0 if the block could not be written. Until its report the slot keeps its content."""
+    """Writes a block. The rank reports 1, or 0 if it could not. Until the report, the slot keeps its content."""
 
     job: int
     content: bytes
@@ -26,9 +26,7 @@ class Write(TierCommand, frozen=True):
 
 
 class Fetch(TierCommand, frozen=True):
-    """Reads blocks into slots that nothing else uses; the rank reports the number of leading blocks that it read
-    correctly.
-    """
+    """Reads blocks into slots that are not in use. The rank reports how many leading blocks it has read correctly."""
 
     job: int
     contents: list[bytes]
@@ -36,7 +34,7 @@ class Fetch(TierCommand, frozen=True):
 
 
 class Look(TierCommand, frozen=True):
-    """The rank reports how many of the leading contents its store has."""
+    """Asks how many of the leading contents the rank's store has. The rank reports the number."""
 
     job: int
     contents: list[bytes]
@@ -47,7 +45,7 @@ class Discard(TierCommand, frozen=True):
 
 
 class Clear(TierCommand, frozen=True):
-    """Discards everything of this instance."""
+    """Discards all blocks of this instance."""
 
 
 AnyTierCommand = Write | Fetch | Look | Discard | Clear
@@ -56,8 +54,8 @@ AnyTierCommand = Write | Fetch | Look | Discard | Clear
 class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A rank's report of a job.
 
-    `num`: the number that the command's class describes, or UNKNOWN. `num_bad`: blocks so far that were read with
-    another content than written.
+    `num`: the number that the docstring of the command's class defines, or UNKNOWN. `num_bad`: how many blocks read so
+    far did not have the content that was written.
     """
 
     kind: LowerKind
@@ -68,7 +66,7 @@ class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TierContents(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The contents of a rank's store at its start, the least recently used first: joined hashes."""
+    """The contents of a rank's store when it was opened: joined hashes, the least recently used first."""
 
     kind: LowerKind
     rank: int

@@ -1,6 +1,6 @@
 """Executes rank 0's commands for one tier below host memory on a separate thread, so that no step waits for them.
 
-Reads precede writes. Knows nothing of requests, or of which blocks are worth keeping.
+Queued reads are executed before queued writes. Knows nothing of requests or of which blocks are worth keeping.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SETTLE_S = 30.0
 
 
 class TierBusy(PdClusterError):
-    """After SETTLE_S a store still uses host memory, which therefore cannot be returned."""
+    """A store has used host memory for longer than SETTLE_S, so the memory cannot be returned to the system."""
 
 
 class Store(Protocol):
-    """One rank's blocks outside the process. A fault of the store is a miss.
+    """One rank's blocks outside the process. A fault of the store counts as a miss.
 
-    Methods raise OSError when they cannot determine the store's content, for example without free descriptors: the
-    command fails, and no block is lost.
+    Methods raise OSError if they cannot determine the store's content, for example for lack of file descriptors. Then
+    the command fails, but no block is lost.
     """
 
     num_bad: int
@@ -45,7 +45,7 @@ class Store(Protocol):
 
 
 class TierThread:
-    """`slot` returns the memory of a slot of host memory. `report` is called on the thread."""
+    """One tier's thread. `slot` returns the memory of a slot in host memory. `report` is called on the thread."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TierThread:
         self._thread.start()
 
     def submit(self, commands: Sequence[AnyTierCommand], after: Marker) -> None:
-        """Queues commands, which may use their slots once the device has reached `after`."""
+        """Queues commands. They may use their slots once the device has reached `after`."""
         with self._changed:
             for command in commands:
                 (self._reads if isinstance(command, (Fetch, Look)) else self._writes).append((command, after))
@@ -73,7 +73,7 @@ class TierThread:
     def settle(self) -> None:
         """Drops queued jobs, reports them as not tried, and waits for the job under way, so that no slot is in use.
 
-        Queued discards stay. Raises TierBusy.
+        Queued commands to discard blocks are kept. Raises TierBusy.
         """
         with self._changed:
             dropped = [command for command, _ in (*self._reads, *self._writes)]
@@ -107,7 +107,7 @@ class TierThread:
             try:
                 after.wait()
                 num = self._do(command)
-            except Exception:  # top of this thread: the command fails, but the next one may succeed
+            except Exception:  # the top of this thread: the command fails, but the next one may succeed
                 log.exception("a command for the %s tier failed", self._kind)
             self._tell(command, num)
 
@@ -116,7 +116,7 @@ class TierThread:
             return
         try:
             self._report(TierDone(self._kind, command.job, self._rank, num, self._store.num_bad))
-        except Exception:  # the thread continues, so that no slot counts as in use forever
+        except Exception:  # the thread must continue; otherwise a slot would count as in use forever
             log.exception("a report of the %s tier was lost", self._kind)
 
     def _do(self, command: AnyTierCommand) -> int:

@@ -1,8 +1,7 @@
-"""Tracks the tokens in the twins of a pool's blocks: block i of a draft model's pool is the twin of the target's block
-i.
+"""Tracks which tokens' KV is in twins. Block i of a draft model's pool is the twin of block i of the target's pool.
 
-A twin is valid for the leading tokens that equal the sequence's, until its block is taken again. So twins need no
-bookkeeping. Integers only.
+A twin is valid for its leading tokens that equal the sequence's, until its block is taken again. So twins need no
+bookkeeping of their own. Uses only integers.
 """
 
 from __future__ import annotations
@@ -16,19 +15,26 @@ from pd_cluster.types import Request
 
 
 class _TwinTokens(NamedTuple):
-    version: int  # of the block
-    token_ids: list[int]  # the tokens whose KV is in the twin's first slots
+    version: int  # the block's version
+    token_ids: list[int]  # tokens whose KV is in the twin's first slots
 
 
 class _ValidTokens(NamedTuple):
-    """The valid tokens of a sequence, and its table at that time. Only the last blocks of a table are ever replaced."""
+    """The number of a sequence's valid tokens, and its table at that time.
+
+    Only the last blocks of a table are replaced.
+    """
 
     block_table: list[int]
     num_valid: int
 
 
 class TwinBlocks:
-    """Equal tokens in one version of a block have equal tokens before them, since sequences share whole beginnings."""
+    """The twins of a pool's blocks.
+
+    If tokens are equal in one version of a block, all earlier tokens are equal, because sequences share whole
+    beginnings.
+    """
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:
         self._blocks, self.block_size = blocks, block_size
@@ -36,10 +42,9 @@ class TwinBlocks:
         self._seen: WeakKeyDictionary[Request, _ValidTokens] = WeakKeyDictionary()
 
     def num_valid(self, request: Request) -> int:
-        """Counts the leading tokens of a sequence, at most all but its last one, whose KV is in the twins of its
-        blocks.
+        """Counts a sequence's leading tokens whose KV is in the twins of its blocks. The last token is never counted.
 
-        No window may have passed any of its blocks.
+        No window may have passed any of the sequence's blocks.
         """
         table, size, most = request.tables[0], self.block_size, request.num_tokens - 1
         seen = self._seen.get(request)
@@ -65,9 +70,10 @@ class TwinBlocks:
         return next((at for at, (a, b) in enumerate(zip(known, token_ids, strict=False)) if a != b), len(known))
 
     def wrote(self, request: Request, start: int, token_ids: Sequence[int]) -> None:
-        """Records that the twins have KV of these tokens; `start` is the index of the first in the sequence.
+        """Records that the twins have KV of these tokens.
 
-        All earlier tokens must be valid. Twins of later tokens become invalid, since they may have rejected drafts.
+        `start`: the index of the first one in the sequence. All earlier tokens must be valid. Twins of later tokens
+        become invalid, because they may have KV of rejected drafts.
         """
         size = self.block_size
         for at in range(start // size, (start + len(token_ids) - 1) // size + 1):

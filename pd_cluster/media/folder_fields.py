@@ -1,4 +1,4 @@
-"""Reads a model folder's picture settings. Every refusal is a ModelError that names the file and the field."""
+"""Reads a model folder's picture settings. Each ModelError names the file and the field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FolderFields:
     config: Mapping[str, Any]
     file: Path
     preprocessor: Mapping[str, Any]
-    processor: Mapping[str, Any]  # the fields of processor_config.json and tokenizer_config.json together
+    processor: Mapping[str, Any]  # the merged fields of processor_config.json and tokenizer_config.json
     token_id_of: Callable[[str], int | None]
     video: tuple[Path, Mapping[str, Any]]  # the video preprocessor's file and content
 
@@ -30,7 +30,7 @@ class FolderFields:
         return part(self.config, "vision_config")
 
     def count(self, name: str, default: int | None = None, of_tower: bool = False) -> int:
-        """Returns an integer of at least 1 from config.json, or from the tower's part of it."""
+        """Returns an integer of at least 1 from config.json, or from its part for the vision tower."""
         value = (self.tower if of_tower else self.config).get(name, default)
         return self._whole(self.folder / CONFIG, f"vision_config.{name}" if of_tower else name, value)
 
@@ -63,14 +63,14 @@ class FolderFields:
         return text if isinstance(text, str) and text else default
 
     def height_and_width(self, name: str, default: tuple[int, int]) -> tuple[int, int]:
-        """Returns a size of the preprocessor's file."""
+        """Returns a size from the preprocessor's file."""
         given = self.preprocessor.get(name, {"height": default[0], "width": default[1]})
         sides = [given, given] if isinstance(given, int) else [part({name: given}, name).get(x) for x in SIDES]
         height, width = (self._whole(self.file, f"{name}.{side}", x) for side, x in zip(SIDES, sides, strict=True))
         return height, width
 
     def edge(self, name: str, edge: str, default: int) -> int:
-        """Returns a size of the preprocessor's file with a name like `shortest_edge`."""
+        """Returns a size from the preprocessor's file by a key such as `shortest_edge`."""
         given = self.preprocessor.get(name, default)
         value = given.get(edge) if isinstance(given, Mapping) else given
         return self._whole(self.file, f"{name}.{edge}", value)

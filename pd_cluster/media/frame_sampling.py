@@ -8,13 +8,13 @@ import msgspec
 
 
 class FrameSampling(msgspec.Struct, frozen=True):
-    """The number of frames to read: at most `num_frames`, evenly spread, and `fps` per second, unless 0."""
+    """Reads at most `num_frames` frames, evenly spread, and at most `fps` per second; 0: no limit per second."""
 
     num_frames: int = 32
     fps: float = 0.0
 
     def indices(self, num_frames: int, fps: float, most: int | None = None) -> list[int]:
-        """Returns the indices for a video with `num_frames` frames. `most`: the request's limit."""
+        """Returns the indices for a video with `num_frames` frames. `most`: a lower limit that the request sets."""
         wanted = min(num_frames, self.num_frames if most is None else most)
         if self.fps:
             wanted = min(wanted, max(1, math.floor(num_frames / fps * self.fps)))

@@ -1,6 +1,6 @@
-"""Decodes a picture's file, rotates it upright and resizes it. Needs Pillow; knows nothing of where files are from.
+"""Decodes a picture's file, rotates it upright and resizes it. Needs Pillow; knows nothing of where files come from.
 
-Every refusal is a RequestError with its own text, because decoders' messages may show memory.
+Each RequestError has a text of its own, because decoders' messages may reveal memory contents.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.types import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 64 << 20  # the pixels of a file, before it is resized
+MAX_PIXELS = 64 << 20  # maximum number of pixels of a picture before it is resized
 HAVE_ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
-WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
+WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # Pillow's modes for gray with more than 8 bits
 
 
 def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
@@ -40,7 +40,7 @@ def of_array(pixels: Any) -> Pictures.Image:
 
 
 def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
-    """Checks a file's header before decoding. Raises RequestError."""
+    """Checks the size in a file's header before the file is decoded. Raises RequestError."""
     width, height = picture.size
     if not width or not height:
         raise RequestError("it has no pixels; send another one")
@@ -52,7 +52,7 @@ def check_size(picture: Pictures.Image, rules: ImageRules) -> None:
 def fitted(picture: Pictures.Image, rules: ImageRules) -> tuple[Image, bytes]:
     """Returns a decoded picture in the model's form, and its digest. Raises RequestError.
 
-    Rotates it by its EXIF data, puts it on white if transparent, and resizes it. Ignores further frames.
+    Rotates it as its EXIF data say, puts a transparent one on white, and resizes it. Ignores further frames.
     """
     check_size(picture, rules)
     with with_field_names():
@@ -81,14 +81,15 @@ def _pixels(picture: Pictures.Image, view: ImageView, resample: int) -> bytes:
 
 
 def digest_of(image: Image) -> bytes:
-    """Returns the digest of a picture's content; the settings for reading it are part of the model's identity."""
+    """Returns the digest of a picture's content; how pictures are read is part of the model's identity."""
     sides = b"".join(side.to_bytes(4, "big") for side in (image.num_rows, image.num_columns))
     kind = b"image" if image.num_frames == 1 else b"%d frames" % image.num_frames
     return hashlib.sha256(kind + sides + image.pixels).digest()
 
 
 def decode(picture: Pictures.Image) -> None:
-    """Decodes the picture, and scales its transparent color, which Pillow keeps in the file's bit depth.
+    """Decodes the picture, and scales its transparent color to 8 bits, because Pillow keeps the color in the file's bit
+    depth.
 
     PNG, section 11.3.2.1: the color has the file's bit depth (1, 2, 4, 8 or 16).
     """
@@ -115,7 +116,7 @@ def in_color(picture: Pictures.Image) -> Pictures.Image:
 
 
 def _gray(picture: Pictures.Image, key: object) -> Pictures.Image:
-    """Returns a picture of wide gray values with 8 bits; values equal to `key` become white."""
+    """Reduces a picture with more than 8 bits of gray to 8 bits; values equal to `key` become white."""
     values = picture.convert("F")
     scale = 1 / 256 if picture.mode.startswith("I;16") or _is_wide(picture) else 1.0
     gray = values.point(lambda value: value * scale).convert("L")
@@ -138,7 +139,7 @@ def with_field_names() -> Iterator[None]:
     """Replaces a decoder's errors by RequestErrors without its messages."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of large pictures; `check_size` refuses them
+            warnings.simplefilter("ignore")  # Pillow warns of large pictures, but `check_size` refuses them
             yield
     except RequestError:
         raise
@@ -148,5 +149,5 @@ def with_field_names() -> Iterator[None]:
         raise RequestError(f"no picture in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}; send one") from None
     except MemoryError:
         raise RequestError("decoding it takes too much memory; send a smaller one") from None
-    except Exception:  # decoders raise errors of many kinds for broken files
+    except Exception:  # decoders raise many kinds of errors for broken files
         raise RequestError("the file is broken or cut short; send it anew") from None

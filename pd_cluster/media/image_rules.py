@@ -1,6 +1,6 @@
-"""How a model reads pictures: pixels, tokens and rotary positions.
+"""The rules by which a model reads pictures: pixels, tokens and rotary positions.
 
-Pure arithmetic: knows nothing of files, pixels or tensors. Each kind of model has its own rules (media/kinds).
+Pure arithmetic; knows nothing of files, pixels' values or tensors. Each kind of model has its own rules (media/kinds).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pd_cluster.media.video_rules import TimestampStyle, Video, VideoRules
 from pd_cluster.types import Image, RopePositions, Span
 
 NUM_CHANNELS = 3
-NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's numbers of filters, also used in preprocessors' files
+NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's filter numbers, which preprocessors' files also use
 
 
 class ImageView(NamedTuple):
     """A copy of a picture: resized, then cropped or padded around its middle to `canvas`, then cut into tiles.
 
-    Each is (height, width); None: skipped. `via`: an intermediate size.
+    Each size is (height, width); None: that operation is skipped. `via`: an intermediate size.
     """
 
     size: tuple[int, int]
@@ -32,13 +32,13 @@ class ImageView(NamedTuple):
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture's size is its number of rows and columns, of patches or tiles.
+    """A picture's size is counted in rows and columns of patches or tiles.
 
-    `token_id`: the placeholder of a picture in a prompt, which becomes the picture's tokens, between the tokens
-    `before` and `after`. In a prompt's text, the control token `text` stands for a picture; "": no text does. Before
-    the text is tokenized, `text_becomes` replaces it: plain texts and control tokens in turn. With `sees_whole`, each
-    token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they belong to the picture
-    and so to its span.
+    `token_id`: a picture's placeholder in a prompt. It is replaced by the picture's tokens, between the tokens `before`
+    and `after`. In a prompt's text, the control token `text` is the placeholder; "": texts have none. Before the text
+    is tokenized, `text_becomes` replaces it: alternately plain texts and control tokens. With `sees_whole`, each token
+    of a picture attends to the whole picture. `marks`: the two tokens around a placeholder, if they belong to the
+    picture and thus to its span.
     """
 
     token_id: int = 0
@@ -50,10 +50,10 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     sees_whole: bool = False
     marks: tuple[int, ...] = ()
     video: VideoRules | None = None  # None: the model takes no videos here
-    no_videos: str = ""  # why it takes no videos, if the model's folder is the reason
+    no_videos: str = ""  # why it takes no videos, if something in the model's folder is the reason
 
     def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
-        """Returns a picture's size for the model, without pixels, and its copies.
+        """Returns a picture of the model's size, without pixels, and the copies to make of it.
 
         Raises RequestError.
         """
@@ -75,11 +75,11 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def tokens(self, image: Image) -> list[int]:
-        """Returns a picture's tokens; features replace those equal to `token_id`."""
+        """Returns a picture's tokens. Features replace the embeddings of those that equal `token_id`."""
         return [self.token_id] * self.num_tokens(image)
 
     def places(self, image: Image) -> list[int]:
-        """Returns the indices of a picture's tokens with features, ascending."""
+        """Returns the indices, in ascending order, of the picture's tokens that have features."""
         return [at for at, token_id in enumerate(self.tokens(image)) if token_id == self.token_id]
 
     def positions(
@@ -87,12 +87,12 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     ) -> RopePositions | None:
         """Returns the rotary positions of a prompt with pictures; None: plain text positions.
 
-        `steps`: each picture's distance in time from the first of its video, in positions; 0 for others.
+        `steps`: each picture's distance in time from the first picture of its video, in positions; 0 outside of videos.
         """
         return None
 
     def num_bytes(self, image: Image) -> int:
-        """Returns the bytes of its pixels."""
+        """Returns the number of bytes of a picture's pixels."""
         return math.prod(self.shape(image)) * NUM_CHANNELS
 
     def largest(self) -> Image:
@@ -143,9 +143,10 @@ def place(
     videos: Sequence[Video] = (),
     encode: Callable[[str], list[int]] = lambda text: [],
 ) -> PromptWithImages:
-    """Expands the placeholders of a prompt, one for each image and video, in order.
+    """Expands the placeholders of a prompt, of which there must be one for each image and video, in order.
 
-    `images`: with digests. `encode`: returns a text's tokens. Raises RequestError for a wrong number of placeholders.
+    `images`: with their digests. `encode`: returns a text's tokens. Raises RequestError for a wrong number of
+    placeholders.
     """
     marks = {rules.token_id: ("images", len(images))}
     if rules.video is not None:
@@ -185,7 +186,7 @@ class _Laying:
         self._rules, self._encode = rules, encode
 
     def image(self, image: Image, digest: bytes) -> None:
-        if self._rules.marks:  # the first mark, which is part of the picture
+        if self._rules.marks:  # removes the first mark, which becomes part of the picture
             self.token_ids.pop()
         self.token_ids += self._rules.before
         self._add(image, digest, 0)
@@ -194,7 +195,7 @@ class _Laying:
     def video(self, video: Video, following: list[int]) -> int:
         """Adds a video; returns how many of the tokens after its placeholder it also replaces.
 
-        With stamps, each picture of the video is between its own start and end token, next to its time. Marks around
+        With stamps, each picture of the video has its own start and end token, next to its time. Marks around
         the placeholder become part of the first and the last picture.
         """
         rules = self._rules.video

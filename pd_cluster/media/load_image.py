@@ -1,6 +1,6 @@
 """LMDeploy's `load_image` for users' programs: loads a picture from any source.
 
-A picture that cannot be read is an error, never a substitute.
+A picture that cannot be read raises an error; it is never replaced by another one.
 """
 
 from __future__ import annotations

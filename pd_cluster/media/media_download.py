@@ -1,7 +1,7 @@
-"""Downloads from allowed hosts, and from private addresses only if the address itself is allowed.
+"""Downloads files from allowed hosts, and from private addresses only if the address itself is allowed.
 
-A name is resolved once, all its addresses are checked, and the connection uses a checked address, so DNS rebinding has
-no effect. Redirects are checked the same way. Ignores the environment's proxies. Blocks; runs in a child process.
+A name is resolved once, all its addresses are checked, and the connection uses one of these addresses, so DNS rebinding
+has no effect. Redirects are checked the same way. Ignores the environment's proxies. Blocks; runs in a child process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PLAIN_URL = re.compile(r"[\x21-\x7e]+")
 PIECE_NBYTES = 1 << 16
 # IPv6 addresses that contain IPv4 addresses: 6to4, NAT64 and Teredo
 TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32")))
-UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; Python calls some others global, too
-OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # services of cloud machines
+UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; `is_global` has some others
+OF_CLOUDS = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24")))  # services inside clouds
 
 
 class Downloads(NamedTuple):
@@ -44,7 +44,7 @@ class Downloads(NamedTuple):
     domains: tuple[str, ...]
     refused: tuple[str, ...]
     max_nbytes: int
-    kind: str = "image"  # the beginning of the expected media type
+    kind: str = "image"  # first part of the expected media type
 
 
 class MediaTarget(NamedTuple):
@@ -96,7 +96,7 @@ def _is_bracketed(netloc: str) -> bool:
 
 
 def addresses_in(domains: tuple[str, ...]) -> set[str]:
-    """Returns the addresses among hosts in canonical form."""
+    """Returns those hosts that are addresses, in canonical form."""
     found = set()
     for domain in domains:
         with contextlib.suppress(ValueError):
@@ -127,7 +127,7 @@ def _address_of(target: MediaTarget, downloads: Downloads) -> str:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Connects to a checked address under the host's name."""
+    """Connects to a checked address, but sends the host's name."""
 
     def __init__(self, target: MediaTarget, address: str, until_s: float) -> None:
         super().__init__(target.host, target.port)
@@ -148,13 +148,13 @@ class _Connection(http.client.HTTPConnection):
 def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[bytes, str | None]:
     """Returns the body or a redirect's target. Raises RequestError, OSError and HTTPException."""
     connection = _Connection(target, _address_of(target, downloads), until_s)
-    late = threading.Timer(_left(until_s), connection.end)  # the socket's timeout applies to each piece of the headers
+    late = threading.Timer(_left(until_s), connection.end)  # the socket's timeout covers only one piece of headers
     late.daemon = True
     late.start()
     try:
         connection.request("GET", target.path, headers={"Accept": f"{downloads.kind}/*", "User-Agent": "pd-cluster"})
         answer = connection.getresponse()
-        _left(until_s)  # `late` may have caused the end of file
+        _left(until_s)  # raises if `late` caused the end of file
         if answer.status in REDIRECTS and (location := answer.getheader("Location")):
             return b"", location
         if answer.status != 200:
@@ -165,7 +165,7 @@ def _get(target: MediaTarget, downloads: Downloads, until_s: float) -> tuple[byt
             if len(body) > downloads.max_nbytes:
                 raise RequestError(f"a file has at most {downloads.max_nbytes} bytes; send a smaller one")
         _left(until_s)
-        if answer.length:  # some announced bytes have not arrived
+        if answer.length:  # the body is shorter than announced
             raise http.client.IncompleteRead(bytes(body), answer.length)
         return bytes(body), None
     finally:

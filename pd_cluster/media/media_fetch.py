@@ -1,4 +1,4 @@
-"""Gets the bytes of a picture or video from its URL. Blocks; runs in a child process.
+"""Reads the bytes of a picture or video at a URL. Blocks; runs in a child process.
 
 Every refusal is a RequestError. Knows nothing of the contents.
 """
@@ -39,7 +39,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class MediaKind(NamedTuple):
-    """The expected sort of file. `kind`: the beginning of its media type. `name`: for messages."""
+    """The expected kind of file. `kind`: the first part of its media type. `name`: its name in messages."""
 
     kind: str
     name: str

@@ -1,6 +1,6 @@
 """Reads `mm_processor_kwargs`, a request's options for its media, by vLLM's and FastDeploy's names.
 
-The model's folder limits them. Pure arithmetic: knows nothing of files or of pixels.
+The model's folder limits them. Pure arithmetic; knows nothing of files or pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cluster.media.kinds.qwen import GridRules
 
 MOST_FRAMES = 768
 MOST_FPS = 1000.0
-MOST_PIXELS = 2**31  # more than any folder allows
+MOST_PIXELS = 2**31  # maximum, more than any folder allows
 # A request's names -> fields of ReadOptions
 KEYS: Mapping[str, tuple[str, ...]] = {
     "min_pixels": ("min_pixels", "video_min_pixels"),
@@ -34,11 +34,11 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "num_frames": ("num_frames",),
     "video_max_frames": ("num_frames",),
 }
-EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # names in `size` -> their meaning
+EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # names in `size` -> the fields that they set
 
 
 class ReadOptions(msgspec.Struct, frozen=True):
-    """None: the folder's and the server's settings."""
+    """A request's options for its media. None: the folder's or the server's setting applies."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -63,12 +63,12 @@ class ReadOptions(msgspec.Struct, frozen=True):
         return cls(**fields)
 
     def over(self, others: ReadOptions) -> ReadOptions:
-        """Returns these options, with `others` as defaults."""
+        """Returns these options, with `others` in place of those that are None."""
         own = {name: value for name, value in structs.asdict(self).items() if value is not None}
         return structs.replace(others, **own)
 
     def rules(self, rules: ImageRules, name: str) -> ImageRules:
-        """Returns a model's rules with these limits. Raises RequestError for unsupported ones."""
+        """Returns a model's rules with these options as limits. Raises RequestError for unsupported options."""
         areas = (self.min_pixels, self.max_pixels, self.video_min_pixels, self.video_max_pixels)
         if not any(each is not None for each in areas):
             return rules

@@ -1,7 +1,7 @@
-"""Decodes a video's file, chooses frames and resizes them. Needs PyAV; knows nothing of where files are from.
+"""Decodes a video's file, chooses frames and resizes them. Needs PyAV; knows nothing of where files come from.
 
-Every refusal is a RequestError with its own text. The header's number of frames is checked; frames after the last
-chosen one are not decoded.
+Each RequestError has a text of its own. The number of frames in the header is checked; frames after the last chosen one
+are not decoded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pd_cluster.types import Image
 
 MAX_FILE_FRAMES = 20_000
 MAX_SECONDS = 3600.0
-MAX_FRAME_PIXELS = 36 << 20  # the pixels of a frame, before it is resized: 8192 x 4608
+MAX_FRAME_PIXELS = 36 << 20  # maximum number of pixels of a frame before it is resized: 8192 x 4608
 MAX_FPS = 1000.0
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
 # First bytes of files and their offset -> FFmpeg's name of the container
 CONTAINERS = {(4, b"ftyp"): "mov", (0, b"\x1a\x45\xdf\xa3"): "matroska", (8, b"AVI "): "avi"}
-JPEG_FRAMES = b"\xff\xd8\xff"  # begins each frame of `data:video/jpeg`
+JPEG_FRAMES = b"\xff\xd8\xff"  # the first bytes of each frame in `data:video/jpeg`
 MISSING = "reading videos needs PyAV on the server: pip install 'pd-cluster[video]'"
 
 
@@ -143,12 +143,12 @@ def _in_own_words(av: Any) -> Iterator[None]:
         raise
     except MemoryError:
         raise RequestError("decoding it takes too much memory; send a smaller one") from None
-    except Exception:  # FFmpeg raises errors of many kinds
+    except Exception:  # FFmpeg raises many kinds of errors
         raise RequestError("the file is broken or cut short; send it anew") from None
 
 
 def fitted(frames: VideoFrames, rules: GridRules) -> Video:
-    """Returns a video in the model's form; repeats the last frame to complete the last picture. Raises RequestError."""
+    """Returns a video in the model's form; repeats the last frame to fill the last picture. Raises RequestError."""
     assert rules.video is not None
     together, first = rules.video.together, frames.pictures[0]
     height, width = rules.video.resized(max(together, len(frames.pictures)), first.height, first.width, rules.side)
@@ -180,7 +180,7 @@ def _pixels(picture: Pictures.Image, height: int, width: int, font: str, time_s:
 
 
 def _stamped(picture: Pictures.Image, font: str, time_s: float) -> Pictures.Image:
-    """Returns a copy with its time in the corner, black with a white outline, like ERNIE's processor."""
+    """Returns a copy with its time in the corner, in black with a white outline, as ERNIE's processor draws it."""
     size = max(1, int(min(picture.size) * 0.1))
     (hours, seconds), picture = divmod(time_s, 3600), picture.copy()
     text = f"time: {int(hours):02d}:{int(seconds // 60):02d}:{seconds % 60:05.02f}"

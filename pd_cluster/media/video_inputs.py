@@ -1,15 +1,15 @@
-"""Videos from callers in this process: a file with its own limit, or frames. Imports no decoder."""
+"""Videos that callers in this process give: a file with a limit of frames, or frames. Imports no decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-DEFAULT_FPS = 24.0  # the rate of frames that state none, as in transformers
+DEFAULT_FPS = 24.0  # the rate of frames that are given without one, as in transformers
 
 
 class MediaWithOptions(NamedTuple):
-    """A picture or video of a prompt with its own options, named as in `mm_processor_kwargs`."""
+    """A picture or video of a prompt, with options under the names of `mm_processor_kwargs`."""
 
     medium: Any
     options: Mapping[str, Any]
@@ -25,7 +25,7 @@ class AskedVideo(NamedTuple):
 class VideoFrames(NamedTuple):
     """Frames of a video, with their indices among its `num_frames` frames at `fps` per second."""
 
-    pictures: list[Any]  # Pillow's
+    pictures: list[Any]  # Pillow images
     indices: list[int]
     num_frames: int
     fps: float

@@ -1,4 +1,4 @@
-"""A video as a model reads it: pictures of a few frames each, with times. Numbers and bytes only."""
+"""A video in the form that a model reads: pictures of a few frames each, with times. Only numbers and bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import Image
 
 MAX_ASPECT_RATIO = 200
-MAX_PIXELS = 12 << 20  # the pixels of all resized frames of a video
+MAX_PIXELS = 12 << 20  # maximum number of pixels of all resized frames of a video together
 
 
 class Video(msgspec.Struct, frozen=True):
-    """`images`: in order, each with the frames that the tower reads together, and its digest.
+    """`images`: the pictures in order, each with its digest. The tower reads a picture's frames together.
 
-    `times_s`: each picture's time in the video, as the model's stamps count. `step_s`: the time between two pictures,
-    from the sampling rate.
+    `times_s`: each picture's time in the video, as the model's stamps count it. `step_s`: the time between two
+    pictures, from the sampling rate.
     """
 
     images: tuple[Image, ...]
@@ -36,18 +36,18 @@ class TimestampStyle(enum.Enum):
     """How a prompt states the time of each picture of a video."""
 
     NONE = "none"
-    BEFORE = "before"  # before the picture: the middle of its frames, in tenths of a second
-    BEHIND = "behind"  # after the picture: its first frame, in whole seconds
+    BEFORE = "before"  # before the picture: the time of the middle of its frames, in tenths of a second
+    BEHIND = "behind"  # after the picture: the time of its first frame, in whole seconds
 
 
 class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a model reads videos. `token_id`: a video's placeholder and tokens.
 
-    `together`: frames that the tower reads as one picture. `min_pixels` and `max_pixels` bound a frame's area, or with
-    `shares_area` that of all frames together. With `stamps`, each picture is between `start_id` and `end_id`, next to
-    its time in words. Otherwise pictures are consecutive, and their positions in time differ by `tokens_per_second`, or
-    by one if that is 0. `pad_id`: the token of a picture in a video, if it is not the placeholder. `font`: the file of
-    a font in which its time is drawn into each frame; "": nothing is drawn.
+    `together`: the number of frames that the tower reads as one picture. `min_pixels` and `max_pixels` limit a frame's
+    area or, with `shares_area`, the area of all frames together. With `stamps`, each picture is between `start_id` and
+    `end_id`, next to its time in words. Otherwise pictures follow each other, and their positions in time differ by
+    `tokens_per_second`, or by one if that is 0. `pad_id`: the token of a video's pictures, if it is not the
+    placeholder. `font`: the font file with which times are drawn into frames; "": no times are drawn.
     """
 
     token_id: int
@@ -67,9 +67,10 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return self.stamps is not TimestampStyle.NONE
 
     def resized(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
-        """Returns the height and width of each frame, in whole tokens with sides of `side` pixels. Raises RequestError.
+        """Returns the height and width of each frame, both multiples of a token's `side`, in pixels. Raises
+        RequestError.
 
-        Like transformers' video processors, except that all frames together have at most MAX_PIXELS.
+        Computes as transformers' video processors do, except that all frames together have at most MAX_PIXELS.
         """
         if not height or not width or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
@@ -99,13 +100,13 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_pixels, MAX_PIXELS // 2)
 
     def steps(self, video: Video) -> list[int]:
-        """Returns each picture's distance in time from the first one, in positions."""
+        """Returns each picture's distance in time from the first picture, in positions."""
         if self.has_stamps:
             return [0] * len(video.images)
         interval = _single(self.tokens_per_second * video.step_s) if self.tokens_per_second else 1.0
         return [
             int(_single(at * interval)) for at in range(len(video.images))
-        ]  # rounded like transformers' products of float32
+        ]  # rounded to float32, as in transformers
 
     def stamp(self, time_s: float) -> str:
         return f"<{time_s:.1f} seconds>" if self.stamps is TimestampStyle.BEFORE else str(int(time_s))

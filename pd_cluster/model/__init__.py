@@ -1,7 +1,7 @@
-"""A checkpoint as a torch module that attends through the paged pool."""
+"""A checkpoint as a torch module whose attention uses the paged pool."""
 
 import os
 
-# MKL multiplies attention's small matrices on CPUs. By default its bits depend on where a thread's buffers are in
-# memory, at least on AMD processors; in this mode they do not. MKL reads the variable at its first product.
+# MKL computes attention's small matrix products on CPUs. By default their bits depend on the addresses of a thread's
+# buffers, at least on AMD processors; in this mode they do not. MKL reads the variable at its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO")

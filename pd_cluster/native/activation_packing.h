@@ -2,7 +2,7 @@
 #pragma once
 #include "packed_weights.h"
 
-#define SQUARES ((BLOCK_ROWS + VL - 1) / VL) // vectors that hold one number of each row of a block
+#define SQUARES ((BLOCK_ROWS + VL - 1) / VL) // vectors for one number of each row of a block
 #define SEGMENT 512 // inputs of a block that are prepared together
 #define SMALLEST_ROW 0x0d800000 // the bits of 2^-100: rows whose values are all smaller get codes of zero
 
@@ -71,7 +71,7 @@ INLINE vf vector_to_bf16(vf x) {
     return pick((bits & 0x7fffffff) > 0x7f800000, (vf)(0x7fc00000 - (vi){0}), (vf)rounded);
 }
 
-// Sets the sum of a span's values in the form in which they are multiplied.
+// Stores the sum of a span's values, in the form in which the values are multiplied.
 static void set_sum(const Product *p, const float *x, int64_t n, int32_t *sum) {
     float total = 0;
     if (p->activations == AS_FLOATS) total = sum_in_order(x, n);
@@ -87,7 +87,7 @@ static int64_t inputs_of_span(const Product *p, int64_t span, int64_t *n) {
     return first;
 }
 
-// Writes `padded` values to be multiplied: n from x, then zeros. Returns the sum of the codes.
+// Writes the `padded` values to multiply: n from x, then zeros. Returns the sum of the codes.
 static int32_t write_numbers(const Packed *w, const float *x, int64_t n, int64_t padded, float inverse, uint8_t *to) {
     int32_t sum = 0;
     if (w->p->activations == AS_CODES)
@@ -102,7 +102,7 @@ static int32_t write_numbers(const Packed *w, const float *x, int64_t n, int64_t
     return sum;
 }
 
-// Prepares a row for tiles, [span][input].
+// Prepares a row for tiles, as [span][input].
 static void prepare_row(const Packed *w, int64_t row) {
     const Product *p = w->p;
     const float *from = x_row(w, MIN(row, p->num_rows - 1));
@@ -119,7 +119,7 @@ static void prepare_row(const Packed *w, int64_t row) {
     }
 }
 
-// Returns a span of a block of rows, [word][row]. The blocks of a span are consecutive.
+// Returns the address of a span of a block of rows, [word][row]. The blocks of a span are consecutive.
 INLINE int32_t *block_at(const Packed *w, int64_t block, int64_t span) {
     return (int32_t *)(w->x + (span * (w->ready_rows / w->together) + block) * w->span_nbytes);
 }
@@ -133,7 +133,7 @@ static void interleave(const int32_t **rows, int64_t m, int64_t num_words, int32
             UNROLL for (int r = 0; r < VL; r++) square[s][r] = load((const float *)rows[s * VL + r] + k);
             transpose(square[s]);
         }
-        int is_last = k + 2 * VL > num_words; // each write overlaps the next, so only the last must stop at the end
+        int is_last = k + 2 * VL > num_words; // each write overlaps the next; the last must stop at the end
         for (int i = 0; i < VL; i++, to += m) for (int s = 0; s < SQUARES && s * VL < m; s++) {
             if (is_last) memcpy(to + s * VL, &square[s][i], (size_t)MIN(VL, m - s * VL) * 4);
             else store((float *)to + s * VL, square[s][i]);
@@ -159,7 +159,7 @@ static void prepare_block(const Packed *w, int64_t block) {
         int64_t first = inputs_of_span(p, span, &n);
         int32_t *to = block_at(w, block, span), *sums = w->sums + first_row * w->num_spans + span;
         for (int64_t r = 0; r < m; r++) sums[r * w->num_spans] = 0;
-        if (p->activations == AS_FLOATS && n == p->span_padded && m > 1) { // as they are
+        if (p->activations == AS_FLOATS && n == p->span_padded && m > 1) { // rows are used unchanged
             for (int64_t r = 0; r < SQUARES * VL; r++) own[r] = (const int32_t *)(from[MIN(r, m - 1)] + first);
             interleave(own, m, n, to);
         } else for (int64_t at = 0; at < p->span_padded; at += SEGMENT) {

@@ -1,6 +1,5 @@
 // AMX multiplies tiles of 16 rows by 64 bytes of activations with tiles of 64 bytes by 16 outputs.
-//
-// Every number of rows uses the same instruction; missing rows are zeros, or copies of the only row.
+// Any number of rows uses the same instruction. Missing rows are zeros, or copies of the only row.
 #pragma once
 #include "packed_weights.h"
 
@@ -10,7 +9,7 @@
 #define TILE_ROWS 16
 #define TILE_WORDS 16
 #ifndef TILE_STATE
-#define TILE_STATE 18 // Linux's number for the tile registers, which each process must request once
+#define TILE_STATE 18 // Linux's number of the tile registers; each process must request their use once
 #endif
 
 static int have_tiles(void) {
@@ -24,7 +23,7 @@ static int have_tiles(void) {
 }
 
 // Tiles 0 to 3 hold results, 4 and 5 activations, 6 and 7 weights. A step multiplies `words` words, at most TILE_WORDS.
-// The rows of a tile do not affect each other.
+// A row's results do not depend on the tile's other rows.
 static void set_tiles(int64_t rows, int64_t words) {
     struct {
         uint8_t palette, start_row, reserved[14];

@@ -6,7 +6,7 @@
 
 // Allocates stack memory aligned to a cache line, because vectors that cross lines take twice the time.
 #define LINES(nbytes) (void *)(((uintptr_t)alloca((size_t)(nbytes) + 64) + 63) & ~(uintptr_t)63)
-#define AHEAD_HINT 2 // prefetch to the L2 cache: a chunk of all heads exceeds L1
+#define AHEAD_HINT 2 // prefetch to the L2 cache, because a chunk of all heads exceeds the L1 cache
 
 // A prefetch in progress: rows of `pieces` heads each, row by row.
 typedef struct {
@@ -21,18 +21,18 @@ INLINE void fetch(Ahead *ahead, int64_t dim) {
     if (++ahead->piece == ahead->pieces) ahead->piece = 0, ahead->row++;
 }
 
-// Makes the processor translate one address of each page before the vectors are fetched.
+// Makes the processor translate one address of each page before vectors are fetched from it.
 INLINE void look_up(const char **k, const char **v, int64_t n, int64_t row_stride) {
     for (int64_t j = 0; j < n; j += MAX(1, PAGE_NBYTES / row_stride))
         __builtin_prefetch(k[j], 0, AHEAD_HINT), __builtin_prefetch(v[j], 0, AHEAD_HINT);
 }
 
-// Part of a vector in the pool's dtype, or converted to floats.
+// Returns part of a vector, which is stored in the pool's dtype or already converted to floats.
 INLINE vf numbers_of(const char *p, int64_t d, int64_t dim, int is_taken) {
     return is_taken ? load((const float *)p + d) : numbers_at(p, d, dim);
 }
 
-// Converts n vectors, rounded up to a whole PAD, to floats; also returns their factors.
+// Converts n vectors, rounded up to a whole PAD, to floats; also writes their factors.
 INLINE void take_vectors(int64_t dim, const char **stored, int64_t at, int64_t n, const char **taken, float *factors) {
     for (int64_t j = 0; j < (n + PAD - 1) / PAD * PAD; j++) {
         UNROLL for (int64_t d = 0; d < dim; d += VL)
@@ -110,7 +110,7 @@ INLINE float soften(float *scores, int64_t n, float softcap, float *m, float *l)
     return fade;
 }
 
-// Does the same for `heads` heads, at most VL of them. m, l and fade have room for VL.
+// Does the same for up to VL heads. m, l and fade have room for VL.
 INLINE void soften_heads(int64_t heads, float (*scores)[DECODE_CHUNK], int64_t n, float softcap, float *m, float *l,
                          float *fade) {
     vf rows[VL], old = load(m), sums = load(l);
@@ -210,7 +210,7 @@ typedef struct {
     float *m, *l;   // [...]
 } Queries;
 
-// Processes one chunk for one KV head: keys [start, start + n). Each row sees the keys before its own end.
+// Processes one chunk for one KV head: keys [start, start + n). Each row sees only keys before its own end.
 INLINE void attend_group(const Layer *y, int64_t dim, const Item *item, const Queries *of, int64_t head, int many,
                          const char **k, const char **v, int64_t start, int64_t n, const char **taken, Ahead *next_k,
                          Ahead *next_v) {
@@ -264,7 +264,7 @@ INLINE void decode_dim(const Layer *y, int64_t dim, int many, const Item *item, 
 }
 
 INLINE void decode_item(const Layer *y, int many, const Item *item, const Item *after) {
-    switch (y->head_dim) { // the common sizes have their loops unrolled
+    switch (y->head_dim) { // loops are unrolled for common sizes
     case 64: decode_dim(y, 64, many, item, after); break;
     case 128: decode_dim(y, 128, many, item, after); break;
     default: decode_dim(y, y->head_dim, many, item, after);

@@ -1,5 +1,5 @@
-// Decodes many query heads of one KV head: keys and values, stored as floats, are read once for all of them. The sums
-// are bitwise equal to those of attention_decode.h.
+// Decodes many query heads of one KV head: keys and values, stored as floats, are read once for all heads. The sums are
+// bitwise equal to those in attention_decode.h.
 #pragma once
 #include "attention_step.h"
 
@@ -27,7 +27,7 @@ INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
 
 #if VL == 16
 #define TQ 6 // query heads whose sums fit in registers: four vectors each
-#define LEAST_TO_TRANSPOSE 18 // query heads that share a transposition; TQ are enough if keys do not stay in the cache
+#define LEAST_TO_TRANSPOSE 18 // fewest query heads for which keys are transposed; TQ if keys leave the cache
 
 // Writes VL keys as [dim][key].
 static __attribute__((noinline)) void transpose_keys(int64_t dim, const char **k, int64_t at, float (*to)[VL]) {
@@ -39,8 +39,9 @@ static __attribute__((noinline)) void transpose_keys(int64_t dim, const char **k
     }
 }
 
-// Computes the products of TQ queries with VL transposed keys. Each lane of score_query is a separate sum here, four at
-// a time; they are added in the order of sums_of. dim exceeds VL: otherwise compilers could fuse these additions.
+// Computes the products of TQ queries with VL transposed keys. Each lane of score_query is a separate sum here; four
+// are computed at a time, and they are added in the order of sums_of. dim must exceed VL, because otherwise compilers
+// could fuse these additions.
 INLINE void score_six(int64_t dim, const float *q, float (*k)[VL], float (*scores)[DECODE_CHUNK]) {
     float ALIGNED parts[4][TQ][VL];
     for (int64_t part = 0; part < 4; part++, q += 4, k += 4) {

@@ -1,4 +1,4 @@
-// Attention of several queries: each row (token, head of the group) is a lane of the vectors.
+// Attention of several queries. Each row, which is a token and a head of the group, is one lane of the vectors.
 #pragma once
 #include "attention_step.h"
 
@@ -11,10 +11,11 @@ typedef struct {
     vf m[2], l[2];
 } Tile;
 
-// Adds the products of KR keys with q to sums.
-INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim, vf (*sum)[2]) {
+// Adds the products of KR keys with q to sums. Prefetches as many numbers of the keys `ahead`, if it is not null.
+INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim, const float **ahead, vf (*sum)[2]) {
     for (int64_t d = 0; d < dim; d++) {
         vf part[2];
+        if (ahead && d % 16 == 0) UNROLL for (int i = 0; i < KR; i++) __builtin_prefetch(ahead[i] + d, 0, 2);
         UNROLL for (int c = 0; c < lv; c++) part[c] = *(const vf *)(q[d] + c * VL);
         UNROLL for (int i = 0; i < KR; i++) {
             vf number = splat(key[i][d]);
@@ -23,17 +24,19 @@ INLINE void dot_lanes(float (*q)[LANES], int lv, const float **key, int64_t dim,
     }
 }
 
-// Computes p[j] = k[j] . q for all lanes, KR keys at a time. Key j continues with `more_dim` numbers at more[j].
-INLINE void score_lanes(Tile *t, int lv, const float **k, const float **more, int64_t more_dim, int64_t n) {
+// Computes p[j] = k[j] . q for all lanes, KR keys at a time. Key j has `more_dim` further numbers at more[j].
+// Prefetches the keys `ahead`, which are a chunk's, unless it is null.
+INLINE void score_lanes(Tile *t, int lv, const float **k, const float **more, int64_t more_dim, int64_t n,
+                        const float **ahead) {
     for (int64_t j = 0; j < n; j += KR) {
         vf sum[KR][2];
         const float *key[KR];
         UNROLL for (int i = 0; i < KR; i++) key[i] = k[j + i];
         UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < lv; c++) sum[i][c] = (vf){0};
-        dot_lanes(t->q, lv, key, t->dim, sum);
+        dot_lanes(t->q, lv, key, t->dim, ahead ? ahead + j : 0, sum);
         if (more_dim) {
             UNROLL for (int i = 0; i < KR; i++) key[i] = more[j + i];
-            dot_lanes(t->q + t->dim, lv, key, more_dim, sum);
+            dot_lanes(t->q + t->dim, lv, key, more_dim, 0, sum);
         }
         UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < lv; c++)
             *(vf *)(t->p[j + i] + c * VL) = sum[i][c];
@@ -60,7 +63,7 @@ INLINE void add_lanes(Tile *t, int lv, const float **v, int64_t n, const vf *fad
     }
 }
 
-// Sets scores to minus infinity where a lane does not see the key: later keys, and keys outside its window.
+// Sets scores to minus infinity for keys that a lane does not see: later keys, and keys outside its window.
 INLINE void mask_lanes(Tile *t, int lv, int64_t first_key, int64_t n, int64_t window) {
     for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++) {
         vi key = (int32_t)(first_key + j) - (vi){0};
@@ -107,7 +110,7 @@ INLINE void attend_keys(Tile *t, int lv, const Layer *y, const Source *source, i
         locate(source, at, n, stored_k, stored_v);
         as_numbers(t->dim, stored_k, n, numbers, k);
         as_numbers(t->dim, stored_v, n, numbers + CHUNK * t->dim, v);
-        score_lanes(t, lv, k, 0, 0, n);
+        score_lanes(t, lv, k, 0, 0, n, 0);
         if (y->softcap > 0)
             for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++)
                 *(vf *)(t->p[j] + c * VL) = cap(*(const vf *)(t->p[j] + c * VL), y->softcap);
@@ -117,7 +120,7 @@ INLINE void attend_keys(Tile *t, int lv, const Layer *y, const Source *source, i
     }
 }
 
-// Loads the tile's rows of q transposed, one per lane; lanes without a row repeat the last.
+// Loads the tile's rows of q, transposed, one per lane. Lanes without a row repeat the last row.
 static void load_tile(Tile *t, const float **rows, float scale) {
     for (int64_t d = 0; d < t->dim; d += VL) UNROLL for (int c = 0; c < 2; c++) {
         vf square[VL];
@@ -167,7 +170,7 @@ static __attribute__((noinline)) void attend_tile(const Layer *y, const Item *it
         for (int64_t i = 0; i < LANES; i++)
             t->m[i / VL][i % VL] = item->sinks[(item->first_row + MIN(i, t->num_rows - 1)) % group] * LOG2E;
     int64_t least = t->position[0][0], most = t->position[1][VL - 1];
-    int64_t first = first_seen(y, least), stop = t->last[1][VL - 1] + 1; // no earlier lane sees later keys
+    int64_t first = first_seen(y, least), stop = t->last[1][VL - 1] + 1; // no lane sees keys beyond the last lane's
     if (t->num_rows > VL)
         attend_keys(t, 2, y, &item->source, first, stop, least, most);
     else

@@ -1,4 +1,4 @@
-// Types and functions of both forms of attention (see paged_attention.h): the step, the layer, and rows of the pool.
+// Types and functions that both forms of attention share (see paged_attention.h): the step, the layer, the pool's rows.
 #pragma once
 #include <alloca.h>
 #include <math.h>
@@ -6,7 +6,7 @@
 #include "pool_vectors.h"
 
 #define MAX_DIM 256
-#define MAX_GROUP 8 // larger groups fill the lanes without other rows
+#define MAX_GROUP 8 // larger groups fill all lanes with one token's heads
 #define CHUNK 64    // keys that are processed at a time
 #ifndef DECODE_CHUNK
 #define DECODE_CHUNK 32 // keys at a time, for all heads of a sequence
@@ -24,11 +24,12 @@ _Static_assert(CHUNK % PAD == 0 && DECODE_CHUNK % PAD == 0 && PAD % VL == 0 && P
 typedef struct {
     int64_t num_tokens, num_seqs, num_threads;
     const int32_t *query_starts, *context_lens, *block_table, *table_starts, *order;
-    // [num_seqs] or null: how many sequences of `order` share a table, shortest first; 0 for all but the first of them.
+    // [num_seqs] or null, in the order of `order`: for the first of several sequences that share a table, their number;
+    // for the others 0. The shortest comes first.
     const int32_t *together;
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
-    const int32_t *key_limits; // [num_tokens] or null: the end of the keys that a token sees, which is after the token
+    const int32_t *key_limits; // [num_tokens] or null: the end of the keys that a token sees, beyond itself
 } Step;
 
 typedef struct {
@@ -98,11 +99,11 @@ typedef struct {
     int64_t block_stride, row_stride, block_size; // strides in bytes
 } Source;
 
-// Some KV heads of one sequence, or of several that decode with one table, shortest first. Without decode, one KV head:
-// the rows from first_row on, out of query_len * group.
+// In decode: some KV heads of one sequence, or of several sequences that share a table, shortest first. Otherwise: one
+// KV head, and `num_rows` rows from first_row on, of query_len * group rows in all.
 typedef struct {
     Source source;
-    const float *q; // at the group's first head, of the step's first token
+    const float *q; // address of the group's first head in the step's first token
     float *out;
     const float *sinks; // at the group's first head, or null
     const int32_t *key_limits; // at the first token, or null
@@ -110,7 +111,7 @@ typedef struct {
     int64_t tokens[MOST_ROWS_TOGETHER], context_lens[MOST_ROWS_TOGETHER]; // [num_rows]: first tokens
 } Item;
 
-// Returns addresses of keys and values [start, start + n); the last is repeated up to a whole PAD.
+// Writes the addresses of keys and values [start, start + n); repeats the last one up to a whole PAD.
 static void locate(const Source *s, int64_t start, int64_t n, const char **k, const char **v) {
     int64_t block = start / s->block_size, offset = start % s->block_size;
     for (int64_t j = 0; j < n;) {

@@ -1,8 +1,7 @@
 """Compiles the kernels once for this machine, and caches the result in the user's cache folder.
 
-The file's name identifies all its inputs. Only one of several concurrent processes builds it, and the others never see
-an unfinished file.
-Knows nothing of tensors.
+The name of the compiled file identifies all its inputs. Only one of several concurrent processes builds the file, and
+the others never see an unfinished one. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # infinities and NaN keep their meaning
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # infinities and NaN are still computed correctly
 )
-COMPILE_DEADLINE_S = 180.0  # compiling usually takes seconds, but longer if many processes share a core
+COMPILE_DEADLINE_S = 180.0  # compilation usually takes seconds, but longer if many processes share a core
 VERSION_DEADLINE_S = 60.0
 POLL_S = 0.05
-MOST_TRIES = 3  # compilations while sources change
+MOST_TRIES = 3  # maximum number of compilations if sources keep changing
 OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
@@ -53,7 +52,7 @@ def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
 
 
 def openmp_runtime() -> ctypes.CDLL:
-    """Returns torch's own OpenMP library, because two thread pools that spin on the same cores are very slow."""
+    """Returns the OpenMP library that torch uses: two thread pools that spin on the same cores would be very slow."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
     found = sorted(path for path in paths if OPENMP.search(path))
     of_torch = [path for path in found if "/torch/" in path or "/torch.libs/" in path] or found
@@ -66,7 +65,7 @@ def openmp_runtime() -> ctypes.CDLL:
 
 
 def identity() -> str:
-    """Identifies the kernels and their processor; "" without kernels."""
+    """Returns a text that identifies the kernels and their processor; "" without kernels."""
     try:
         return build(FLAGS).name if are_wanted() else ""
     except KernelsUnavailable:
@@ -74,7 +73,7 @@ def identity() -> str:
 
 
 def build(flags: tuple[str, ...]) -> Path:
-    """Returns the shared library, compiled unless it is cached. Raises KernelsUnavailable."""
+    """Returns the path of the shared library; compiles it unless it is cached. Raises KernelsUnavailable."""
     compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
     if compiler is None:
         raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
@@ -94,7 +93,7 @@ def _is_there(target: Path) -> bool:
 
 @contextlib.contextmanager
 def _turn(target: Path) -> Iterator[None]:
-    """Lets one process at a time compile this file, because a cluster's processes start together.
+    """Lets only one process at a time compile this file, because a cluster's processes start together.
 
     Waits at most as long as a compilation may take. Raises KernelsUnavailable.
     """
@@ -111,7 +110,7 @@ def _turn(target: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(POLL_S)
         yield
-        lock.unlink(missing_ok=True)  # waiting processes find the compiled file
+        lock.unlink(missing_ok=True)  # processes that waited find the compiled file
     finally:
         os.close(fd)
 
@@ -121,7 +120,7 @@ def _target(compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns a folder of this user alone, because its files are executed."""
+    """Returns a folder that only this user can access, because files in it are executed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-cluster"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,15 +141,15 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
         if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
             digest.update(line.encode())
-        elif not line:  # the first core represents all
+        elif not line:  # the features of the first core are enough
             break
     return digest.hexdigest()[:24]
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> bool:
-    """Makes `target`. If a source changes meanwhile, `target` is not made, because its name would be wrong.
+    """Compiles `target`. If a source changes meanwhile, does not make `target`, whose name would be wrong.
 
-    Returns whether it exists.
+    Returns whether `target` exists.
     """
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kernels-", suffix=".so")

@@ -1,18 +1,19 @@
-// Products whose weights are decoded once for many blocks of rows: some spans of one or two panels at a time, into the
-// cache. Weights stored as floats are read in place, and the next ones prefetched. A result is one chain of additions
-// over each span and one over the spans, as in span_products.h, so the bits are the same.
+// Products whose weights are decoded once for many blocks of rows. Some spans of one or two panels at a time are
+// decoded into the cache. Weights stored as floats are read in place, while the next ones are prefetched. As in
+// span_products.h, a result is one chain of additions over each span and one chain over the spans, so the bits are
+// equal.
 #pragma once
 #include "register_blocks.h"
 
 #if VL == 16
 #define NEAR_NBYTES 32768 // bytes of decoded weights
-#define NEAR_ROWS 528     // the most rows of an item: x of these spans stays in the L2 cache
+#define NEAR_ROWS 528     // maximum number of rows of an item, with which x of these spans stays in the L2 cache
 #else
 #define NEAR_NBYTES 16384
 #define NEAR_ROWS 264
 #endif
-#define NEAR_X_NBYTES (2 << 20) // bytes of rows that are prepared and multiplied before the next ones
-#define LEAST_NEAR_ROWS 96      // the fewest of these rows, at any width: weights are decoded again for each part
+#define NEAR_X_NBYTES (2 << 20) // bytes of the rows that are prepared and multiplied together
+#define LEAST_NEAR_ROWS 96      // fewest such rows, whatever the width: each part decodes the weights again
 #define NEAR_PANELS (BLOCK_SUMS / BLOCK_ROWS / PARTS)
 
 typedef struct {
@@ -22,7 +23,7 @@ typedef struct {
     const int32_t *words, *ahead;                 // [panel][span][word][PANEL]; ahead: the words to prefetch
     int64_t panel_stride, step;                   // step: numbers prefetched per four words of a block
     const float *scales, *zeros;                  // of the first panel and group; zeros may be null
-    float *totals, *to; // old totals at the first row and panel, rows `stride` apart; new totals, `to_stride` apart
+    float *totals, *to; // old totals of the first row and panel, rows `stride` apart; new totals, `to_stride` apart
     int64_t stride, to_stride;
 } Near;
 
@@ -77,7 +78,7 @@ INLINE void multiply_near(Way y, int m, int v, const Near *s) {
                     }
                 }
             } while (w < end);
-            // From here on they are read from memory: otherwise compilers copy registers in the loop.
+            // From here on the totals are read from memory; otherwise compilers copy registers in the loop.
             UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
                 store(kept + (r * v * PARTS + q) * VL, (vf)sums[r][q]);
             __asm__ volatile("" : : "r"(kept) : "memory");

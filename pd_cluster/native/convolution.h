@@ -1,12 +1,13 @@
-// A short causal convolution of each channel that continues from the inputs in a state. Each sum begins with the
-// bias and adds the oldest input first, so it does not depend on where a step begins.
+// A short causal convolution of each channel. It continues from the earlier inputs, which a state keeps. Each sum
+// begins with the bias and adds the oldest input first, so it does not depend on where a step begins.
 #pragma once
 #include "state_segments.h"
 
 #define MOST_KERNEL 8
-#define CHANNELS_AT_ONCE 1024 // their inputs and weights stay in the L1 cache
+#define CHANNELS_AT_ONCE 1024 // as many channels have inputs and weights that stay in the L1 cache
 
-// Channels that one state plane holds. For each head a block has [kernel - 1][channels], the oldest input first.
+// The channels whose last inputs one state plane keeps. For each head, a block has [kernel - 1][channels], the oldest
+// input first.
 typedef struct {
     int64_t num_heads, channels, first_channel;
     StatePlane kept;
@@ -43,7 +44,7 @@ static __attribute__((noinline)) void convolve_channels(const Convolution *c, co
     }
 }
 
-// Writes to `to` the last inputs after the inputs in `from` and `num_rows` rows of x; `from` may equal `to`.
+// Writes the last of the inputs in `from` and in `num_rows` further rows of x to `to`, which may equal `from`.
 static void keep_inputs(const Convolution *c, const float *from, const float *x, int64_t num_rows, int64_t channels,
                         float *to) {
     int64_t num_kept = c->kernel - 1;
@@ -53,7 +54,7 @@ static void keep_inputs(const Convolution *c, const float *from, const float *x,
     }
 }
 
-// Computes some heads of a part in one row. The sequence begins at row `first`; `own` holds its earlier inputs.
+// Computes some heads of a part in one row. The sequence begins at row `first`; `own` has its inputs before that.
 static void convolve_row(const Convolution *c, const ConvPart *part, const float *own, int64_t first, int64_t row,
                          int64_t head, int64_t num_heads, float *out) {
     int64_t channels = part->channels, channel = part->first_channel + head * channels, oldest = row - (c->kernel - 1);
@@ -91,7 +92,7 @@ static const ConvPart *conv_span(const Convolution *c, int64_t span, int64_t *he
     return part;
 }
 
-// Computes a span of channels in rows [start, stop) of the step, over all sequences; `out` is for row 0.
+// Computes a span of channels in rows [start, stop) of the step, over all sequences. `out`: the address of row 0.
 static void convolve_rows(const Convolution *c, const Sequences *s, int64_t span, int64_t start, int64_t stop, float *out) {
     int64_t head, num_heads;
     const ConvPart *part = conv_span(c, span, &head, &num_heads);

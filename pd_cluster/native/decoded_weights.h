@@ -1,4 +1,4 @@
-// Decodes a span's weights to numbers or 8-bit codes: one word in registers, or a whole panel for many rows.
+// Decodes a span's weights to numbers or to 8-bit codes: word by word in registers, or a whole panel for many rows.
 #pragma once
 #include "packed_weights.h"
 
@@ -9,8 +9,8 @@ INLINE vi pair(int form, vi word, int i) {
 }
 
 #if VL == 16
-// The same for 4-bit codes, through a table indexed by the lowest five bits, where the fifth has no effect. `in_order`:
-// the bytes of words are inputs 0, 2, 1, 3.
+// The same for 4-bit codes, by a table indexed with the lowest five bits, of which the fifth has no effect. `in_order`:
+// words whose bytes are inputs 0, 2, 1, 3.
 INLINE vi pair4(vi in_order, int i) {
     const __m256i codes = _mm256_set_epi16(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes));

@@ -1,11 +1,11 @@
-// Computes the decoder layers of a step in one parallel region, with barriers between their parts; bitwise equal to
-// the separate parts. For one row, waking threads and returning to the caller after each part took a quarter of a step.
+// Computes the decoder layers of a step in one parallel region, with barriers between their parts. Results are bitwise
+// equal to separate calls, which took a quarter of a step with one row to wake threads and return to the caller.
 #pragma once
 #include "paged_attention.h"
 #include "packed_products.h"
 #include "row_kernels.h"
 
-#define FEW_TO_MAKE 4 // up to this many rows, norm or gate is computed while a product packs its input
+#define FEW_TO_MAKE 4 // up to this number of rows, a norm or gate is computed while a product packs its input
 
 typedef void AttendPlan(const Step *, const Layer *, char *, float *, float *, int64_t *, Work *);
 
@@ -25,7 +25,7 @@ typedef struct {
     void (*attend)(void *);
     char *const *pools; // [num_layers]
     float *x, *delta;  // [num_rows, hidden_size]; delta is the last layer's at the end
-    int64_t has_delta; // delta must be added first
+    int64_t has_delta; // whether delta must be added first
     uint8_t *scratch;  // pd_layers_nbytes, at a multiple of 64
 } Layers;
 
@@ -35,7 +35,7 @@ typedef struct {
     NormWork norms[2];
     GateWork gate;
     Work attention;
-    int makes; // norms and gate are computed while products pack their input
+    int makes; // whether norms and the gate are computed while products pack their input
 } LayerWork;
 
 typedef struct {
@@ -139,7 +139,7 @@ static void layers_work(void *data) {
 #undef TOGETHER
 }
 
-// Updates x, and sets delta to what the last layer adds to it.
+// Updates x, except for the last layer's output, which is left in delta.
 void pd_layers(const Layers *a) {
     Places at = places_of(a);
     Team team = {a, (LayerWork *)(a->scratch + at.works)};

@@ -1,4 +1,5 @@
-// Products of words: four int8 codes of activations with four of weights, exactly, or two bfloat16 values with two.
+// Products of words: four int8 codes of activations with four codes of weights, exactly, or two bfloat16 values with
+// two.
 #pragma once
 #include "packed_weights.h"
 #if defined(__aarch64__)
@@ -11,7 +12,8 @@
 #define HAVE_BF16_DOTS 0
 #endif
 
-// Adds to each lane the products of its four unsigned codes with four signed codes of x. `small`: codes are at most 15.
+// Adds to each lane the products of four unsigned codes with four signed codes of x. `small`: unsigned codes are at
+// most 15.
 INLINE vi add_dots(vi acc, vi codes, vi x, int small) {
 #if VL == 16 && defined(__AVX512VNNI__)
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x)); // with the intrinsic, compilers copy the sums

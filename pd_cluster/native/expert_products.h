@@ -1,12 +1,13 @@
-// Computes the experts of a block in one call: each row goes through its chosen experts, and their outputs, times the
-// row's weights, are added in the order of the experts. The products are those of packed_products.h, so results are
-// bitwise equal to separate calls per expert. A thread reads an expert's weights once for all rows that chose it.
+// Computes the experts of a block in one call. Each row's chosen experts are computed, and their outputs, times the
+// row's weights, are added in the order of the experts. The products are computed as in packed_products.h, so results
+// are bitwise equal to separate calls per expert. A thread reads an expert's weights once for all rows that chose the
+// expert.
 #pragma once
 #include "packed_products.h"
 #include "row_kernels.h"
 
 #define MOST_PARTS 64             // parts that are computed together
-#define PARTS_NBYTES (8 << 20)    // the most memory that they use: it stays in the cache
+#define PARTS_NBYTES (8 << 20)    // maximum memory that they use, which stays in the cache
 #define PART_ROWS 256             // rows of an expert that are computed together
 
 typedef struct {
@@ -49,7 +50,7 @@ static Product rows_of_product(const Product *of, int64_t num_rows) {
     return p;
 }
 
-// Returns how many of an expert's rows form a part; its parts have about equal numbers of rows.
+// Returns the number of rows in each part of an expert; an expert's parts have about equal numbers of rows.
 static int64_t rows_of_experts_part(const Experts *e, int64_t expert) {
     int64_t num_rows = e->starts[expert + 1] - e->starts[expert];
     Product up = rows_of_product(e->gate_ups[expert], num_rows), down = rows_of_product(e->downs[expert], num_rows);
@@ -58,7 +59,7 @@ static int64_t rows_of_experts_part(const Experts *e, int64_t expert) {
     return (num_rows + parts - 1) / parts;
 }
 
-// Lays out the memory of a part from its first byte on.
+// The layout of a part's memory, from its first byte on.
 typedef struct {
     int64_t gate_up, gated, up, down, end;
 } PartPlaces;
@@ -93,7 +94,7 @@ static void plan_part(const Experts *e, Place at, int64_t num_rows, uint8_t *mem
     part->packed[1].make = make_gated, part->packed[1].maker = &part->gate;
 }
 
-// Plans the next parts; without memory it only computes their size. Returns whether there are any.
+// Plans the next parts; if `memory` is null, only computes their size. Returns whether there are any.
 static int plan_parts(const Experts *e, Place *at, uint8_t *memory, Batch *b) {
     *b = (Batch){.e = e, .parts = b->parts};
     while (at->expert < e->num_experts && b->num_parts < MOST_PARTS) {
@@ -133,7 +134,7 @@ static void cut_parts(Batch *b) {
     b->num_panels = b->parts->packed[1].num_panels;
 }
 
-// Returns the first part from `part` on that contains this item of a phase.
+// Returns the first part, from `part` on, that contains this item of a phase.
 static const Part *part_of(const Batch *b, int phase, const Part *part, int64_t item) {
     while (part + 1 < b->parts + b->num_parts && part[1].begins[phase] <= item) part++;
     return part;
@@ -214,7 +215,8 @@ static void experts_work(void *data) {
     add_downs(b);
 }
 
-// Lists rows and weights by expert, rows ascending. Each entry of `starts` becomes the start of the next expert.
+// Lists rows and weights by expert, with rows in ascending order. Each entry of `starts` becomes the next expert's
+// start.
 static void list_rows(const Experts *e) {
     int64_t n = e->num_rows * e->top_k, *rows = (int64_t *)e->scratch;
     float *times = (float *)(e->scratch + whole_lines(n * 8));

@@ -1,6 +1,7 @@
 """Computes the experts of a block in one call of the C kernels, for experts with packed products (packed_products.py).
 
-Results are bitwise equal to separate calls per expert. It is faster: threads share the work of all chosen experts.
+Results are bitwise equal to separate calls per expert. One call is faster, because threads share the work of all
+experts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ExpertsCall(ctypes.Structure):
 
 
 class ExpertProducts:
-    """Adds up the chosen experts' outputs times the row's weights, in the order of the experts."""
+    """Sums the chosen experts' outputs times the row's weights, in the order of the experts."""
 
     __slots__ = ("_addresses", "_call", "_kept", "_library", "hidden_size")
 
@@ -61,7 +62,7 @@ class ExpertProducts:
 
 
 def experts_at_once(gate_ups: Sequence[Linear], downs: Sequence[Linear], activation: int) -> ExpertProducts | None:
-    """Returns the experts' kernel; None if some of the layers are not packed. `activation`: see row_kernels.h."""
+    """Returns the experts' kernel; None if any of the layers is not packed. `activation`: see row_kernels.h."""
     firsts = [each for each in gate_ups if isinstance(each, PackedProduct)]
     seconds = [each for each in downs if isinstance(each, PackedProduct)]
     if not firsts or (len(firsts), len(seconds)) != (len(gate_ups), len(downs)):

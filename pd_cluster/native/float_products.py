@@ -1,6 +1,7 @@
 """Multiplies a few float32 rows in C with weights packed by oneDNN; bitwise equal to oneDNN, but faster.
 
-For processors with AVX-512. oneDNN guarantees neither its packing nor its order of addition, so compare results.
+For processors with AVX-512. oneDNN guarantees neither its packing nor its order of additions, so results must be
+compared before use.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class FloatProducts:
 
 
 def few_rows(packed: torch.Tensor, shape: tuple[int, int], bias: torch.Tensor | None) -> FloatProducts | None:
-    """Makes the layer of a weight [N, K] packed by oneDNN. Results must be compared with oneDNN's before use.
+    """Makes a layer from a weight [N, K] packed by oneDNN. Compare its results with oneDNN's before use.
 
-    Returns None without kernels or AVX-512, or if the packed size shows another packing.
+    Returns None without kernels or AVX-512, or if the packed size implies another packing.
     """
     function = _function()
     nbytes = -(-shape[0] // LINE) * LINE * -(-shape[1] // LINE_INPUTS) * LINE_INPUTS * 4

@@ -1,7 +1,7 @@
 // The gated delta rule, token by token, in prompts and in decode. A head's state S has a row for each channel of a key
-// and a column for each channel of a value. For each token, S is multiplied by its decays, one per row; then beta times
-// k (v - S^T k)^T is added; the token's output is S^T q. Columns are independent, and rows are added in order, so the
-// bits depend neither on how columns are grouped nor on where a step begins.
+// and a column for each channel of a value. For each token, the rows of S are multiplied by the token's decays; then
+// beta times k (v - S^T k)^T is added; the token's output is S^T q. Columns are independent, and rows are added in
+// order, so the bits depend neither on how columns are grouped nor on where a step begins.
 #pragma once
 #include "state_segments.h"
 
@@ -9,7 +9,7 @@
 #define DELTA_TOKENS 16 // tokens that are prepared together
 #if VL == 16
 #define WIDE 8   // vectors of a row that a single token processes at once
-#define NARROW 4 // the same for several tokens, whose sums stay in registers with those of the next token
+#define NARROW 4 // the same for several tokens; two tokens' sums stay in registers
 #elif VL == 8
 #define WIDE 4
 #define NARROW 2
@@ -44,7 +44,7 @@ typedef struct {
     int64_t num_tokens, v_stride, out_stride, key_width;
 } DeltaTokens;
 
-// Sets kv to S^T k of a token, as if S had decayed already: `decayed` is the key times the decays.
+// Sets kv to S^T k of a token for the decayed S: `decayed` is the key times the decays.
 INLINE void find_values(int nv, const float *decayed, int64_t key_width, const float *s, int64_t stride, vf *kv) {
     vf sums[WIDE] = {0};
     for (int64_t i = 0; i < key_width; i++) UNROLL for (int j = 0; j < nv; j++)
@@ -52,7 +52,7 @@ INLINE void find_values(int nv, const float *decayed, int64_t key_width, const f
     UNROLL for (int j = 0; j < nv; j++) kv[j] = sums[j];
 }
 
-// Updates S with a token's delta; sets `out` to the token's output, and `kv` to that of find_values for the next token.
+// Updates S with a token's delta. Sets `out` to the token's output, and `kv` to find_values' result for the next token.
 INLINE void update_state(int nv, int by_channel, int has_next, const DeltaTokens *t, int64_t token, const vf *delta,
                          float *s, int64_t stride, vf *out, vf *kv) {
     const float *q = t->q + token * MOST_KEY_WIDTH, *k = t->k + token * MOST_KEY_WIDTH;
@@ -112,7 +112,7 @@ static __attribute__((noinline)) void narrow_columns(DeltaTokens *t, int by_chan
         if (n - j * VL > 0) store_first(s + i * stride + j * VL, load(copy + (i * NARROW + j) * VL), n - j * VL);
 }
 
-// Writes the vector, scaled to unit length, times a factor.
+// Writes the vector, scaled to unit length and multiplied by a factor.
 static __attribute__((noinline)) void unit_vector(const float *x, int64_t n, float factor, float *to) {
     float inverse = 1.0f / sqrtf(squares_of(x, n) + 1e-6f);
     for (int64_t i = 0; i < n; i += VL) store(to + i, load_first(x + i, n - i) * inverse * factor);

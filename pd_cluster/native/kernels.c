@@ -1,7 +1,8 @@
-#define _GNU_SOURCE // for the masks of thread_binding.h
+#define _GNU_SOURCE // for the core masks of thread_binding.h
 // Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy,
-// pd_product, pd_layers, pd_experts, pd_floats (with AVX-512), pd_lora, pd_place, pd_states. For a pool of another dtype
-// only pd_attend and its parts are built, and with LATENTS only pd_latents and pd_choose, for whichever pool.
+// pd_product, pd_layers, pd_experts, pd_floats (with AVX-512), pd_lora, pd_place, pd_states. For a pool of another
+// dtype, only pd_attend and its parts are built. With LATENTS, only pd_latents and pd_choose are built, for a pool of
+// any dtype.
 #if defined(LATENTS)
 #include "sparse_index.h"
 #include "latent_attention.h"

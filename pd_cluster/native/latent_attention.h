@@ -1,10 +1,9 @@
 // Absorbed latent attention (MLA) over the same pool: a token keeps one latent and one rotated part for all heads.
-//
-// A head has two matrices: one times the latent is its key, the other times the latent is its value. So each query is
-// multiplied by the first matrix and then attends to latents directly; the weighted sum of latents is multiplied by the
-// second. Rows (head, token) are lanes, in prompts and in decode, and keys are added CHUNK at a time from the first: a
-// row's bits depend neither on chunks of its prompt nor on other rows. With chosen keys (sparse_index.h) all lanes of
-// an item belong to one token.
+// A head has two matrices: the first times the latent is the head's key, the second times the latent is its value. Each
+// query is therefore multiplied by the first matrix and then attends to latents directly; the weighted sum of latents
+// is multiplied by the second. Rows, each a head and a token, are lanes, in prompts and in decode. Keys are added CHUNK
+// at a time from the first key on, so a row's bits depend neither on the chunks of its prompt nor on other rows. With
+// chosen keys (sparse_index.h), all lanes of an item belong to one token.
 #pragma once
 #include "attention_prefill.h"
 
@@ -35,8 +34,8 @@ typedef struct {
 
 // The lanes of one item: rows of one sequence, each a head and a token.
 typedef struct {
-    int64_t seq, num_rows, head[LANES], token[LANES]; // the token of the step
-    const int32_t *chosen;                            // keys visible to its only token; null: all before each token
+    int64_t seq, num_rows, head[LANES], token[LANES]; // each lane's head and token (index in the step)
+    const int32_t *chosen;                            // keys that the only token sees; null: all before each token
 } Rows;
 
 static void keep_token(const LatentWork *w, int64_t token) {
@@ -50,7 +49,7 @@ static void keep_token(const LatentWork *w, int64_t token) {
     put_vector(rotated, dim, place + y->rope_offset + offset * vector_nbytes(dim));
 }
 
-// Returns the addresses of visible latents and rotated parts [start, start + n); the last is repeated to a whole PAD.
+// Writes the addresses of visible latents and rotated parts [start, start + n); repeats the last up to a whole PAD.
 static void locate_latents(const LatentWork *w, const Rows *rows, int64_t start, int64_t n, const char **k,
                            const char **r) {
     const Latents *y = w->layer;
@@ -102,7 +101,7 @@ static void multiply_row(const float *x, int64_t n, const float *matrix, int64_t
         store(out + d, load(out + d) + load(matrix + d) * splat(x[j]));
 }
 
-// Sets t->acc to each lane's row x[i] times its head's matrix; either all lanes belong to one head, or they are few.
+// Sets t->acc to each lane's row x[i] times its head's matrix. Either all lanes have one head, or there are few lanes.
 INLINE void multiply(Tile *t, int lv, const Rows *rows, const float **x, int64_t n, const float *matrices) {
     if (rows->head[0] == rows->head[rows->num_rows - 1] && rows->num_rows > 1) {
         multiply_lanes(t, lv, x, n, matrices + rows->head[0] * n * t->dim);
@@ -141,16 +140,19 @@ INLINE void load_queries(Tile *t, int lv, const LatentWork *w, const Rows *rows)
 
 INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, const Rows *rows, int64_t stop, int64_t least) {
     const Latents *y = w->layer;
-    const char *stored_k[CHUNK], *stored_r[CHUNK];
+    const char *stored_k[2][CHUNK], *stored_r[2][CHUNK]; // of this chunk and of the next
     const float *k[CHUNK], *r[CHUNK];
     float *numbers = POOL == POOL_FLOAT32 ? 0 : alloca((size_t)(CHUNK * (y->width + y->rope_width)) * 4);
-    for (int64_t at = y->first_key; at < stop; at += CHUNK) {
-        int64_t n = MIN(CHUNK, stop - at);
+    int which = 0;
+    locate_latents(w, rows, y->first_key, MIN(CHUNK, stop - y->first_key), stored_k[0], stored_r[0]);
+    for (int64_t at = y->first_key; at < stop; at += CHUNK, which = !which) {
+        int64_t n = MIN(CHUNK, stop - at), next = stop - at - n;
         vf fade[2];
-        locate_latents(w, rows, at, n, stored_k, stored_r);
-        as_numbers(y->width, stored_k, n, numbers, k);
-        as_numbers(y->rope_width, stored_r, n, numbers + CHUNK * y->width, r);
-        score_lanes(t, lv, k, r, y->rope_width, n);
+        as_numbers(y->width, stored_k[which], n, numbers, k);
+        as_numbers(y->rope_width, stored_r[which], n, numbers + CHUNK * y->width, r);
+        if (next) locate_latents(w, rows, at + n, MIN(CHUNK, next), stored_k[!which], stored_r[!which]);
+        const float **ahead = (const float **)stored_k[next >= CHUNK ? !which : which];
+        score_lanes(t, lv, k, r, y->rope_width, n, POOL == POOL_FLOAT32 ? ahead : 0);
         if (at + n - 1 > least) mask_lanes(t, lv, at, n, 0);
         UNROLL for (int c = 0; c < lv; c++) soften_lanes(t, c, n, fade);
         add_lanes(t, lv, k, n, fade);
@@ -202,7 +204,7 @@ static __attribute__((noinline)) void attend_whole(const LatentWork *w, const Ro
 
 static int has_few(int64_t query_len) { return query_len < VL; }
 
-// Returns the first token of a sequence that sees only chosen keys, or the end of the sequence's tokens.
+// Returns a sequence's first token that sees only chosen keys, or the end of the sequence's tokens.
 static int64_t first_choosing(const Step *s, const Latents *y, int64_t seq) {
     int64_t start = s->query_starts[seq], stop = s->query_starts[seq + 1];
     return y->chosen ? MIN(stop, MAX(start, y->most + stop - s->context_lens[seq])) : stop;
@@ -255,15 +257,15 @@ static void latents_work(void *data) {
     }
 }
 
-// Returns the rows per item of sequences with few tokens: each thread gets an item if there are enough rows.
+// Returns the rows per item for sequences with few tokens, so that each thread gets an item if there are enough rows.
 static int64_t few_rows(const Step *s, const Latents *y) {
     int64_t rows = y->num_heads * s->num_tokens, share = (rows + s->num_threads - 1) / s->num_threads;
     return MAX(1, MIN(share, LANES));
 }
 
-// queries [num_tokens, num_heads, query_width + rope_width], latents [num_tokens, width], normed, and
-// ropes [num_tokens, rope_width], both before their rotation; out [num_tokens, num_heads, value_width].
-// The caller has checked every block, slot and shape; all widths except query_width are multiples of 16.
+// queries [num_tokens, num_heads, query_width + rope_width] and ropes [num_tokens, rope_width], both not yet rotated;
+// latents [num_tokens, width], normed; out [num_tokens, num_heads, value_width]. The caller has checked every block,
+// slot and shape; all widths except query_width are multiples of 16.
 void pd_latents(const Step *step, const Latents *layer, char *pool, const float *queries, const float *latents,
                 const float *ropes, float *out) {
     int64_t *starts = alloca((size_t)(2 * step->num_seqs + 1) * sizeof(int64_t)), few = few_rows(step, layer);

@@ -1,10 +1,10 @@
-// Computes adapters of a linear layer: y += B (A x), for rows with an adapter. A row's sums have one order, which does
-// not depend on the other rows.
+// Computes adapters of a linear layer: y += B (A x), for rows with an adapter. The order of a row's sums does not
+// depend on the other rows.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
 
-#define LORA_ROWS 4      // the most rows of one adapter that are computed together
+#define LORA_ROWS 4      // maximum number of rows of one adapter that are computed together
 #define LORA_RANKS 8     // rows of A that are stored together
 #define LORA_INPUTS 16   // inputs that are stored together
 #define LORA_OUTPUTS 64  // outputs of B that are stored together
@@ -38,7 +38,7 @@ typedef struct {
     int64_t counter;
 } LoraWork;
 
-// Computes low[row][j] = sum over the inputs of a[j] * x[row], for n of LORA_RANKS rows of A from `first`.
+// Computes low[row][j] = sum over the inputs of a[j] * x[row], for n rows of A from `first` on, among LORA_RANKS.
 INLINE void lora_down(int m, int n, int first, const float *const *x, float (*tail)[LORA_INPUTS], int64_t in_features,
                       const float *a, float *low, int64_t stride) {
     vf sums[LORA_ROWS][LORA_RANKS];

@@ -1,4 +1,4 @@
-"""Computes LoRA adapters of a linear layer in C, for the rows of a step that have one.
+"""Computes LoRA adapters of a linear layer in C, for those rows of a step that have an adapter.
 
 A row's result does not depend on other rows. Knows nothing of where adapters come from.
 """
@@ -83,7 +83,7 @@ class LoraTable:
         addresses = np.zeros(max(len(self._addresses), 2 * slot), dtype=np.int64)
         addresses[: len(self._addresses)] = self._addresses
         addresses[slot] = record.ctypes.data
-        self._addresses = addresses  # replaced at once, because a step may be using the old ones
+        self._addresses = addresses  # replaced as a whole, because a running step may use the old array
 
     def drop(self, slot: int) -> None:
         """Removes an adapter that no running step uses."""

@@ -1,7 +1,7 @@
 """Configures glibc's malloc to keep freed memory for the next step, and returns memory to the system.
 
-By default malloc returns large temporaries to the system and gets newly zeroed pages for each. With a small model, that
-takes a quarter of a prompt's CPU time.
+By default, malloc returns large temporaries to the system and gets newly zeroed pages for each new one. With a small
+model, this takes a quarter of a prompt's CPU time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from malloc.h
 KEPT_NBYTES = 256 << 20  # free memory that is kept at the heap's end
 LARGEST_NBYTES = (
     32 << 20
-)  # larger temporaries are mapped. This is malloc's own limit; it must be set with the other parameter
-CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
+)  # larger temporaries are mapped. This is malloc's default, but it must be set together with the other parameter
+CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # users' settings
 
 
 def keep_what_is_freed() -> bool:
@@ -27,7 +27,7 @@ def keep_what_is_freed() -> bool:
 
 
 def give_pages_back(address: int, nbytes: int) -> None:
-    """Returns the whole pages of a range of private memory to the system; afterwards they are zeros or undefined."""
+    """Returns the whole pages in a range of private memory to the system; their contents become zeros or undefined."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
@@ -37,12 +37,12 @@ def give_pages_back(address: int, nbytes: int) -> None:
 
 
 def give_freed_back() -> None:
-    """Gives the freed memory that glibc's malloc keeps back to the system."""
+    """Returns the freed memory that glibc's malloc keeps to the system."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def resident_nbytes() -> int:
-    """Returns the memory that this process uses, including shared pages."""
+    """Returns the bytes of memory that this process uses, including shared pages."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE

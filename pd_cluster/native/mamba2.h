@@ -5,10 +5,10 @@
 #include "state_segments.h"
 
 #define MOST_STATE_SIZE 256
-#define MAMBA_TOKENS VL // the most tokens that are computed together
+#define MAMBA_TOKENS VL // maximum number of tokens that are computed together
 #define ROWS_TOGETHER 2 // rows of a state whose vectors stay in registers
 #if VL == 8
-#define COLUMNS 4 // vectors of each of these rows
+#define COLUMNS 4 // vectors of each such row
 #else
 #define COLUMNS 8
 #endif

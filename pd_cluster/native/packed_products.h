@@ -7,9 +7,9 @@
 #include "span_products.h"
 #include "amx_tiles.h"
 
-#define TILE_BLOCK 256 // rows for which a thread decodes weights only once, or keeps them in its cache
+#define TILE_BLOCK 256 // rows for which a thread decodes weights only once, or keeps the weights in its cache
 #define MOST_TOTALS (TILE_BLOCK * DECODED_PANELS * PANEL)
-#define FEW_DOTS 4 // up to this many rows, codes are multiplied without tiles; the integers are the same
+#define FEW_DOTS 4 // up to this number of rows, codes are multiplied without tiles, with the same integer results
 
 static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
@@ -28,7 +28,8 @@ static int way(const Product *p) {
     return HAVE_BF16_DOTS ? BY_DOTS : BY_FLOATS;
 }
 
-// Returns the largest number of rows for which each block decodes the codes in registers; for more, that is done once.
+// Returns the maximum number of rows for which each block decodes the codes in registers; for more, they are decoded
+// once.
 static int64_t most_in_registers(const Product *p) {
     if (p->form == FLOATS) return BLOCK_ROWS;
     if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
@@ -62,7 +63,8 @@ static void plan(const Product *p, Packed *w) {
     w->ready_rows = p->num_rows == 1 ? 1 : (p->num_rows + pad - 1) / pad * pad;
     w->width = w->by == BY_FLOATS ? 4 : p->activations == AS_CODES ? 1 : 2;
     w->span_nbytes = p->span_padded * w->width * w->together;
-    // The additional line avoids distances that are powers of two: such rows would compete for a few sets of the cache.
+    // The additional line avoids row distances that are powers of two, with which rows would compete for a few sets of
+    // the cache.
     w->row_nbytes = (w->num_spans * w->span_nbytes + 63) / 64 * 64 + 64;
 }
 
@@ -73,8 +75,9 @@ static int64_t scratch_nbytes(Product p, int64_t num_rows) {
     return w.ready_rows / w.together * w.row_nbytes + w.ready_rows * 4 * (1 + w.num_spans) + 2 * 64;
 }
 
-// Returns how many rows are packed and multiplied before the next ones. If weights are decoded, parts are small enough
-// that packed rows stay in the cache; they have about equal sizes, in whole blocks except for the last.
+// Returns how many rows are packed and multiplied before the next ones. If weights are decoded, these parts are so
+// small that packed rows stay in the cache. Parts have about equal sizes, and consist of whole blocks except for the
+// last one.
 static int64_t rows_of_part(const Product *p) {
     Packed w;
     plan(p, &w);
@@ -150,7 +153,7 @@ static Cut cut_of(const Packed *w, int64_t num_threads) {
     int64_t groups = (w->num_panels + panels - 1) / panels;
     while (!in_tiles && most_rows > 2 * LEAST_ROWS &&
            groups * ((num_rows + most_rows - 1) / most_rows) < 2 * num_threads)
-        most_rows = (most_rows / 2 + m - 1) / m * m; // few panels: threads share the rows
+        most_rows = (most_rows / 2 + m - 1) / m * m; // with few panels, threads share the rows
     int64_t items = (num_rows + most_rows - 1) / most_rows;
     int64_t rows = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m;
     return (Cut){panels, rows, groups, groups * items};
@@ -191,7 +194,7 @@ static void product_work(void *data) {
     if (w->by == BY_TILES) release_tiles();
 }
 
-// Plans a product and its memory. It has at most NEAR_ROWS rows, or its weights are not decoded.
+// Plans a product and its memory. The product must have at most NEAR_ROWS rows, or weights that are not decoded.
 static void begin_product(const Product *p, Packed *w) {
     *w = (Packed){0};
     plan(p, w);

@@ -1,7 +1,8 @@
-"""Linear layers in C with weights of 32, 16, 8 or 4 bits, packed once and multiplied as packed_weights.h describes.
+"""Linear layers in C. Their weights, of 32, 16, 8 or 4 bits, are packed once, and multiplied as packed_weights.h
+describes.
 
 A row's result depends neither on other rows nor on the number of threads. Activations and results are float32; each
-function states how it rounds activations first, and returns None if the kernels cannot run here.
+function below states how activations are rounded first, and returns None if the kernels cannot run here.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ Activations = Literal["float32", "bfloat16", "int8"]  # the form in which activa
 Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # packed_weights.h
-# The most inputs of a span (packed_weights.h) whose weights are decoded once for many rows; to float32, MOST_NUMBERS.
+# Maximum number of inputs of a span (packed_weights.h) if weights are decoded once for many rows; MOST_NUMBERS applies
+# to weights decoded to float32.
 MOST_DECODED = 128
 MOST_NUMBERS = 256
-MOST_EXACT_INPUTS = 65_536  # up to this many inputs, sums of products of codes stay below 2^31
+MOST_EXACT_INPUTS = 65_536  # up to this number of inputs, sums of products of codes stay below 2^31
 LEAST_MAGNITUDE = 2.0**-100  # rows whose values are all smaller get codes of zero
 
 _ACTIVATIONS: dict[Activations, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -39,7 +41,7 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 @dataclass(frozen=True, slots=True)
 class _PackedForm:
     code: int
-    word_inputs: int  # in 32 bits
+    word_inputs: int  # inputs per word of 32 bits
 
 
 _FLOAT32, _BF16 = _PackedForm(0, 1), _PackedForm(1, 2)
@@ -85,7 +87,7 @@ def _way(library: ctypes.CDLL, product: ProductCall) -> Way:
 
 
 def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
-    """Returns how bfloat16 weights are multiplied here; None without kernels."""
+    """Returns the way in which bfloat16 weights are multiplied here; None without kernels."""
     library = _library(flags)
     if library is None:
         return None
@@ -101,12 +103,12 @@ def multiplies_bf16() -> bool:
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns int8 codes [..., inputs] and float32 scales [..., 1] of the rows of x: x is about codes * scales.
 
-    Codes are symmetric with one scale per row: the row's largest magnitude is code 127, ties go to even. A row
-    with an infinity or NaN has scale NaN and codes 0. The kernels compute the same bits.
+    Codes are symmetric, with one scale per row: the row's largest magnitude becomes code 127, and ties are rounded to
+    even. A row with an infinity or NaN has the scale NaN and codes 0. The kernels compute the same bits.
     """
     most = x.abs().amax(dim=-1, keepdim=True)
     is_finite = most.isfinite()
-    inverse = torch.full_like(most, 127.0) / most  # 127.0 / most would be rounded twice
+    inverse = torch.full_like(most, 127.0) / most  # float32 division: `127.0 / most` would be rounded twice
     inverse = torch.where(is_finite & (most >= LEAST_MAGNITUDE), inverse, 0.0)
     codes = torch.where(inverse > 0, x * inverse, 0.0).round().to(torch.int8)
     return codes, torch.where(is_finite, most / 127.0, torch.nan)
@@ -139,7 +141,7 @@ def int8_linear(
     """Makes a layer from int8 codes [N, K] and float32 scales [N, G]; `quantize_rows` quantizes the activations.
 
     Within each of the G groups of inputs, sums of products of codes are exact integers; the groups are added in
-    float32. `group`: the inputs per group, K / G by default; give it if the last group is shorter.
+    float32. `group`: the number of inputs per group, by default K / G; give it if the last group is shorter.
     """
     return _pack(_INT8, codes, scales, None, bias, group, "int8", flags)
 
@@ -204,11 +206,11 @@ def fp8_weight_only_linear(
         raise ModelError("a weight of float8_e4m3fn is NaN")
     return _pack(
         _E4M3, codes, scales * 256.0, None, bias, group, activations, flags
-    )  # the kernels' numbers are multiplied by 2^-8 (packed_weights.h)
+    )  # undoes the factor 2^-8 of the kernels' numbers (packed_weights.h)
 
 
 class PackedProduct:
-    """Maps x [..., K] to x @ weight.T + bias, [..., N], for packed weights, in float32; the result has x's dtype."""
+    """Maps x [..., K] to x @ weight.T + bias, [..., N], for packed weights, in float32. The result has x's dtype."""
 
     __slots__ = ("_kept", "_product", "in_features", "library", "out_features")
 
@@ -219,11 +221,11 @@ class PackedProduct:
 
     @property
     def call(self) -> ProductCall:
-        """The product without its rows; it points to this layer's memory."""
+        """The product without rows; it points to this layer's memory."""
         return self._product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.float32:  # transformers' modules
+        if x.dtype != torch.float32:  # modules of transformers may pass other dtypes
             return self(x.float()).to(x.dtype)
         assert x.shape[-1] == self.in_features
         x = x.contiguous()
@@ -287,7 +289,7 @@ def _pack(
 
 
 def _spans(group: int, unit: int, activations: Activations, most: int) -> tuple[int, int, int]:
-    """Returns the number of spans per group, their inputs, and their inputs with padding.
+    """Returns the number of spans per group, the inputs of a span, and its inputs with padding.
 
     The last two are multiples of `unit`; a padded span consists of equal tiles.
     """
@@ -310,7 +312,7 @@ def _padded(codes: torch.Tensor, group: int, num_spans: int, span: int, padded: 
 
 def _words(codes: torch.Tensor, form: _PackedForm) -> torch.Tensor:
     """Returns codes [N, K] as int32 words [N, K / word_inputs]."""
-    if form is _INT4:  # each byte holds one of inputs 0 to 3 in its low half, and of 4 to 7 in its high half
+    if form is _INT4:  # each byte has one of inputs 0 to 3 in its low half, and one of inputs 4 to 7 in its high half
         low, high = codes.view(len(codes), -1, 2, 4).to(torch.uint8).unbind(2)
         codes = (low & 0xF | high << 4).view(len(codes), -1)
     return codes.contiguous().view(torch.int32)

@@ -1,9 +1,8 @@
 // The weights of packed products, and definitions that their kernels share.
-//
-// A word is 32 bits: consecutive inputs of one output. A panel is 16 outputs, [span][word][output]: a cache line holds
-// one word of each output. Inputs are divided into spans: a scale applies to whole spans, each span has its own sums,
-// and each is padded with zeros to whole words. Spans depend on the weight only, so a row's bits do not depend on other
-// rows.
+// A word has 32 bits, for consecutive inputs of one output. A panel has 16 outputs, [span][word][output], so that a
+// cache line has one word of each output. Inputs are divided into spans. A scale applies to whole spans; each span has
+// its own sums, and is padded with zeros to whole words. Spans depend only on the weight, so a row's bits do not depend
+// on other rows.
 #pragma once
 #include "thread_team.h"
 #include "simd_vectors.h"
@@ -14,17 +13,17 @@
 #define MOST_PANELS 4 // panels in a block of results
 #define MOST_ROWS 32   // rows in a block of tiles
 #define DECODED_NBYTES 16384
-#define DECODED_PANELS 2 // panels of floats; other forms are half as wide
+#define DECODED_PANELS 2 // decoded panels of floats; of other forms, which are half as wide, twice as many
 
-// Processors whose units for decoding work in parallel with those that multiply, so that decoding costs little time.
+// Processors on which units for decoding and for multiplying work in parallel, so that decoding costs little time.
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 #define IS_ZEN 1
 #else
 #define IS_ZEN 0
 #endif
 
-// A block of results in registers has up to BLOCK_ROWS rows, or CODE_ROWS if codes are multiplied. The number of
-// vectors of sums leaves room in registers for the operands.
+// A block of results in registers has up to BLOCK_ROWS rows, or CODE_ROWS if codes are multiplied. Its sums leave
+// enough registers for the operands.
 #define FEW_ROWS 4
 #if VL == 16
 #define BLOCK_ROWS 12
@@ -61,7 +60,7 @@
 
 enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // inputs per word: 1, 2, 4, 8 and 4
 enum { AS_FLOATS, AS_BF16S, AS_CODES };            // the form in which activations are multiplied
-enum { BY_FLOATS, BY_DOTS, BY_TILES };             // in register_blocks.h the first two, in amx_tiles.h the last
+enum { BY_FLOATS, BY_DOTS, BY_TILES };             // the first two are in register_blocks.h, the last in amx_tiles.h
 
 typedef struct {
     int64_t num_rows, inputs, outputs, num_threads;
@@ -85,7 +84,7 @@ typedef struct {
     float *row_scales;              // [ready_rows], if x is codes
     int32_t *sums;                  // [ready_rows][num_spans]: sums of x over each span, in the type of x
     int64_t next_row, next_item;
-    void (*make)(const void *, int64_t, int64_t); // writes rows of p->x from a first row on, as many as given; or null
+    void (*make)(const void *, int64_t, int64_t); // null, or writes rows of p->x: from a row on, that many
     const void *maker;                            // its first argument
     const int64_t *from, *to; // [num_rows] or null: rows of p->x to read; rows of p->out to which results are added
     const float *times;       // [num_rows], with `to`: factors of the results that are added
@@ -102,7 +101,7 @@ INLINE int shift4(int i) { return i < 4 ? 8 * i : 8 * i - 28; }
 INLINE vi load_words(const int32_t *p) { return (vi)load((const float *)p); }
 INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 
-// Returns e4m3 codes as floats, times 2^-8. It converts half precision, which has the same subnormals; on AMD it uses
+// Returns e4m3 codes as floats, times 2^-8. Converts them as half precision, which has the same subnormals; on AMD, as
 // subnormal floats, with which Intel's processors are a hundred times slower.
 INLINE vf e4m3_number(vi word, int i) {
     if (IS_ZEN) return (vf)((word << (24 - 8 * i)) >> 4 & (int32_t)0x87f00000) * 0x1p112f;

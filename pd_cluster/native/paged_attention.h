@@ -1,10 +1,9 @@
 // Paged attention over the block-major pool, and the operations just before it: norms of q and k, rotation, KV write.
-//
-// It has two forms. Decode (one query) computes several KV heads of a sequence together, and sequences whose block
-// tables begin with the same blocks; its vectors run along the head dimension. Otherwise one KV head is computed at a
-// time, and queries are the lanes of vectors: a tile of up to 2 * VL (token, head) rows is transposed once, keys and
-// values are broadcast from the pool, and the softmax needs no sum across a vector. Both keep a running maximum m and
-// sum l per row.
+// It has two forms. Decode (one query) computes several KV heads of a sequence together, as well as sequences whose
+// block tables begin with the same blocks; its vectors contain consecutive numbers of a head. Otherwise one KV head is
+// computed at a time, and queries are the lanes of vectors: a tile of up to 2 * VL rows (token, head) is transposed
+// once, keys and values are broadcast from the pool, and the softmax needs no sum across a vector. Both forms keep a
+// running maximum m and sum l per row.
 // A row's result does not depend on the rest of the batch.
 #pragma once
 #include "attention_decode.h"
@@ -16,16 +15,16 @@ static int is_decode(const Layer *y, int64_t query_len) {
     return query_len == 1 && y->num_heads <= MAX_GROUP * y->num_kv_heads;
 }
 
-// Returns how many sequences are computed together, from position `at` of the step's order on. If a window has passed
-// their first keys, they begin at different keys, and each is computed alone.
+// Returns how many sequences, from position `at` of the step's order on, are computed together. If their windows
+// exclude the first keys, they begin at different keys, and each is computed alone.
 static int64_t num_together(const Step *s, const Layer *y, int64_t at) {
     int64_t rows = s->together ? MAX(1, s->together[at]) : 1;
     int sees_all = !y->window || s->context_lens[s->order[at + rows - 1]] <= y->window;
     return sees_all && is_decode(y, 1) ? rows : 1;
 }
 
-// Returns the number of items for the KV heads of `rows` sequences that decode together: as many as they have
-// separately, if there are enough heads.
+// Returns the number of items for the KV heads of `rows` sequences that decode together. It is the same as for separate
+// sequences, if there are enough heads.
 static int64_t head_parts(const Work *w, int64_t rows) {
     const Layer *y = w->layer;
     int64_t nbytes = 8 * rows * y->num_heads * y->head_dim; // bytes of queries and sums

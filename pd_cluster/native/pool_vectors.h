@@ -1,6 +1,8 @@
-// The form of a vector of keys or values in the pool. Each library has one form, chosen by POOL at compile time.
+// The form in which the pool stores a vector of keys or values. Each library has one form, which POOL selects at
+// compile time.
 //
-// Floats are stored unchanged. Codes are followed by one float32 scale, all as bytes; kv/kv_vectors.py writes the same.
+// Floats are stored unchanged. A vector's codes are followed by its float32 scale, all as bytes; kv/kv_vectors.py uses
+// the same form.
 #pragma once
 #include "activation_packing.h"
 
@@ -64,7 +66,7 @@ INLINE vf numbers_at(const char *p, int64_t d, int64_t dim) {
 #endif
 }
 
-// Returns the scale of the numbers that numbers_at returns.
+// Returns the scale by which numbers_at's results must be multiplied.
 INLINE float scale_of(const char *p, int64_t dim) {
     if (!IS_CODED) return 1.0f;
     float scale;
@@ -72,14 +74,14 @@ INLINE float scale_of(const char *p, int64_t dim) {
     return POOL == POOL_FP8_E4M3 ? scale * 256.0f : scale; // see e4m3_number
 }
 
-// Returns the nearest code of e4m3, ties to even; |x| is at most 448 and a little.
+// Returns the nearest code of e4m3, ties to even; |x| may exceed 448 only by rounding.
 INLINE uint8_t to_e4m3(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
     uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1) - (120u << 23)) >> 20;
     float size = __builtin_fabsf(x);
-    uint32_t subnormal = (uint32_t)(int32_t)__builtin_rintf(size * 512.0f); // below 2^-6 steps are 2^-9
+    uint32_t subnormal = (uint32_t)(int32_t)__builtin_rintf(size * 512.0f); // below 2^-6, codes are 2^-9 apart
     return (uint8_t)(sign | (size < 0.015625f ? subnormal : normal));
 }
 

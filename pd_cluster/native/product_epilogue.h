@@ -5,8 +5,8 @@
 #include <arm_neon.h>
 #endif
 
-// Returns x rounded to float32: compilers must not fuse its multiplication with a later addition, because some machines
-// cannot.
+// Returns x rounded to float32. Prevents compilers from fusing its multiplication with a later addition, because some
+// machines cannot fuse them.
 INLINE vf rounded(vf x) {
 #if VL == 16
     __asm__("" : "+v"(x));
@@ -18,7 +18,7 @@ INLINE vf rounded(vf x) {
     return x;
 }
 
-// Returns a * b + c, rounded once if the machine can: compilers fuse only some of these expressions.
+// Returns a * b + c, rounded only once if the machine can do that; compilers fuse only some such expressions.
 INLINE vf fused(vf a, vf b, vf c) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -80,7 +80,8 @@ static void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows,
     }
 }
 
-// Writes results: totals times the scales of their rows, plus the bias. With `to`, results are rounded, then added.
+// Writes results: totals times the scales of their rows, plus the bias. With `to`, results are rounded and added to
+// rows.
 static void finish(const Packed *w, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
                    const float *totals) {
     const Product *p = w->p;

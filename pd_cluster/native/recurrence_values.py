@@ -1,4 +1,4 @@
-"""Values that describe a recurrent layer: a short convolution, a recurrence, and the norm after it."""
+"""Types that describe a recurrent layer: a short convolution, a recurrence, and the norm after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GATES: tuple[Gate, ...] = ("none", "silu after", "sigmoid after", "silu before")
 
 
 class ConvHeads(NamedTuple):
-    """Consecutive channels of a convolution, those of `num_heads` heads; one state plane keeps their last inputs."""
+    """Consecutive channels of a convolution, of `num_heads` heads, whose last inputs one state plane keeps."""
 
     num_heads: int
     channels: int
@@ -20,7 +20,7 @@ class ConvHeads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolution:
-    """A causal convolution of each channel; `has_silu`: each result is multiplied by its own sigmoid."""
+    """A causal convolution of each channel; `has_silu`: whether each result is multiplied by its own sigmoid."""
 
     weight: torch.Tensor  # [num_channels, kernel]
     bias: torch.Tensor | None  # [num_channels]
@@ -32,7 +32,7 @@ class Convolution:
 class GatedNorm:
     """A root-mean-square norm of each head, or of each group of heads, and a gate before or after it.
 
-    `weight` [num_features] of a head, or of all heads; None: no norm.
+    `weight`: [num_features] of one head or of all heads; None: no norm.
     """
 
     gate: Gate = "none"
@@ -42,7 +42,8 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedDelta:
-    """The gated delta rule. A decay is exp(-rate * softplus(decay + bias)), for a head or for each channel of its keys.
+    """The gated delta rule. A decay is exp(-rate * softplus(decay + bias)); there is one per head, or one per channel
+    of a head's keys.
 
     Source: "Gated Delta Networks" (Yang et al., 2024); by channel: "Kimi Linear" (2025).
     """
@@ -58,7 +59,7 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mamba2:
-    """Mamba-2's recurrence, whose steps are softplus(step + bias), limited.
+    """Mamba-2's recurrence. A step is softplus(step + bias), clamped to the limits.
 
     Source: "Transformers are SSMs" (Dao, Gu, 2024).
     """
@@ -75,7 +76,7 @@ class Mamba2:
 
 
 class StateInputs(NamedTuple):
-    """A layer's projections for the rows of a step, by use. Each is [num_rows, …], and rows may be strided."""
+    """A layer's projections for the rows of a step, by their use. Each is [num_rows, …], and rows may be strided."""
 
     convolved: torch.Tensor  # [num_rows, num_channels]
     decays: torch.Tensor | None = None  # [num_rows, num_heads] or [num_rows, num_heads * key_width]; Mamba-2's steps

@@ -1,12 +1,13 @@
-// Computes a recurrent layer between its projections in one parallel region: the convolution, then the recurrence with
-// the norm after it. Threads share sequences and heads; the tokens of one head are computed in order.
+// Computes the part of a recurrent layer between its projections in one parallel region: the convolution, then the
+// recurrence with the norm after it. Threads divide sequences and heads among them; the tokens of one head are computed
+// in order.
 #pragma once
 #include "convolution.h"
 #include "gated_delta.h"
 #include "mamba2.h"
 
 #define CONV_ROWS 64         // rows of a span that a thread computes at a time
-#define FEW_STATE_WORK 32768 // with fewer updates of state elements, over all tokens, one thread computes
+#define FEW_STATE_WORK 32768 // with fewer updates of state elements, over all tokens, one thread computes everything
 
 typedef struct {
     int64_t num_rows, num_threads, rows_at_once;
@@ -14,7 +15,7 @@ typedef struct {
     const Convolution *convolution;
     const Delta *delta; // null: the layer has none; mamba likewise
     const Mamba *mamba;
-    float *convolved;  // [rows_at_once][num_channels]; without a recurrence the output, [num_rows][num_channels]
+    float *convolved;  // [rows_at_once][num_channels]; without a recurrence it is the output, [num_rows][num_channels]
     int64_t *counters; // [2 * num_rows / rows_at_once + 3], zeros
 } StateLayer;
 
@@ -71,7 +72,7 @@ static void state_work(void *data) {
     for (int64_t i; (i = next_items(counter, 1)) < items;) keep_span(w->convolution, &w->sequences, i);
 }
 
-// Computes the layer's outputs; the states after each sequence's last row are in their blocks afterwards.
+// Computes the layer's outputs, and leaves the state after each sequence's last row in the sequence's block.
 void pd_states(StateLayer *w) {
     int64_t numbers = w->convolution->num_channels * w->convolution->kernel;
     if (w->delta) numbers += w->delta->num_heads * w->delta->key_width * w->delta->value_width;

@@ -1,5 +1,6 @@
-// Products in registers: a block of rows and panels at a time. Each result is one chain of additions over a span, from
-// the first input to the last, and one over the spans; blocks of any size have the same chains, so the same bits.
+// Products in registers, for a block of rows and panels at a time. Each result is one chain of additions over a span,
+// from the first input to the last, and one chain over the spans. Blocks of any size have the same chains, and so the
+// same bits.
 #pragma once
 #include "activation_packing.h"
 #include "decoded_weights.h"
@@ -7,22 +8,23 @@
 #include "product_epilogue.h"
 
 #ifndef MANY_ROWS
-#define MANY_ROWS 192 // the most rows of an item: their x of one span stays in the L2 cache
+#define MANY_ROWS 192 // maximum number of rows of an item; their x of one span stays in the L2 cache
 #endif
 #ifndef MANY_PANELS
-#define MANY_PANELS 8 // the most panels of an item
+#define MANY_PANELS 8 // maximum number of panels of an item
 #endif
-#define PART_WORDS 128 // words of a span that are multiplied with all rows before the next: 2 panels stay in the L1
-#define FEW_BLOCKS 3   // with more blocks parts are twice as long; up to here short ones are prefetched in time
+#define PART_WORDS 128 // words of a span that are multiplied with all rows before the next; 2 panels stay in L1
+#define FEW_BLOCKS 3   // with more blocks, parts are twice as long; with fewer, short parts are prefetched in time
 #define PANELS_OF(m, sums) ((m) * 4 * PARTS <= (sums) ? 4 : (m) * 2 * PARTS <= (sums) ? 2 : 1)
 
-// The way of a product, constant in each loop: the form of the words, and the form in which they are multiplied.
+// The way in which a product is computed, constant in each loop: the words' form, and the form in which they are
+// multiplied.
 typedef struct {
     int form, as;
 } Way;
 
-// Adds the products of x [word][row] with words of some panels to sums [row][MOST_PANELS][PANEL], or to zeros if it
-// `begins`. Prefetches a line for each word of each panel, from `ahead` on; panels are `ahead_stride` apart.
+// Adds the products of x [word][row] with words of some panels to sums [row][MOST_PANELS][PANEL] or, with `begins`, to
+// zeros. Prefetches a line for each word of each panel, from `ahead` on, where panels are `ahead_stride` apart.
 typedef void Kernel(const int32_t *x, const int32_t *words, int64_t panel_stride, int64_t num_words,
                     const int32_t *ahead, int64_t ahead_stride, int32_t *sums, int begins);
 
@@ -50,8 +52,8 @@ INLINE vi operand(Way y, vi word, int i) {
     return y.form == BF16S ? word : pair(y.form, word, i);
 }
 
-// Returns sum + w * x; the vectors have integer type but hold floats. In C, compilers would keep each sum in two
-// registers, one per type, and run out of registers.
+// Returns sum + w * x, for vectors of integer type that contain floats. It is assembly, because compilers would keep
+// each sum in two registers, one per type, and run out of registers.
 INLINE vi add_number(vi sum, vi w, vi x) {
 #if VL >= 8 && defined(__FMA__)
     __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -75,7 +77,7 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
         sums[r][q] = begins ? (vi){0} : load_words(to + r * MOST_PANELS * PANEL + q * VL);
     int64_t k = 0;
-    do { // at least once: a path around the loop would need copies of the sums
+    do { // runs at least once, because a path around the loop would need copies of the sums
         vi word[MOST_PANELS * PARTS], w[MOST_PANELS * PARTS];
         UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *at = words + q / PARTS * panel_stride + k * PANEL + q % PARTS * VL;
@@ -94,8 +96,8 @@ INLINE void multiply_words(Way y, int m, int v, const int32_t *x, const int32_t 
         store((float *)to + r * MOST_PANELS * PANEL + q * VL, (vf)sums[r][q]);
 }
 
-// Defines the kernels of a way: for each number of rows one for PANELS_OF panels, and one for a single panel. They are
-// separate functions because compilers keep the sums of inlined loops in memory.
+// Defines the kernels of a way: for each number of rows, one for PANELS_OF panels, and one for a single panel. They are
+// separate functions, because compilers keep the sums of inlined loops in memory.
 #define KIND Kernel // the type of the kernels that the macros below define
 #define KERNEL(name, m, v, form, as)                                                                                   \
     static __attribute__((noinline)) void name(const int32_t *x, const int32_t *words, int64_t panel_stride,           \

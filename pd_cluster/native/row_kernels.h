@@ -5,7 +5,7 @@
 #include "thread_team.h"
 #include "simd_vectors.h"
 
-#define SMALL 32768 // fewer elements are computed on one thread, because waking another costs as much
+#define SMALL 32768 // fewer elements are computed on one thread, because waking another thread costs as much
 
 typedef struct {
     float *x;
@@ -47,7 +47,7 @@ static int64_t rows_at_once(int64_t num_rows, int64_t num_threads) {
     return num_threads > 1 ? MAX(1, MIN(16, num_rows / (2 * num_threads))) : num_rows;
 }
 
-// Computes x [num_rows, features] += delta if there is one, then out = x / rms(x) * weight.
+// Computes x [num_rows, features] += delta, if there is a delta, then out = x / rms(x) * weight.
 void pd_norm(float *x, const float *delta, const float *weight, float *out, int64_t num_rows, int64_t features,
              float eps, int64_t num_threads) {
     if (num_rows * features < SMALL) num_threads = 1;
@@ -97,7 +97,7 @@ static void gate_row(const float *gate, const float *up, float *out, int64_t n, 
     }
 }
 
-// Gates num_rows rows from a first row on.
+// Gates `num_rows` rows from `row` on.
 static void make_gated(const void *data, int64_t row, int64_t num_rows) {
     const GateWork *w = data;
     int64_t n = w->features;

@@ -1,4 +1,4 @@
-// Vectors of the machine's width, and a few operations on them that C lacks. Needs GCC or clang.
+// Vectors of the machine's width, and a few operations on them that C does not have. Needs GCC or clang.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 #if defined(__AVX512F__)
 #define VL 16 // floats in a vector
 #define KR 8  // rows of a register tile: KR * 2 accumulators, 2 vectors and a broadcast must fit in registers
-#define GT 4  // query heads that share a pass over the values when decoding
+#define GT 4  // query heads that share a pass over the values in decode
 #define QT 8  // vectors of a query that stay in registers together with VL sums
 #elif defined(__AVX2__)
 #define VL 8
@@ -40,7 +40,7 @@ INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-// Keeps x in a register. Otherwise compilers may read it from memory again for each use.
+// Keeps x in a register; otherwise compilers may read it from memory for each use.
 INLINE vf in_register(vf x) {
 #if VL == 16
     __asm__("" : "+v"(x));
@@ -48,8 +48,8 @@ INLINE vf in_register(vf x) {
     return x;
 }
 
-// Returns a * b + sum, rounded once if the machine can. By default compilers fuse only some of such sums: for example,
-// not those of 256 bits in loops for AMD's processors.
+// Returns a * b + sum, rounded only once if the machine can do that. By default, compilers fuse only some such sums;
+// for AMD's processors, for example, not those of 256 bits in loops.
 INLINE vf multiply_add(vf a, vf b, vf sum) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -62,7 +62,7 @@ INLINE vf multiply_add(vf a, vf b, vf sum) {
 #endif
 }
 
-// Returns the larger value per lane; if either is NaN, the second.
+// Returns the larger value per lane, or the second value if either is NaN.
 INLINE vf vmax(vf a, vf b) {
 #if VL == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);

@@ -1,11 +1,11 @@
-// Products with short spans: kernels add sums to totals themselves. Each block of rows decodes the weights in
-// registers, and one call processes all spans of some panels; or the weights are decoded first (cached_products.h).
-// Both have the same chains of additions, so the results have the same bits.
+// Products with short spans, whose kernels add the sums to totals themselves. Either each block of rows decodes the
+// weights in registers, and one call processes all spans of some panels, or the weights are decoded first
+// (cached_products.h). Both have the same chains of additions, so results have the same bits.
 #pragma once
 #include "cached_products.h"
 
 #define X_NBYTES 524288 // activations of an item whose weights are decoded in registers; they stay in the L2 cache
-#define LEAST_ROWS 64 // the fewest rows of an item, at any width, because each item reads the weights again
+#define LEAST_ROWS 64 // minimum number of rows of an item, whatever the width, because each item reads the weights again
 
 typedef struct {
     const int32_t *x, *sums; // x of a block: [span][word][row]; sums of its rows: [row][span]
@@ -15,7 +15,7 @@ typedef struct {
     const float *scales, *zeros; // those of the first panel, or null
     float *totals;               // [row][panels of the item][PANEL]
     int64_t stride;
-    int fetches_next; // the panels' own words are in the cache already
+    int fetches_next; // prefetch `next`, because the panels' own words are in the cache already
 } Spans;
 
 typedef void SpansKernel(const Spans *s);
@@ -48,7 +48,7 @@ INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
                 }
             }
         } while (++k < s->num_words);
-        // From here on many sums are read from memory: otherwise compilers copy registers in the loop.
+        // From here on many sums are read from memory; otherwise compilers copy registers in the loop.
         if (m > 2) {
             UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++)
                 store(kept + (r * v * PARTS + q) * VL, (vf)sums[r][q]);
@@ -109,8 +109,8 @@ TABLE(8, codes4, SPAN_SUMS, CODES4, AS_CODES)
 #else
 TABLE(4, codes4, SPAN_SUMS, CODES4, AS_CODES)
 #endif
-// Returns the rows per block of a product with floats: the number with a kernel and the least work, where each block
-// costs the time of one more row.
+// Returns the rows per block of a product with floats. Among the numbers that have a kernel, it is the one with the
+// least work, where each block costs as much as one additional row.
 #define HAS_ROWS(table, m) ((m) <= (int64_t)(sizeof table / sizeof *table) && table[(m) - 1][0])
 static int64_t rows_of_numbers(int64_t num_rows, int64_t form, int decodes) {
     int64_t best = 0, least = INT64_MAX;
@@ -124,7 +124,7 @@ static int64_t rows_of_numbers(int64_t num_rows, int64_t form, int decodes) {
 }
 #undef HAS_ROWS
 
-// Whether this file computes the product.
+// Whether the functions in this file compute the product.
 static int goes_over_spans(const Packed *w) {
     const Product *p = w->p;
     return p->activations == AS_CODES ? p->form == CODES4 : w->by == BY_FLOATS || p->form != BF16S;
@@ -150,7 +150,7 @@ static int64_t spans_panels(const Packed *w, int64_t m) {
     return PANELS_OF(m, SMALL_SUMS);
 }
 
-// Returns a kernel's arguments that depend only on the product: some panels, all spans.
+// Returns those of a kernel's arguments that depend only on the product, for some panels and all spans.
 static Spans spans_of(const Packed *w, int64_t num_panels) {
     const Product *p = w->p;
     return (Spans){.x_stride = w->ready_rows / w->together * w->span_nbytes / 4, .sum_stride = w->num_spans,
@@ -159,7 +159,7 @@ static Spans spans_of(const Packed *w, int64_t num_panels) {
                    .spans_ahead = MAX(1, AHEAD / (w->span_words * PANEL)), .stride = num_panels * PANEL};
 }
 
-// Prefetches the memory of a block's results: waiting for it at the end took a thirtieth of the time of long prompts.
+// Prefetches the memory of a block's results. Without this, long prompts waited for it a thirtieth of their time.
 static void fetch_results(const Packed *w, int64_t row, int64_t panel, int64_t num_panels) {
     for (int64_t r = row; r < MIN(row + w->together, w->p->num_rows); r++)
         for (int64_t q = panel; q < panel + num_panels; q++) __builtin_prefetch(out_row(w, r) + q * PANEL, 1);

@@ -1,7 +1,8 @@
-// Chooses the keys that each token of sparse latent attention sees, by index keys stored in the pool next to latents.
-//
-// A key's score is the sum over heads of weight * max(0, query . key). The best `most` keys are chosen; among equals
-// the first. Heads are lanes, and their sums have one order: a score's bits do not depend on other rows.
+// Chooses the keys that each token of sparse latent attention sees, by index keys, which the pool stores next to
+// latents.
+// A key's score is the sum over heads of weight * max(0, query . key). The `most` keys with the highest scores are
+// chosen; of equal scores, the first ones. Heads are lanes, and are added in a fixed order, so a score's bits do not
+// depend on other rows.
 #pragma once
 #include "attention_prefill.h"
 
@@ -38,7 +39,8 @@ static void keep_index_key(const IndexWork *w, int64_t token) {
     put_vector(w->keys + token * y->width, y->width, place);
 }
 
-// Lays out a token's queries, [tiles][width][LANES], and weights, [tiles][LANES]; lanes without a head have weight 0.
+// Writes a token's queries as [tiles][width][LANES], and its weights as [tiles][LANES]; lanes without a head have
+// weight 0.
 static void lay_out_heads(const IndexWork *w, int64_t token, int64_t tiles, float (*q)[LANES], float (*weight)[LANES]) {
     const Index *y = w->index;
     const float *from = w->queries + token * y->num_heads * y->width;
@@ -59,7 +61,7 @@ INLINE void score_keys(int64_t tiles, int64_t width, float (*q)[LANES], float (*
         for (int64_t tile = 0; tile < tiles; tile++) {
             vf sum[KR][2];
             UNROLL for (int i = 0; i < KR; i++) sum[i][0] = sum[i][1] = (vf){0};
-            dot_lanes(q + tile * width, 2, key + j, width, sum);
+            dot_lanes(q + tile * width, 2, key + j, width, 0, sum);
             UNROLL for (int i = 0; i < KR; i++) UNROLL for (int c = 0; c < 2; c++)
                 total[i] += vmax((vf){0}, sum[i][c]) * load(weight[tile] + c * VL);
         }
@@ -99,8 +101,8 @@ INLINE uint32_t ordered(float score) {
 
 // Writes the indexes of the best `most` of n scores, ascending.
 static __attribute__((noinline)) void select_keys(const float *scores, int64_t n, int64_t most, int32_t *chosen) {
-    uint32_t found = 0; // the worst chosen number, digit by digit
-    int64_t wanted = most; // how many to choose among scores that begin with the digits found so far
+    uint32_t found = 0; // the lowest chosen score, found digit by digit
+    int64_t wanted = most; // how many scores to choose among those that begin with the digits found so far
     for (int shift = 32 - DIGIT_BITS, known = 0; known < 32; known += DIGIT_BITS, shift = MAX(shift - DIGIT_BITS, 0)) {
         int64_t counts[NUM_DIGITS] = {0}, digit = NUM_DIGITS - 1;
         uint32_t mask = known ? ~0u << (32 - known) : 0;
@@ -125,7 +127,7 @@ static void index_work(void *data) {
     int64_t spans = (w->longest + SPAN - 1) / SPAN, *counter = w->counters;
     for (int64_t first = 0; first < w->num_rows; first += w->num_slab, counter += 2) {
         int64_t count = MIN(w->num_slab, w->num_rows - first);
-        if (s->num_threads > 1) runtime.barrier(); // keys are written, and the last slab's scores read
+        if (s->num_threads > 1) runtime.barrier(); // all keys are written, and the last slab's scores are read
         for (int64_t item; (item = next_items(counter, 1)) < count * spans;) {
             int64_t row = first + item / spans, at = item % spans * SPAN;
             int64_t stop = MIN(at + SPAN, num_seen(s, w->seqs[row], w->rows[row]));

@@ -1,7 +1,7 @@
-"""Recurrent layers in C, between their projections: a short convolution, a recurrence, and the norm after it.
+"""Computes recurrent layers in C, between their projections: a short convolution, a recurrence, and the norm after it.
 
-Tokens of a sequence are computed one by one, with its state's planes, so results are bitwise independent of steps'
-boundaries and of other rows. Knows nothing of models; all values are float32.
+The tokens of a sequence are computed one by one, with the planes of its state, so results depend, bit by bit, neither
+on the boundaries of steps nor on other rows. Knows nothing of models; all values are float32.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from pd_cluster.native import build
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
-ROWS_AT_ONCE = 128  # rows in a phase, so that its results stay in the cache for the next phase
+ROWS_AT_ONCE = 128  # rows per phase, whose results stay in the cache for the next phase
 KERNELS = range(2, 9)  # convolution.h, gated_delta.h, mamba2.h
-MOST_WIDTH = 256  # the widest key, or state of B and C
+MOST_WIDTH = 256  # maximum width of keys, and of B and C
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -173,12 +173,12 @@ class StateKernel:
         return call
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        kept = tensor.detach().float().flatten().clone()  # not a view of the loaded weights
+        kept = tensor.detach().float().flatten().clone()  # a copy, so that the loaded weights can be freed
         self._kept.append(kept)
         return kept.data_ptr()
 
     def _fill_norm(self, call: _GatedNorm, norm: GatedNorm, width: int) -> None:
-        """`width`: the width of a head, if each head's norm may have its own weights."""
+        """`width`: the width of a head, from which follows whether each head has its own weights in the norm."""
         call.gate_kind, call.eps = GATES.index(norm.gate), norm.eps
         if norm.weight is not None:
             call.weight = self._keep(norm.weight)
@@ -187,10 +187,10 @@ class StateKernel:
     def __call__(
         self, inputs: StateInputs, planes: Sequence[torch.Tensor], table: npt.NDArray[np.int32]
     ) -> torch.Tensor:
-        """Returns [num_rows, num_features]; afterwards `planes` hold the states after the last rows.
+        """Returns [num_rows, num_features]. Leaves the states after the last rows in `planes`.
 
-        `planes`: the recurrent state's, if there is one, then those of the convolution's parts, each [num_blocks, …]
-        float32, blocks being strided. `table` [num_segments, 4]: see model/inputs/state_rows.py.
+        `planes`: the plane of the recurrent state, if there is one, then the planes of the convolution's parts, each
+        [num_blocks, …] float32 with strided blocks. `table` [num_segments, 4]: see model/inputs/state_rows.py.
         """
         num_rows = len(inputs.convolved)
         assert table.dtype == np.int32
@@ -222,7 +222,7 @@ class StateKernel:
         return out
 
     def _fill(self, call: _Delta | _Mamba, inputs: StateInputs, out: torch.Tensor) -> None:
-        """Sets the addresses of a step's rows, except those of the convolution's results."""
+        """Sets the addresses of a step's rows, except for the convolution's results."""
         num_rows = len(out)
         assert inputs.decays is not None
         decays, stride = _rows(inputs.decays, num_rows, self._num_decays)

@@ -1,11 +1,12 @@
-// Definitions that kernels of recurrent layers share: segments and states of sequences, parts of vectors, gates.
+// Definitions that the kernels of recurrent layers share: segments and states of sequences, parts of vectors, gates.
 #pragma once
 #include <math.h>
 
 #include "row_kernels.h"
 
-// Rows [first, stop) of a sequence, computed in order; they read and update the state in `block`. The state after the
-// last row is copied to `keep`, unless it is -1. Segments of a sequence are consecutive (model/inputs/state_rows.py).
+// Rows [first, stop) of a sequence. They are computed in order, and read and update the state in `block`. The state
+// after the last row is copied to block `keep`, unless `keep` is -1. A sequence's segments are consecutive
+// (model/inputs/state_rows.py).
 typedef struct {
     int32_t first, stop, block, keep;
 } Segment;
@@ -62,8 +63,8 @@ INLINE vf exponential(vf x) { return exp2v(x * LOG2E); }
 // Returns 1 / (1 + e^-x).
 INLINE vf logistic(vf x) { return 1.0f / (exp2v(at_most(x * -LOG2E, 126.0f)) + 1.0f); }
 
-// Returns log(1 + e^x) = max(x, 0) + log(1 + y) with y = e^-|x|. The logarithm is 2 artanh(s), s = y / (2 + y) <= 1 / 3,
-// whose series gives it to 2e-9 before rounding.
+// Returns log(1 + e^x) = max(x, 0) + log(1 + y) with y = e^-|x|. The logarithm is 2 artanh(s) with s = y / (2 + y) <= 1
+// / 3; its series has an error of 2e-9 before rounding.
 INLINE vf softplus(vf x) {
     vf y = exp2v(-vmax(x, -x) * LOG2E), s = y / (y + 2.0f), square = s * s;
     vf series = splat(1.0f / 15);
@@ -92,7 +93,7 @@ static __attribute__((noinline)) float squares_of(const float *x, int64_t n) {
 #define SIGMOID_AFTER 2 // likewise
 #define SILU_BEFORE 3   // gate first, then norm
 
-// A norm of heads or of groups of heads, and a gate.
+// A norm over each head or group of heads, and a gate.
 typedef struct {
     int64_t gate_kind, gate_stride; // stride: floats from row to row
     const float *gate;              // [num_rows][num_features], strided

@@ -1,4 +1,4 @@
-// Copies that bypass the cache: destination lines are not read first and do not evict other data.
+// Copies memory past the cache: destination lines are not read first, and do not evict other data.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -33,7 +33,7 @@ void pd_copy(uint8_t *restrict to, const uint8_t *restrict from, int64_t nbytes)
         PD_STREAM(to + at + 2 * width, c);
         PD_STREAM(to + at + 3 * width, d);
     }
-    _mm_sfence(); // the bytes must be visible before any thread learns of them
+    _mm_sfence(); // makes the bytes visible before any thread learns that they are there
     memcpy(to + at, from + at, nbytes - at);
 #else
     memcpy(to, from, nbytes);

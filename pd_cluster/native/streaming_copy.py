@@ -1,4 +1,4 @@
-"""Copies large ranges of memory past the cache, faster than memcpy; in C, if a compiler is found."""
+"""Copies large ranges of memory past the cache, which is faster than memcpy; uses C, if there is a compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.native import build
 
 log = logging.getLogger(__name__)
 
-MIN_NBYTES = 64 << 10  # smaller copies are better kept in the cache
+MIN_NBYTES = 64 << 10  # smaller copies should stay in the cache
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pd_cluster.native import build
 
-WORD_NBITS = 64  # of the kernel's masks
+WORD_NBITS = 64  # size of a word in the kernel's core masks
 
 
 def team_binding() -> Callable[[int, frozenset[int]], list[int]]:

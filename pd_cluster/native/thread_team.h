@@ -1,4 +1,4 @@
-// Uses the threads of torch's own OpenMP runtime, called by address, so that there is only one pool.
+// Runs work on the threads of torch's own OpenMP runtime, called by address, so that there is only one thread pool.
 #pragma once
 #include <stdint.h>
 #ifdef __SSE__
@@ -22,8 +22,8 @@ typedef struct {
     void *data;
 } Task;
 
-// Runs a thread's share with subnormal numbers enabled, whatever the thread's own setting: e4m3 codes become such
-// numbers (packed_weights.h), and a row's bits must not depend on the thread.
+// Runs a thread's share of the work with subnormal numbers enabled, whatever the thread's own setting. e4m3 codes
+// become such numbers (packed_weights.h), and a row's bits must not depend on the thread.
 static __attribute__((noinline)) void with_subnormals(void *data) {
     const Task *task = data;
 #ifdef __SSE__

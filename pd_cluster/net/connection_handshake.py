@@ -1,4 +1,4 @@
-"""Opens connections: greets a peer at the connecting end, and admits one at the listening end.
+"""Opens connections: greets the peer at the connecting end, and admits it at the listening end.
 
 The tables are in docs/protocol/pairs.md, "Opening a connection"; peer_admission.py decides. Knows nothing of the
 messages that follow the greetings.
@@ -32,7 +32,7 @@ NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 # between a scheduler and a worker these refusals last as long as both processes live
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)
-PERIOD_S, MOST_LINES = 10.0, 20  # limits the log lines about refused peers, which may connect at any rate
+PERIOD_S, MOST_LINES = 10.0, 20  # the most log lines per period about refused peers: peers may connect at any rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,9 @@ class Handshake:
             self._connections.lose(connection, f"{CLOSED}: {error}")
 
     def welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
-        """Opens a connection whose listening end has answered, if the answer proves the secret and the node."""
+        """Opens a connection whose listening end has answered, if the answer proves that it has the secret and the
+        node's key.
+        """
         if not self._admission.is_proof(welcome.proof, connection.peer, connection.peer_key):
             self._connections.lose(connection, OTHER_SECRET)
             return

@@ -1,7 +1,7 @@
 """Publishes batches of KV events as vLLM does: a PUB with sequence numbers, and a ROUTER that replays past batches.
 
 Frames: topic, sequence (8 bytes, big-endian), batch in msgpack. A separate thread owns the sockets, so `publish` never
-blocks. Batches that cannot be queued are counted, and so are subscribers that fall behind; both see gaps in the
+blocks. Counts batches that cannot be queued and subscribers that fall behind; in both cases subscribers see gaps in the
 sequence numbers. Endpoints that other hosts can reach are CURVE sockets, open to owners of keys in the list of trusted
 nodes.
 """
@@ -35,7 +35,7 @@ MAX_REQUEST_NBYTES = 64
 BIND_RETRY_S, BIND_TIMEOUT_S = (
     0.02,
     5.0,
-)  # retry period while a port is still in use, and the time after which that is an error
+)  # the retry period while a port is still in use, and the time after which this is an error
 LOG_AGAIN_S = 60.0  # the time between log lines about the same problem
 
 
@@ -124,7 +124,7 @@ class EventPublisher:
             except Exception as error:  # the thread's outermost loop: an exception here would stop all events
                 if time.monotonic() > self._logged_s + LOG_AGAIN_S:
                     self._logged_s = time.monotonic()
-                    log.exception("KV events: an error; publishing continues")
+                    log.exception("KV events: an error occurred; publishing continues")
                 self._is_broken = self._is_broken or isinstance(error, zmq.ZMQError)
                 time.sleep(BIND_RETRY_S)
 
@@ -165,7 +165,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers, or to no subscriber if a queue is full."""
+        """Sends to all subscribers, returns True; if a subscriber's queue is full, sends to none and returns False."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

@@ -1,4 +1,4 @@
-"""Replays past batches of KV events over a ROUTER that never blocks, for slow readers too.
+"""Replays past batches of KV events over a ROUTER that never blocks, even for slow readers.
 
 A reader receives one replay after another, and one end mark for each of its requests.
 """
@@ -30,7 +30,7 @@ def frames_of(topic: bytes, number: int, payload: bytes) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Replay:
-    """Past batches on their way to a reader.
+    """Past batches that are being sent to a reader.
 
     `due`: the sequence number of the next batch, below `stop`; None: only end marks remain. `num_ends`: end marks to
     send, one for this request and one for each later request that was refused. `until_s`: the deadline for the reader
@@ -79,7 +79,7 @@ class EventReplays:
         for replay in self.under_way:
             now_s = time.monotonic()
             if replay.client in has_time:
-                replay.until_s = now_s + REPLAY_S  # waits behind an earlier replay to this client
+                replay.until_s = now_s + REPLAY_S  # its time begins when earlier replays to this client have ended
             else:
                 try:
                     self._try(socket, replay)

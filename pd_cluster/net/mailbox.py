@@ -1,6 +1,6 @@
-"""One process's ZeroMQ sockets, owned by one thread: a bound ROUTER, and a DEALER for each peer it connects to.
+"""Owns one process's ZeroMQ sockets, on one thread: a bound ROUTER, and a DEALER for each peer that it connects to.
 
-Delivers messages, detects silent peers, sends heartbeats, drops messages for another epoch. connection_handshake.py
+Delivers messages, detects silent peers, sends heartbeats, and drops messages for another epoch. connection_handshake.py
 opens connections; mailbox_connections.py holds the open ones. Knows nothing of requests or KV cache. Every frame is an
 authenticated CURVE frame.
 """
@@ -76,7 +76,7 @@ class Mailbox:
         )
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()  # guards `_wake_fd`: after a close, its number may belong to another file
+        self._wake_lock = threading.Lock()  # guards `_wake_fd`, whose number may belong to another file after a close
         self._is_woken = False  # a wake-up that the thread has not processed yet
         self._poller = self._connections.poller
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -206,7 +206,7 @@ class Mailbox:
                 before_s = self._clock()
                 if self._wake_fd in events:
                     os.eventfd_read(self._wake_fd)
-                self._is_woken = False  # reset after the read, which would swallow a later wake-up
+                self._is_woken = False  # only after the read, which would swallow a wake-up that comes in between
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:

@@ -1,6 +1,6 @@
-"""The open connections of one mailbox: lookup, sending, loss.
+"""Keeps the open connections of one mailbox: finds them, sends over them, and drops lost ones.
 
-Used on the mailbox's thread. Knows nothing of how a connection opens, nor when its peer is presumed dead.
+Used on the mailbox's thread. Knows nothing of how a connection opens, or of when its peer is presumed dead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sends a map over a connection: first a snapshot, then only the changes. Pure.
 
 A worker's links and the list of live workers are sent this way: docs/protocol/membership.md, "Snapshots and deltas".
-Both ends keep their state for one connection, which preserves the order of messages and closes if a message is lost. So
-a number that does not follow the last one is a fault of the sender.
+Both ends keep their state for one connection, which preserves the order of messages and closes if a message is lost. A
+number that does not follow the last one is therefore the sender's fault.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.types import LinkState
 
 SNAPSHOT = 1  # the number of a snapshot; 0: no map is sent
-MOST_ENTRIES = 1 << 16  # the most entries of a map: bounds its memory
+MOST_ENTRIES = 1 << 16  # the most entries of a map; limits its memory
 
 V = TypeVar("V")
 
 
 class DeltaLost(Exception):
-    """A delta does not follow what was received before."""
+    """A delta does not follow the last message that was received."""
 
 
 class MapDelta(NamedTuple, Generic[V]):
@@ -119,7 +119,7 @@ class PeersSender:
         self._term = 0
 
     def next(self, peers: Sequence[wire.PeerInfo], term: int, conns: Sequence[str]) -> dict[str, wire.Peers]:
-        """Returns the message for each of these connections, which are all that exist; often empty."""
+        """Returns connection -> message, often empty. `conns`: all existing connections."""
         before, self._sent = self._sent, _by_key(peers)
         if term != self._term:
             self._numbers.clear()

@@ -1,8 +1,8 @@
-"""The files of node keys: a node's own private keys, and the list of the nodes that a cluster trusts.
+"""Reads and writes the files of node keys: a node's own private keys, and the list of the nodes that a cluster trusts.
 
-A node is a host, under a name that an operator gives it. `NODE.key` is for that host alone; the list holds only public
-keys and the names of revoked nodes. Every error is one line that names the node, the file and the remedy, and never
-shows a private key. Knows nothing of connections.
+A node is a host, under a name that an operator gives it. `NODE.key` stays on that host; the list has only public keys
+and revoked keys with their nodes' names. Every error is one line that names the node, the file and the remedy, and
+never shows a private key. Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PublicPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     @property
     def id(self) -> str:
-        """Returns the short form that people use to refer to it."""
+        """Returns the short form by which people refer to the key."""
         return self.public[:12]
 
     def is_over(self, now_s: float) -> bool:
@@ -270,7 +270,7 @@ def now_text() -> str:
 
 
 def _read(file: Path, forbidden: int, way_out: str) -> str:
-    """Raises ConfigError for every fault, including those of the file system."""
+    """Reads a text file. Raises ConfigError for every fault, including those of the file system."""
     try:
         with open(file, "rb", opener=_opened) as stream:
             _check_status(file, os.fstat(stream.fileno()), forbidden, way_out)

@@ -1,8 +1,8 @@
-"""Proofs of node keys: what a process shows of its own node, and what it accepts from others.
+"""Makes a process's proofs of its own node, and checks those of its peers.
 
 The tables are in docs/protocol/pairs.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the
-other process's key share (X25519). So only the owner of the node's private key can make it, and it is valid for this
-connection alone. Files are read again when they change. Knows nothing of sockets.
+other process's key share (X25519). So only the owner of the node's private key can make the proof, and the proof is
+valid only for this connection. Files are reread when they change. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class ProvenNode(NamedTuple):
 
 
 class ReloadedFile(Generic[T]):
-    """A file that is read again when it changes. If reading fails, the last content stays, and each look tries
-    again.
-    """
+    """A file that is reread when it changes. If reading fails, the last content stays, and every `look` tries again."""
 
     def __init__(self, file: Path, read: Callable[[Path], T]) -> None:
         """Raises ConfigError for a file that cannot be used."""
@@ -57,7 +55,9 @@ class ReloadedFile(Generic[T]):
         self._problem = ""
 
     def look(self) -> bool:
-        """Returns whether the content is new. Each problem is logged once, for as long as it lasts."""
+        """Rereads the file if it has changed; returns whether the content is new. Logs a problem only once while it
+        lasts.
+        """
         if (stamp := stamp_of(self.file)) == self._stamp:
             self._problem = ""
             return False
@@ -130,8 +130,8 @@ class Nodes:
     ) -> ProvenNode:
         """Checks a peer's proofs of its node. `end`: the peer's end. `host`: where this process reached it.
 
-        A proof counts if its key is in the list; others cost no computation. Raises ConfigError with the reason for
-        refusal, in one line.
+        Only proofs whose key is in the list are computed and counted. Raises ConfigError with the reason for refusal,
+        in one line.
         """
         if self._trusted is None:
             return ProvenNode()
@@ -163,7 +163,7 @@ class Nodes:
         return ProvenNode(node, tuple(each.public_key for each in counted))
 
     def problem(self, node: str, keys: Sequence[bytes]) -> str:
-        """Returns why a node that has proved these keys may have no connection now; "" if it may have one.
+        """Returns why a node that has proved these keys may not be connected now; "" if it may.
 
         A key that was removed from the list opens no new connections, but keeps those that are open, so that keys can
         be rotated.
@@ -218,7 +218,8 @@ class Nodes:
 def shared_secret(private: bytes, public: bytes) -> bytes:
     """Returns the secret of X25519 that the owners of two key pairs share.
 
-    Raises ValueError for a key of another length, and for a public key that gives every owner the same secret.
+    Raises ValueError for a key of a wrong length, and for a public key with which every private key gives the same
+    secret.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
@@ -255,7 +256,7 @@ def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: 
 def _mac(
     secret: bytes, end: End, prover: str, prover_key: bytes, peer: str, peer_key: bytes, node: str, public: bytes
 ) -> bytes:
-    """Returns the proof of one end of one connection. It covers both processes' names, epochs and keys."""
+    """Returns the proof that one end of a connection sends. It covers both processes' names, epochs and keys."""
     key = hashlib.sha256(b"pd-cluster node 1" + secret).digest()
     of = "\n".join((end, prover, prover_key.hex(), peer, peer_key.hex(), node, public.hex()))
     return hmac.digest(key, of.encode(), "sha256")

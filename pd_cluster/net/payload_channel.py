@@ -1,6 +1,6 @@
-"""One direction of payloads between two processes over ZeroMQ: encrypted, and authenticated at both ends by CURVE.
+"""Sends payloads in one direction between two processes over ZeroMQ, encrypted and authenticated at both ends by CURVE.
 
-Each end creates a key pair for this channel alone, and learns the other's public key over a connection that is already
+Each end creates a key pair for this channel only, and learns the other's public key over a connection that is already
 authenticated; no other client is admitted. Knows nothing of tensors or of what payloads mean. The table is in
 docs/protocol/pairs.md, "The encrypted pair".
 """
@@ -18,10 +18,10 @@ from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key,
 from ranktable_tools.host_addresses import bracketed
 
 MAX_PAYLOAD_NBYTES = 1 << 30
-NUM_UNREAD = 4  # payloads that the receiver holds; further ones stay at the sender
+NUM_UNREAD = 4  # payloads that the receiver queues; further ones wait at the sender
 TAG_NBYTES = 8
 DOMAIN = "payloads"  # the ZAP domain: a socket with a domain admits no client when no authenticator answers
-POLL_S = 0.05  # the time between checks of the connection during the wait for a payload
+POLL_S = 0.05  # the time between checks of the connection while a payload is being sent
 
 
 class PayloadError(RuntimeError):
@@ -55,21 +55,21 @@ class PayloadReceiver:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Answers ZAP's question about a client's public key, on a thread of its own."""
+        """Answers ZAP's question about a client's public key; runs on the authenticator's thread."""
         return decode_key(key) == self._peer_key
 
     def accept(self, timeout_s: float) -> None:
         """Waits until the other end has connected; no other client is admitted afterwards. Raises PayloadError."""
         if not self._monitor.poll(int(1000 * timeout_s)):
             raise PayloadError(f"the other end did not connect within {timeout_s:g} s")
-        # with no authenticator, ZAP_ENFORCE_DOMAIN refuses all clients; an unbind would close the connection
+        # Without an authenticator, ZAP_ENFORCE_DOMAIN refuses all clients. An unbind would also close the connection.
         self._authenticator.stop()
         self._socket.disable_monitor()
 
     def receive(self, nbytes: int, tag: int, timeout_s: float) -> memoryview:
         """Returns the next payload, which must have this tag and size. Raises PayloadError."""
         if not self._socket.poll(int(1000 * timeout_s)):
-            raise PayloadError(f"nothing came within {timeout_s:g} s")
+            raise PayloadError(f"nothing arrived within {timeout_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
         if len(frames) != 2 or frames[0].bytes != tag.to_bytes(TAG_NBYTES, "big"):
             raise PayloadError("a payload arrived that is not the announced one")

@@ -1,4 +1,4 @@
-"""Authentication of peers: which key may connect, under which name, and how the listening end proves itself.
+"""Authenticates peers: decides which key may connect under which name, and makes the listening end's proof.
 
 The tables are in docs/protocol/pairs.md, "Opening a connection". Knows nothing of sockets.
 """
@@ -15,11 +15,11 @@ from pd_cluster.settings.process_configs import Credentials
 from ranktable_tools import public_keys
 
 JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
-SCHEDULER = ""  # instead of a worker's name@epoch
+SCHEDULER = ""  # takes the place of a worker's name@epoch
 
 
 class Life(NamedTuple):
-    """One life of a process: after a restart it is another peer."""
+    """One life of a process: after a restart, the process counts as another peer."""
 
     name: str
     epoch: int
@@ -36,9 +36,7 @@ def join_key(secret: bytes) -> bytes:
 
 
 class Fence:
-    """Distinguishes orders of the scheduler that owns membership from those of an earlier owner, by their fencing
-    numbers.
-    """
+    """Tells orders of the scheduler that owns membership from orders of earlier owners, by their fencing numbers."""
 
     def __init__(self) -> None:
         self.term = 0  # the highest term that this process has received
@@ -68,11 +66,11 @@ class Admission:
         self.fence = Fence()
 
     def may_connect(self, key: bytes) -> bool:
-        """Answers ZAP, on its thread: may a client with this public key connect at all?"""
+        """Whether a client with this public key may connect at all. ZAP calls it, on its own thread."""
         return key in self._admitted
 
     def set_peers(self, peers: Sequence[wire.PeerInfo]) -> None:
-        """From now on admits only schedulers and the peers that a valid order of a scheduler names."""
+        """From now on, admits only schedulers and these peers, which a scheduler's valid order has named."""
         named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
         self._admitted = {**named, **self._schedulers}
 

@@ -1,4 +1,4 @@
-"""A port's TLS context, reloaded when its files change. Knows nothing of connections."""
+"""Keeps a port's TLS context, and reloads it when its files change. Knows nothing of connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ZeroMQ sockets as this project configures them: CURVE with a key pair per process, bounded queues, no lingering."""
+"""Opens ZeroMQ sockets as this project configures them: CURVE with a key pair per process, bounded queues, no
+lingering.
+"""
 
 from __future__ import annotations
 

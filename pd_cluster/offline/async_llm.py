@@ -1,6 +1,6 @@
-"""vLLM's and TACO-LLM's asynchronous engine, over the offline engine: streams outputs on the caller's event loop.
+"""vLLM's and TACO-LLM's asynchronous engine: streams the offline engine's outputs on the caller's event loop.
 
-Knows nothing of HTTP, which `pd-cluster up` serves.
+Knows nothing of HTTP; `pd-cluster up` starts an HTTP server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineArgs:
-    """The arguments of `LLM`, by name; an engine that is made of them checks them."""
+    """The arguments of `LLM`, by name. They are checked when an engine is made from them."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
         self.arguments = {"model": model, **arguments}
@@ -73,8 +73,8 @@ class AsyncLLMEngine:
         """Yields the prompt's output as it grows; the last output is `finished`.
 
         `prompt`: a str, a dict with "prompt" or "prompt_token_ids", or a list of token ids. Each output has everything
-        so far, unless `sampling_params.output_kind` is DELTA or FINAL_ONLY. Leaving the iteration ends the work.
-        After `abort` the last output has finish_reason "abort".
+        so far, unless `sampling_params.output_kind` is DELTA or FINAL_ONLY. Leaving the iteration ends the work. After
+        `abort`, the last output has the finish_reason "abort".
 
         Raises RequestError for an invalid request, and another PdClusterError if the work fails later.
         """

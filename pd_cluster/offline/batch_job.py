@@ -110,12 +110,12 @@ async def _shown(batch: BatchRunner, left: Iterator[BatchEntry], total: int, out
 
 @contextlib.asynccontextmanager
 async def _synced(output: Output) -> AsyncIterator[None]:
-    """Syncs regularly, so that a power cut loses only the most recent answers, and none after the end."""
+    """Syncs the output regularly and at the end: a power cut during the batch loses only the most recent answers."""
 
     async def sync() -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
-            await asyncio.to_thread(output.sync)  # the next write raises its exceptions, too
+            await asyncio.to_thread(output.sync)  # errors are left to the next write, which raises them, too
 
     syncing = asyncio.create_task(sync())
     try:
@@ -172,7 +172,7 @@ def opened_target(name: str) -> Iterator[Target]:
 
 def _sync_folder_of(name: str) -> None:
     """Syncs the folder, so that a power cut does not lose the file itself."""
-    with contextlib.suppress(OSError):  # some systems do not support it
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         fd = os.open(Path(name).absolute().parent, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -17,7 +17,7 @@ from pd_cluster.service.text_service import TextService
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 256 << 20  # the bytes of lines in progress, so that huge lines run one after another
+MAX_NBYTES = 256 << 20  # maximum bytes of the lines in progress: huge lines run one after another
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class Counts:
     """The counts of this run."""
 
     num_done: int = 0
-    num_failed: int = 0  # the answered requests with a status other than 200
+    num_failed: int = 0  # answers with a status other than 200
     num_output_tokens: int = 0
     first_failure: str = ""  # "line 3, custom_id 'a': the error"
 
 
 class BatchRunner:
-    """`write` receives each answer's line, in the order in which they are ready; its exceptions end the batch."""
+    """`write` receives the line of each answer when the answer is ready; its exceptions end the batch."""
 
     def __init__(self, service: TextService, write: Callable[[bytes], None], concurrency: int) -> None:
         self._calls = InProcessApi(service)

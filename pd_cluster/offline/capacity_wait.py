@@ -1,4 +1,4 @@
-"""Lets requests of a program wait in cases in which a server would tell clients to try again."""
+"""Lets a program's requests wait for capacity where a server would refuse them and ask clients to try again."""
 
 from __future__ import annotations
 

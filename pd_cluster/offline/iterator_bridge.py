@@ -1,4 +1,4 @@
-"""Reads an asynchronous generator of the engine's event loop on the caller's event loop. Independent of its items."""
+"""Lets a caller's event loop read a generator that runs on the engine's loop. Knows nothing of its items."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stopped(Exception):
 async def bridged(
     offline: OfflineService, items: AsyncGenerator[T, None], started: Callable[[Future[None]], None]
 ) -> AsyncGenerator[T, None]:
-    """Yields the items. `started` receives the work's future; if it is cancelled, this raises Stopped.
+    """Yields the items. `started` receives the work's future; if that future is cancelled, raises Stopped.
 
     `items` is always closed at the end.
     """
@@ -46,7 +46,7 @@ async def bridged(
         except asyncio.CancelledError:
             last = Stopped()
             raise
-        except Exception as error:  # the reader handles it
+        except Exception as error:  # the reader raises it
             last = error
         finally:
             put(last)

@@ -53,8 +53,8 @@ class LoRARequest:
 class PromptAdapterRequest:
     """A prompt adapter in the folder `prompt_adapter_local_path`: its virtual tokens come before the prompt's tokens.
 
-    `prompt_adapter_num_virtual_tokens`: must be the folder's number. The folder's content identifies the adapter, so
-    name and id may be reused.
+    `prompt_adapter_num_virtual_tokens` must equal the number in the folder. The folder's content identifies the
+    adapter, so name and id may be reused.
     """
 
     prompt_adapter_name: str
@@ -124,7 +124,7 @@ class RequestedAdapters:
     ) -> None:
         """`started`: name -> digest of the adapters that the engine has had from its start."""
         self._settings, self._started, self._load = settings, set(started.values()), load
-        self._known: dict[tuple[object, ...], str] = {}  # the files that were read -> digest
+        self._known: dict[tuple[object, ...], str] = {}  # identity of the files -> digest
 
     def variants(
         self, requests: Sequence[LoRARequest | None], prompts: Sequence[PromptAdapterRequest | None] = ()

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Instant:
-    """One instant in two clocks."""
+    """One instant, as two clocks show it."""
 
     wall_s: float = field(default_factory=time.time)
     monotonic_s: float = field(default_factory=time.monotonic)
@@ -163,7 +163,7 @@ def _failed(ask: LLMRequest, error: Exception, generation: Generation | None, ar
 
 
 def _prompt_text(service: TextService, ask: LLMRequest, generation: Generation) -> str | None:
-    if ask.prompt is None:  # the template's text is not kept; its tokens are
+    if ask.prompt is None:  # of a rendered conversation only the tokens are kept
         return service.tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False)
     return _text_of(ask.prompt)
 
@@ -231,7 +231,7 @@ def _metrics(service: TextService, ask: LLMRequest, arrival: Instant) -> Request
     if admitted_s is not None:
         begun_s = min(
             max(admitted_s, arrival.monotonic_s), first_s
-        )  # other processes' clocks are only known approximately
+        )  # clamped, because times of other processes are only approximate
         metrics.inference_start_time = arrival.wall(begun_s)
         metrics.time_in_queue = begun_s - arrival.monotonic_s
         metrics.model_forward_time = now_s - begun_s

@@ -1,7 +1,7 @@
 """Converts `LLM`'s arguments to an OfflineConfig: flags of `pd-cluster serve` by their Python names, checked as there.
 
-Each argument is honoured, ignored with one warning if it cannot matter, or refused with the reason; an unknown argument
-is an error with the nearest known name. Starts nothing.
+Each argument is honoured, ignored with one warning if it cannot matter, or refused with the reason. The error for an
+unknown argument suggests the nearest known name. Starts nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ OTHERS = table(
         ),
     )
 )
-# The signature's defaults, which have no effect.
+# Defaults of the signature; an argument with this value counts as not given, and has no effect.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192, "swap_space": 4}
 HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and worker processes
 
@@ -122,7 +122,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
 
 
 def _num_instances(arguments: Mapping[str, Any]) -> int:
-    """Returns the number of instances of each role that several ranks require; 0: one process is enough."""
+    """Returns how many instances of each role are needed for the arguments' ranks; 0: one process is enough."""
     names = "tensor_parallel_size", "data_parallel_size"
     num_ranks, number = (size if isinstance(size := arguments.get(name, 1), int) else 1 for name in names)
     if number > 1:
@@ -139,14 +139,14 @@ def _num_instances(arguments: Mapping[str, Any]) -> int:
 
 
 def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that differ from defaults, by setting name, with the types of a command line."""
+    """Returns the arguments that differ from their defaults, by setting, in the types that a command line gives."""
     aliases = MISSPELT | {alias: each.name for each in settings().values() for alias in each.names[1:]}
     found: dict[str, Any] = {}
     with in_python_names():
         given = in_own_terms(given)
     for name in sorted(
         given, key=aliases.__contains__, reverse=True
-    ):  # sorted after its alias, so that it overrides the alias
+    ):  # aliases come first, so that a setting's own name overrides them
         setting, value = aliases.get(name, name), given[name]
         if value is not None and value != DEFAULTS.get(setting):  # the signature's default does not count as given
             found[setting] = value
@@ -163,7 +163,7 @@ def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def in_python_names() -> Iterator[None]:
-    """Makes errors of code that the command line shares name arguments instead of flags."""
+    """Makes errors name arguments instead of flags, also in code that the command line uses."""
     try:
         yield
     except ConfigError as error:

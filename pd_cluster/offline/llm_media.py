@@ -1,4 +1,4 @@
-"""Reads the images and videos that callers pass as objects. Every refusal is a RequestError that names the place."""
+"""Reads the images and videos that callers pass as objects. A RequestError names the refused object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IGNORED = ("duration", "video_backend", "do_sample_frames", "width", "height")  
 
 
 def check_picture(item: object, place: str) -> None:
-    """Raises RequestError for anything but an image of Pillow."""
+    """Raises RequestError unless the object is a Pillow image."""
     if not all(hasattr(item, name) for name in ("size", "mode", "convert", "getexif")):
         param = place.partition("[")[0].partition(".")[0]
         raise RequestError(f"{place}: {type(item).__name__}; must be a PIL.Image.Image", param=param)

@@ -11,7 +11,7 @@ OK = 200  # error_code of an answer without error
 
 
 class Logprob(NamedTuple):
-    """The logprob of one token at its position; `rank` 1: the most likely token."""
+    """The logprob of a token at one position; `rank` 1: the most likely token."""
 
     logprob: float
     rank: int | None = None
@@ -49,10 +49,10 @@ class CompletionOutput:
 
 
 class CompletionOutputs(list[CompletionOutput]):
-    """The n answers of a prompt, best first. Its attributes are those of the first answer.
+    """The n answers of a prompt, best first. Attribute access reads the first answer.
 
-    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index` is the first answer's, too, not the
-    method of lists.
+    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index`, too, is the first answer's index and
+    not the method of lists.
     """
 
     @property
@@ -67,7 +67,7 @@ class CompletionOutputs(list[CompletionOutput]):
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Times in seconds. `arrival_time` and the three below are Unix times (`time.time()`), the others durations.
+    """Times in seconds. `arrival_time` and the next three fields are Unix times (`time.time()`), the others durations.
 
     None: unknown. A step computes tokens of many requests, so `model_forward_time` includes simultaneous work on other
     requests. vLLM's `first_token_time` is a Unix time; here, as in FastDeploy, it is the time to the first token.

@@ -1,4 +1,5 @@
-"""`LLM.embed` and `LLM.encode`, with vLLM's names: parameters, outputs, and the work between them.
+"""`LLM.embed` and `LLM.encode`: their parameters and outputs, with vLLM's names, and the work that turns prompts into
+outputs.
 
 A request's failure is never raised: its output reports it, and other requests are not affected.
 """
@@ -86,7 +87,7 @@ def check_task(name: str, task: Any) -> None:
 
 
 def paired_pooling(params: Any, num_prompts: int) -> list[PoolingParams]:
-    """Returns the checked parameters of each prompt. Raises RequestError, also for parameters of sampling."""
+    """Returns the checked parameters of each prompt. Raises RequestError, also for SamplingParams."""
     if params is None:
         params = PoolingParams()
     if isinstance(params, PoolingParams | SamplingParams):

@@ -1,5 +1,4 @@
-"""Reads prompts, conversations and parameters in all accepted forms, and returns one list of each. Ignores their
-meaning.
+"""Reads prompts, conversations and parameters in all accepted forms, and returns a list of each.
 
 Every refusal is a RequestError, before any work.
 """

@@ -47,7 +47,7 @@ def with_adapters(
 
 
 def named(ask: LLMRequest, request_id: str, priority: int) -> LLMRequest:
-    """Returns the request under its caller's name. Raises RequestError."""
+    """Returns the request with the id and priority that its caller gave. Raises RequestError."""
     given = {"prompt": "", "priority": priority}
     request = ask.request.model_copy(update={"priority": checked(given, CompletionRequest).priority})
     return replace(ask, request_id=request_id, request=request)
@@ -62,7 +62,7 @@ def requests_for_prompts(
 ) -> list[LLMRequest]:
     """Makes a request for each prompt. `guided` applies to all of them. Raises RequestError."""
     check_have_text(prompts, has_text)
-    parsed: dict[int, CompletionRequest] = {}  # id of parameters, which prompts may share -> the parsed request
+    parsed: dict[int, CompletionRequest] = {}  # id() of the parameters, which prompts may share -> the parsed request
     asks = []
     for prompt, each in zip(prompts, params, strict=True):
         request = parsed.get(id(each))

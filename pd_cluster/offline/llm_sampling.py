@@ -1,6 +1,6 @@
 """Sampling parameters in vLLM's and FastDeploy's form, and their conversion to the API's fields.
 
-Does not check values: the code that checks HTTP requests does so.
+Does not check values; the code that checks HTTP requests checks these, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GUIDES = ("json", "regex", "choice", "grammar")
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """vLLM's guide for the output. `json`: a schema (a dict, a string, or a pydantic model)."""
+    """vLLM's parameters of guided output. `json`: a schema (a dict, a string, or a pydantic model)."""
 
     json: Any = None
     regex: str | None = None
@@ -43,7 +43,7 @@ class GuidedDecodingParams:
 
 
 class LLMGuidedOptions(TypedDict, total=False):
-    """TACO-LLM's and vLLM's former guide, for `guided_options_request`: at most one, as in GuidedDecodingParams."""
+    """TACO-LLM's and vLLM's former parameters of guided output, for `guided_options_request`; at most one is set."""
 
     guided_json: Any
     guided_regex: str
@@ -56,7 +56,7 @@ class LLMGuidedOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class GuidedDecodingRequest:
-    """LLMGuidedOptions as an object. A second guide raises RequestError on use."""
+    """LLMGuidedOptions as an object. If more than one guide is set, its use raises RequestError."""
 
     guided_json: Any = None
     guided_regex: str | None = None
@@ -93,7 +93,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """vLLM's and FastDeploy's parameters. The defaults are those of HTTP: the model's own, or none.
+    """vLLM's and FastDeploy's parameters. The defaults are the same as over HTTP: the model's own, or none.
 
     `max_tokens` counts output tokens, as in vLLM and the API; with `max_tokens_includes_prompt=True` it also counts the
     prompt, as in FastDeploy's documentation. In both cases the context (`max_model_len`) limits an answer, and a larger
@@ -130,7 +130,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     logprobs: int | None = None  # the number of most likely tokens to return with each token
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None  # logprobs of these tokens, instead of the most likely, with each token
+    logprob_token_ids: list[int] | None = None  # return the logprobs of these tokens, not of the most likely
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -195,7 +195,7 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 def plain(name: str, value: Any) -> Any:
     """Returns the value as decoded JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
-    if name == "logits_processors":  # these are always refused
+    if name == "logits_processors":  # no list of them is accepted, so there is nothing to convert
         return value
     try:
         return _plain(value)

@@ -1,6 +1,6 @@
 """One engine in this process, on a separate thread, as the only instance of a router.
 
-It is a worker like any other, but exchanges messages between threads. Knows nothing of text.
+The engine is a worker like any other, but exchanges messages with the router's thread. Knows nothing of text.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ NAME = "engine"
 END_TIMEOUT_S = 30.0  # the time for the current step to end
 POLL_S = 0.005
 NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # the caller can interrupt a wait
-# A dead worker process is not restarted, so waiting for one would only help with a lost connection.
+# A dead worker process is not restarted. Only a lost connection may come back, and that takes little time.
 SPLIT_TIMEOUTS = Timeouts(request_timeout_s=0.0, replay_wait_s=5.0)
 
 
 class LocalEngine:
-    """Must be made on the event loop of its `router`; `start` loads the model."""
+    """Must be constructed on the event loop of its `router`; `start` loads the model."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError."""
@@ -88,8 +88,8 @@ class LocalEngine:
         self._inbox.put(StopEngine())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
-                await self._ended.wait()  # rather than `join` on a thread, which cannot start at the interpreter's end
-                self._thread.join(END_TIMEOUT_S)  # the thread's work has ended
+                await self._ended.wait()  # not `join` on another thread, which cannot start while the interpreter ends
+                self._thread.join(END_TIMEOUT_S)  # returns soon, because the thread's work has ended
 
     async def load_adapter(self, folder: AdapterFolder) -> None:
         """Loads an adapter; returns when requests may use it. Raises ModelError, Unavailable."""
@@ -134,12 +134,12 @@ class LocalEngine:
         """Does nothing: the only connection is permanent."""
 
     def beat(self) -> None:
-        """Reports the version of the weights; nobody needs the rest of a heartbeat."""
+        """Reports the version of the weights, the only part of a heartbeat that is used here."""
         if self._weights is not None:
             self._call(self._roster.on_heartbeat, NAME, wire.Load(weights=self._weights.status))
 
     def beat_soon(self) -> None:
-        """Does nothing: nobody reads a heartbeat's figures here."""
+        """Does nothing, because a heartbeat's figures are not used here."""
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():
@@ -156,7 +156,7 @@ class LocalEngine:
 
     def _work(self) -> None:
         self._loaded.set_running_or_notify_cancel()  # from now on the load cannot be cancelled
-        with contextlib.ExitStack() as ending:  # the next garbage collection frees the worker itself
+        with contextlib.ExitStack() as ending:  # the worker itself is freed by garbage collection
             try:
                 loop, info = self._load(ending)
             except BaseException as error:
@@ -175,7 +175,7 @@ class LocalEngine:
         self._call(self._roster.on_closed, NAME, reason)
 
     def _load(self, ending: contextlib.ExitStack) -> tuple[Loop, InstanceInfo]:
-        """Makes the loop. `ending` receives the cleanup for the worker's end."""
+        """Makes the loop. `ending` receives the callbacks that clean up when the worker ends."""
         import torch
 
         from pd_cluster.devices.openmp_spinning import Spinning

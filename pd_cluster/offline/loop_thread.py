@@ -1,4 +1,4 @@
-"""An event loop on a separate thread, for synchronous callers. Independent of the work that runs on it."""
+"""An event loop on a separate thread, for synchronous callers. Knows nothing of the work that runs on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the work's result. If the wait ends early, as with Ctrl-C, ends the work first."""
+        """Returns the work's result. If Ctrl-C ends the wait, cancels the work and waits for its end."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called from the engine's own event loop, which would wait for itself; await instead")
@@ -61,14 +61,14 @@ class LoopThread:
             raise Closed("this engine is closed; make a new one")
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Yields the items, which may be computed ahead."""
+        """Yields the items. Later items may be computed before the caller asks for them."""
         try:
             while (item := self.run(_next(items))) is not None:
                 yield item[0]
         finally:
             if self._is_closed:
                 pass
-            elif threading.current_thread() is self._thread:  # any thread may collect an abandoned reader
+            elif threading.current_thread() is self._thread:  # an abandoned reader may be collected on any thread
                 self.start(_close(items))
             else:
                 self.run(_close(items))

@@ -51,20 +51,19 @@ PromptAdapter = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | N
 class LLM:
     """A model, its tokenizer and the memory for its KV cache, in this process or in worker processes.
 
-    `prefill` and `decode` are numbers of worker processes: the first compute prompts, the second compute outputs.
+    `prefill` and `decode` are the numbers of worker processes that compute prompts and that compute outputs.
     Without them the engine runs in this process. A context manager; `close` releases everything.
 
-    A forked process cannot use it and must make another. `del` ends it like `close`.
+    A forked process must make its own LLM. `del` ends the engine as `close` does.
 
     Every other argument is TACO-LLM's, FastDeploy's, or a flag of `pd-cluster serve` by its Python name
-    (docs/flags.md). Each is honoured, ignored with one warning if it cannot matter, or refused with the reason. Worth
-    knowing:
+    (docs/flags.md). Each is honoured, ignored with one warning if it cannot matter, or refused with the reason. Note:
 
-    - `dtype` "auto" is the checkpoint's, except on the CPU: there it is float32, because 16-bit computation is slow.
-      TACO-LLM's documentation converts a float32 checkpoint to float16; this project does not. Warnings report both.
-      "float16" and "bfloat16" are honoured.
-    - `gpu_memory_utilization` 0.9, the default, has no effect: the pool then has a size that suits the CPU, whose
-      memory other processes use, too. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
+    - `dtype` "auto" is the checkpoint's dtype, except on the CPU, where it is float32, because 16-bit computation is
+      slow. TACO-LLM's documentation converts a float32 checkpoint to float16; this project does not. Warnings report
+      both. "float16" and "bfloat16" are honoured.
+    - `gpu_memory_utilization` 0.9, the default, has no effect: the pool then gets a size that suits a CPU, whose memory
+      other processes also use. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
     - `seed` determines the seeds of requests without a seed, in the order of the input, so that the same script gives
       the same output; None: random seeds.
     - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides still
@@ -154,8 +153,8 @@ class LLM:
         guided_json and so on.
 
         Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
-        value of a parameter, an unsupported argument. The `error_code` and `error_msg` of a prompt's output report
-        errors that depend on the model (a prompt that is too long, an unusable guide) and later failures.
+        value of a parameter, an unsupported argument. Errors that depend on the model (a prompt that is too long, an
+        unusable guide) and later failures are reported in the `error_code` and `error_msg` of the prompt's output.
         """
         if inputs is not None:
             refuse({"prompts": prompts}, "inputs are also given")
@@ -211,9 +210,9 @@ class LLM:
 
         `chat_template`: a template's source; None: the model's template. `chat_template_kwargs`: its variables,
         such as {"enable_thinking": False}. `tools` need LLM(…, tool_call_parser=…), or a `tool_choice`.
-        `allow_control_tokens` True: the text of a control token in a message, such as "<|im_end|>", is that token; None
-        means LLM(…, allow_control_tokens=…), which is False by default, as over HTTP. Prompts of `generate` may always
-        contain control tokens.
+        `allow_control_tokens` True: the text of a control token in a message, such as "<|im_end|>", becomes that token;
+        None: as LLM(…, allow_control_tokens=…) says, which is False by default, as over HTTP. Prompts of `generate` may
+        always contain control tokens.
         """
         if not self._has_text:
             raise RequestError("messages: need a tokenizer; leave skip_tokenizer_init out", "messages")
@@ -249,7 +248,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Lora = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns the vector of each prompt, in order, as `.outputs.embedding`.
+        """Returns an output for each prompt, in order, with its vector in `.outputs.embedding`.
 
         A vector is the final hidden state (after the last norm) of the prompt's last token, or the mean over all tokens
         if the checkpoint's `1_Pooling/config.json` says so. It is cut to `dimensions` values and divided by its norm.
@@ -281,7 +280,7 @@ class LLM:
 
     @property
     def weights(self) -> WeightCommands:
-        """The commands that replace the weights: `start_weight_update` and those after it."""
+        """The commands that replace the weights: `start_weight_update` and the methods below it."""
         return self._offline.weights
 
     def start_weight_update(self, mode: str = "wait") -> None:
@@ -291,9 +290,10 @@ class LLM:
         self.weights.start_weight_update(mode)
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Checks {"update_info": {"folder": …}}, or receives the tensors of its three lists from the trainer's group.
+        """Checks the folder in {"update_info": {"folder": …}}, or receives the tensors in its three lists from the
+        trainer's group.
 
-        Raises RequestError that names the tensor, and then changes nothing.
+        Raises RequestError that names the faulty tensor, without changing anything.
         """
         self.weights.update_weights(request)
 
@@ -344,7 +344,7 @@ class LLM:
         self.close()
 
     def _say_what_it_became(self, dtype: str) -> None:
-        """Logs the number of blocks, and the meaning of "auto" if the documentations differ."""
+        """Logs the number of blocks, and the dtype chosen by "auto" where other engines' documentation differs."""
         own = self._offline.checkpoint.config
         on_disk = used = own.get("dtype") or own.get("torch_dtype") or "float32"
         for instance in self._offline.service.router.membership.instances:

@@ -1,6 +1,6 @@
 """The base of `LLM`, `pipeline` and `run-batch`: a text service with an engine or worker processes.
 
-Independent of its callers' names and forms.
+Knows nothing of its callers' names and forms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pd_cluster.settings.setting import declared
 
 T = TypeVar("T")
 
-LAUNCHED = ("model", "tensor_parallel_size", "data_parallel_size", "seed")  # set by the Launch, or by this process
+LAUNCHED = ("model", "tensor_parallel_size", "data_parallel_size", "seed")  # the Launch or this process sets them
 
 
 class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
-    served_model_names: tuple[str, ...] = ()  # names of the model for requests; empty: the last part of its path
+    served_model_names: tuple[str, ...] = ()  # the model's names in requests; empty: the last part of its path
     sampling_override: dict[str, int | float | None] = {}  # as in ApiConfig
     structured_outputs: StructuredOutputs = StructuredOutputs()
     arguments: tuple[str, ...] = ()
@@ -124,12 +124,12 @@ class OfflineService:
         return future
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Yields the items as this thread asks for them. Leaving the iteration closes the generator."""
+        """Yields the items on this thread. Leaving the iteration closes the generator."""
         self._check_process()
         yield from self._loop.iterate(items)
 
     def _check_process(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
-        """Raises Closed in a fork: a fork does not have the threads, so a wait would never end."""
+        """Raises Closed in a fork, which does not have the threads, so that a wait would never end."""
         if not self._parts.is_own:
             if work is not None:
                 work.close()
@@ -173,7 +173,7 @@ class OfflineService:
 
 
 class _Resources:
-    """The parts that an `OfflineService` ends. Has no reference to it, so that it can be collected."""
+    """The parts that an `OfflineService` ends. They do not refer to the service, so that it can be collected."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -184,7 +184,7 @@ class _Resources:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the service; forks lack its threads."""
+        """Whether this process made the service; a fork does not have its threads."""
         return os.getpid() == self.pid
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class _Resources:
             atexit.unregister(self.close)
 
     def end(self) -> None:
-        """Ends without waiting, because any thread, even the loop's, may collect abandoned objects."""
+        """Ends everything without waiting, because garbage collection may call this on any thread, even the loop's."""
         if self.is_own:
             self.loop.end(self._close())
             atexit.unregister(self.close)

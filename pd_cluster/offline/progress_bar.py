@@ -54,7 +54,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _nobody_has_to_read(self) -> Iterator[None]:
-        """Ignores errors of a closed pipe or terminal, so that no answers are lost."""
+        """Stops showing progress if the pipe or terminal is closed; the call continues, so that no answers are lost."""
         try:
             yield
         except (OSError, ValueError):

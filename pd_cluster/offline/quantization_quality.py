@@ -15,7 +15,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 Samples = list[list[int]]
 TEXT_FIELDS = ("text", "prompt", "content")
-LEAST_TOKENS = 2  # the fewest tokens of a sample, so that at least one token is predicted
+LEAST_TOKENS = 2  # minimum number of tokens of a sample, so that at least one token is predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Quality:
 
 
 def texts_of(file: Path, render: Any) -> list[str]:
-    """Reads a text file, or JSON lines of texts or conversations, which `render` makes texts of. Raises ConfigError."""
+    """Reads a text file, or JSON lines of texts or of conversations, which `render` converts. Raises ConfigError."""
     try:
         whole = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def samples_of_file(file: Path, tokenizer: Tokenizer, folder: Path, num_samples:
 
 
 def own_samples(llm: LLM, vocab_size: int, num_samples: int, num_tokens: int) -> Samples:
-    """Samples texts from the model itself, each after a different first token."""
+    """Lets the model generate texts, each after a different first token, and returns them as samples."""
     prompts = [[number * 7919 % vocab_size] for number in range(num_samples)]
     drawn = SamplingParams(temperature=1.0, max_tokens=num_tokens - 1, seed=0)
     outputs = llm.generate(prompt_token_ids=prompts, sampling_params=drawn, use_tqdm=False)

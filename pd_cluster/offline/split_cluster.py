@@ -43,7 +43,7 @@ NUM_LAST_LINES = 3  # lines of a process that could not start, shown as the reas
 
 
 class SplitCluster:
-    """Must be made on its event loop."""
+    """Must be constructed on the event loop that it will use."""
 
     def __init__(self, config: ApiConfig, launch: Launch) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class SplitCluster:
         return self._context
 
     async def start(self) -> None:
-        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends earlier."""
+        """Starts the processes; waits until a handover is possible. Raises ConfigError if a process ends before."""
         self._preloader = LaunchPreloader(self._launch)
         *workers, scheduler = plan_cluster(self._launch, self._folder, self._ports)
         for member in workers:
@@ -96,7 +96,7 @@ class SplitCluster:
         return AdapterBook(self.context.roster, self.context.router.adapters, self.context.adapters, rules)
 
     async def close(self) -> None:
-        """Ends the processes: asks, waits, kills. Removes the rank tables. A second Ctrl-C kills them at once."""
+        """Ends the processes by signals, then kills the rest. Removes the rank tables. A second Ctrl-C kills now."""
         try:
             for task in self._working:
                 task.cancel()
@@ -146,7 +146,7 @@ class SplitCluster:
             self._watching.result()
 
     def _raise_refused(self) -> None:
-        """Raises ConfigError for a permanently refused link, because the workers' settings do not change."""
+        """Raises ConfigError for a permanently refused link, which waiting would not change."""
         for prefill in self.context.roster.instances:
             for decode in self.context.roster.instances:
                 link = prefill.link_to(decode)

@@ -1,4 +1,4 @@
-"""The commands of `LLM` that replace its weights, with vLLM's names and dicts. Folders are the caller's."""
+"""The commands of `LLM` that replace its weights, with vLLM's names and dicts. Callers may give any folder."""
 
 from __future__ import annotations
 

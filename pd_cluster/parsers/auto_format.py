@@ -12,7 +12,7 @@ from pd_cluster.parsers.format_table import THINKING
 from pd_cluster.parsers.reasoning import NONE
 
 AUTO = "auto"
-GPT_OSS = "openai_gptoss"  # its calls and its reasoning are one format
+GPT_OSS = "openai_gptoss"  # one format has both its calls and its reasoning
 
 
 class KnownFormats(NamedTuple):
@@ -90,7 +90,7 @@ BY_TYPE: dict[str, KnownFormats] = {
     "seed_oss": KnownFormats("seed_oss", "seed_oss"),
     "apertus": KnownFormats("apertus", "apertus"),
 }
-ONLY_BY_TYPE = ("mimo",)  # their templates look like other models' templates
+ONLY_BY_TYPE = ("mimo",)  # types with templates that look like other models' templates
 NO_FORMATS = KnownFormats("", "")
 
 
@@ -109,6 +109,6 @@ def formats_of_model(template: str, model_type: str) -> ChosenFormats:
 
 
 def _reasons(parser: str, template: str) -> bool:
-    """Returns whether a template has the marks of this reasoning, because in some families only some models reason."""
+    """Returns whether a template has this reasoning's marks: some families contain models that do not reason."""
     thinking = THINKING.get(parser, NONE)
     return all(text in template for text in thinking.pieces or thinking.opens[:1])

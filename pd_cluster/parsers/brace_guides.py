@@ -1,7 +1,7 @@
 """Guides for values in Gemma's markup: bare keys, strings between Gemma's own quotes, other values bare.
 
-Supports a schema's objects, lists, references and alternatives, and refuses other constraints by name. Keys are in
-alphabetical order, as the chat templates write them.
+Supports a schema's objects, lists, references and alternatives; the error for any other constraint names it. Keys are
+in alphabetical order, as the chat templates write them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BraceGuides:
             if not isinstance(others, dict) or not others:
                 return self._any_object()
             return _braces(_many(["seq", _KEY, ["text", ":"], self._value(tool, name, others)]))
-        after, first = _NOTHING, _NOTHING  # nodes of a key and later ones: if an earlier key was written; if none was
+        after, first = _NOTHING, _NOTHING  # nodes of a key and the later keys: after an earlier key, and without one
         for key in sorted({*properties, *required}, key=lambda key: (key.lower(), key), reverse=True):
             value = self._value(tool, key, properties.get(key, True))
             one: Node = ["seq", ["text", f"{key}:"], value]

@@ -1,8 +1,8 @@
 """Calls as `call:NAME{key:value,…}` between markers, as Gemma 4 and FunctionGemma write them.
 
-A string stands between two special quotes and needs no escapes; keys, numbers, `true` and `null` are bare. Clients
-receive JSON: a string as it arrives, any other value once it is complete, as its schema's types allow. A call that
-never ends has no closing brace. brace_guides.py builds the guides.
+Two special quotes surround a string, which needs no escapes; keys, numbers, `true` and `null` are bare. Clients receive
+JSON: a string as it arrives, any other value once it is complete, converted to a type that its schema allows. If a call
+never ends, its JSON has no closing brace. brace_guides.py builds the guides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cluster.parsers.text_stream import Steps, TextStream
 
 MAX_NAME_NUM_CHARS = 256
 MAX_DEPTH = 64  # nested objects and lists in one call
-PREFIXES = ("call:", ":")  # some models leave out the word
+PREFIXES = ("call:", ":")  # some models leave out "call"
 
 _NAME = re.compile(r"[^\s{}<>|\"]+")
 _NO_KEY = re.compile(r"[{}\[\],\n]")
@@ -60,7 +60,7 @@ class BraceCalls:
                 out.content(stream.take(len(self.begin)))
 
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
-        """Reads one call. Returns False if the text is not a call; the stream then still has it."""
+        """Reads one call. Returns False if the text is not a call, and leaves it in the stream."""
         for prefix in PREFIXES:
             if (yield from stream.begins(prefix)):
                 stream.take(len(prefix))
@@ -99,7 +99,7 @@ class _Values:
         self._depth = 0
 
     def read_object(self, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Steps[bool]:
-        """Takes `{…}`, also if the call ends before the closing braces. Returns False for any other text."""
+        """Takes `{…}`, even if the call ends before the closing braces. Returns False for any other text."""
         root = schema if root is None else root
         known = schema.get("properties")
         properties = known if isinstance(known, dict) else {}
@@ -199,7 +199,7 @@ class _Values:
         return (yield from self._closes(closer))
 
     def _closes(self, closer: str) -> Steps[bool]:
-        """Returns whether the brackets end here; the end of the call also ends them."""
+        """Returns whether the closing bracket, or the end of the call, comes next."""
         yield from self._stream.blanks()
         return (yield from self._stream.peek()) == closer or (yield from self._stream.begins(self._form.end))
 

@@ -1,4 +1,4 @@
-"""The interface of a format of tool calls: a reader, and the guides for the same markup.
+"""The interface of a format of tool calls, which consists of a reader and of guides for the same markup.
 
 Formats that several models share are declarative (json_markup.py, xml_markup.py, pythonic.py); an operator's file may
 add formats (parser_plugin.py). Knows nothing of reasoning.
@@ -19,7 +19,7 @@ class Format(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that must reach the reader even if the tokenizer has them as special tokens."""
+        """Texts that the reader needs, even if they are special tokens, whose text is usually hidden."""
 
     def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         """Reads a whole reply: calls and the content around them."""

@@ -19,12 +19,12 @@ NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
 IDS = ("id", "type", "index", "tool_call_id")
 
-# none: the text is no call. whole: the arguments are complete. torn: the arguments began, but are invalid JSON.
+# none: the text is not a call. whole: the arguments are complete. torn: arguments began, but became invalid JSON.
 Outcome = Literal["none", "whole", "torn"]
 
 
 class CollectedReply:
-    """The parts in order. Text of only blanks before, between or after calls is markup, not content.
+    """The parts in order. A stretch of only blanks before, between or after calls is markup, not content.
 
     Calls beyond `most_calls` are dropped.
     """
@@ -35,7 +35,7 @@ class CollectedReply:
         self._schemas = schemas
         self._most_calls = most_calls
         self._num_seen = 0
-        self.is_cut = False  # the text has ended within the latest call
+        self.is_cut = False  # the text ended within the latest call
         self.in_call = False  # the latest call's arguments may continue after content
         self.is_damaged = False  # an end marker was missing
         self._unwrapped: list[Unwrapped] = []  # the outermost first
@@ -64,7 +64,7 @@ class CollectedReply:
         self._parts.append(Reasoning(text))
 
     def think(self, thought: Emit) -> None:
-        """Sends the text before the first call to `thought`, because it is reasoning that the call ends."""
+        """Sends the text before the first call to `thought`: it is reasoning, and the call ends it."""
         self._thought = thought
 
     def unwrap(self, wraps: tuple[str, ...]) -> None:
@@ -132,7 +132,7 @@ class CollectedReply:
 
     @property
     def num_held(self) -> int:
-        """Held-back characters that may be content or markup around it."""
+        """The number of held-back characters, which may be content or markup around content."""
         num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
         return num_blanks + sum(each.num_held for each in (*self._filters, *self._unwrapped))
 
@@ -167,7 +167,7 @@ class _Call:
         self._is_whole = False
         self.name = ""
         self.has_arguments = False
-        self.has_others = False  # members that calls do not have
+        self.has_others = False  # the object has members that calls do not have
 
     @property
     def outcome(self) -> Outcome:
@@ -203,9 +203,9 @@ def read_call(stream: TextStream, out: CollectedReply, is_unmarked: bool = False
     """Reads `{"name": "…", "arguments": {…}}`, with members in any order; skips unknown members.
 
     Arguments may be called parameters, may be a string that holds an object, and may be missing if the object has only
-    a name, an id and a type. `is_unmarked`: no marker says that this is a call, so it needs arguments that begin like
-    an object. `name`: the member with the tool's name. If this is not a call, a stream in `keep` mode still has the
-    text.
+    a name, an id and a type. `is_unmarked`: no marker precedes the call, so the object is a call only if its arguments
+    begin like an object. `name`: the member with the tool's name. If this is not a call, a stream in `keep` mode still
+    has the text.
     """
     call = _Call(stream, out, is_unmarked)
     if not (yield from take_sign(stream, "{")):

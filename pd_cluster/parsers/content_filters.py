@@ -1,6 +1,6 @@
 """Filters that leave markup out of content, or blanks out of reasoning, as text arrives.
 
-Each emits what is certain and holds the rest back. Knows nothing of calls.
+Each emits text once it is certain, and holds the rest back. Knows nothing of calls.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 
 from pd_cluster.parsers.text_stream import BLANKS, Emit
 
-MOST_BLANKS = 64  # the most blanks that belong to the closing text after them
+MOST_BLANKS = 64  # maximum number of blanks that are dropped together with the closing text after them
 _CITATION = re.compile(r"<(?:co>|/co:[ 0-9:,\[\]]{0,256}>)")
 _BEGUN_CITATION = re.compile(r"<(?:|co?|/(?:|co?|co:[ 0-9:,\[\]]{0,256}))\Z")
 
 
 class Unpaired:
-    """Emits text without the closing marks that no opening mark in it precedes. A pair of marks is text."""
+    """Emits text without closing marks that have no opening mark before them. Paired marks are text."""
 
     def __init__(self, opens: Sequence[str], closes: Sequence[str], emit: Emit) -> None:
         marks = sorted({*opens, *closes}, key=len, reverse=True)
@@ -52,7 +52,7 @@ class Unpaired:
 
 
 class Unwrapped:
-    """Emits content without the texts around it, the first at its beginning and the others, with blanks, at its end."""
+    """Emits content without the texts around it: the first one before it, and the others, with blanks, after it."""
 
     def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
         self._before = wraps[0]
@@ -61,7 +61,7 @@ class Unwrapped:
             whole, others = rf"{re.escape(after)}[{BLANKS}]*", "|" if ending else ""
             may_end = f"(?:{_begun(after)}|{whole}{may_end}{others}{may_end})"
             ending = f"(?:{whole}(?:{ending})?{others}{ending})"
-        self._may_end = re.compile(rf"{some}{may_end}\Z")  # an ending that may be markup
+        self._may_end = re.compile(rf"{some}{may_end}\Z")  # matches an end of text that may be markup
         self._ends = re.compile(rf"{some}{ending}\Z")
         self._emit = emit
         self._state: Literal["before", "blanks", "within"] = "before"
@@ -71,7 +71,7 @@ class Unwrapped:
         self._held += text
         if self._state == "before":
             begun = self._held.lstrip(BLANKS)
-            if begun != self._before and self._before.startswith(begun):  # it may still arrive
+            if begun != self._before and self._before.startswith(begun):  # the rest of the mark may still arrive
                 return
             is_open = begun.startswith(self._before)
             self._held = begun.removeprefix(self._before) if is_open else self._held

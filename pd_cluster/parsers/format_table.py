@@ -18,7 +18,7 @@ from pd_cluster.parsers.xml_markup import XmlCalls
 
 
 def begins_of(form: Format) -> tuple[str, ...]:
-    """Returns the texts that only calls begin with; empty if the format has none."""
+    """Returns the texts that always begin a call; empty if the format has none."""
     match form:
         case JsonCalls(begin=begin, begins=others, is_word=False):
             return (begin, *others)
@@ -38,11 +38,12 @@ def begins_of(form: Format) -> tuple[str, ...]:
 
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
-# Tokens that both calls and turns use. In an earlier reply they are text, because they could begin another role's turn.
+# Tokens that both calls and turns use. In earlier replies they become text; otherwise they could begin another role's
+# turn.
 TURN_MARKS = frozenset(
     (*MARKS, *XTML, "<|plamo:msg|>", "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n")
 )
-# Formats all of whose markup is tokens: a call that `tool_choice` forbids is dropped, because it is not text.
+# Formats whose markup consists only of tokens. A call that `tool_choice` forbids is dropped, because it is not text.
 TOKEN_MARKUP = frozenset(("kimi_k3", "plamo3"))
 UNMARKED = ArrayCalls()
 CHANNEL_CALLS = ChannelCalls()

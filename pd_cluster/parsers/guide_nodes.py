@@ -1,9 +1,9 @@
-"""The nodes of a reply's guide, and the JSON schemas of calls in them.
+"""The nodes of a reply's guide, and the JSON schemas of the calls in it.
 
 A guide of kind "reply" is a JSON tree of these nodes:
 
 - ["seq", node…], ["any", node…], ["repeat", least, most or null, node]
-- ["marker", text], before which blanks may come, and ["exact", text], before which they may not
+- ["marker", text], which blanks may precede, and ["exact", text], which they may not
 - ["until", marker…]: any text, up to and including the first of the markers
 - ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]
 - ["rules", {name: node}, node], in which ["rule", name] refers to a node that may contain itself
@@ -20,14 +20,14 @@ from typing import Any
 
 Node = list[Any]
 
-MAX_CALLS = 16  # the most calls if a request requires calls and gives no limit, so that the answer ends
+MAX_CALLS = 16  # maximum number of calls if a request requires calls without a limit, so that the answer ends
 FREE: Node = ["pattern", r"(.|\n)*"]
 BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters`: the JSON schema of the arguments. `strict`: optional calls must follow the schema, too."""
+    """`parameters`: the JSON schema of the arguments. `strict`: even optional calls must follow the schema."""
 
     name: str
     parameters: dict[str, Any]

@@ -3,9 +3,9 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-Commentary without a recipient is content for the user. Messages of one kind are joined by newlines. A header that the
-end of the reply cuts is dropped, unless it names a function or has words that no header has. Text after a call's
-arguments is content. The model stops after a call, so guides permit one.
+Commentary without a recipient is content for the user. Messages of one kind are joined by newlines. A header that is
+cut off by the end of the reply is dropped, unless it names a function or has words that no header has. Text after a
+call's arguments is content. The model stops after a call, so guides permit one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Channels(Thinking):
 
 
 class ChannelCalls:
-    """The call format of harmony replies. Calls lack reasoning only if no reply has reasoning."""
+    """The call format of harmony replies. It is only used together with Channels."""
 
     markers = MARKS
 
@@ -157,7 +157,7 @@ def _is_cut_header(text: str) -> bool:
 
 
 def _body(stream: TextStream, emit: Emit) -> Steps[str]:
-    """Takes a message's text, and its end mark if any. Returns the mark after the text."""
+    """Takes a message's text, and its end mark, if it has one. Returns the mark after the text."""
     marker = yield from stream.until((*ENDS, START, CHANNEL), emit)
     if marker in ENDS:
         stream.take(len(marker))

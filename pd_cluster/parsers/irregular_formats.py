@@ -1,4 +1,4 @@
-"""Formats without a declarative description: Llama 3's bare JSON, Mistral's and dots' two forms, a bare array."""
+"""Formats that need code instead of a description: Llama 3's bare JSON, Mistral's and dots' two forms, a bare array."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DotsCalls(XmlCalls):
 
 
 class ArrayCalls:
-    """`[{"name": …, "parameters": …}, …]`, which guides impose on models without their own markup."""
+    """`[{"name": …, "parameters": …}, …]`, which guides require of models that have no markup of their own."""
 
     markers: tuple[str, ...] = ()
 

@@ -1,6 +1,6 @@
 """Readers of calls without a declarative description: Llama 3, Mistral, and bare arrays.
 
-Text that looks like a call but is not is unchanged content. If a call's arguments become invalid JSON, the call keeps
+Text that only looks like a call is passed on as content. If a call's arguments become invalid JSON, the call keeps
 the text up to a closing marker, the next call or the end, so that clients see the model's output. Knows nothing of
 reasoning or of which tools exist.
 """
@@ -35,7 +35,7 @@ def read_content(stream: TextStream, out: CollectedReply) -> Steps[None]:
 def read_llama3(stream: TextStream, out: CollectedReply) -> Steps[None]:
     """Reads one or more `{"name": …, "parameters": …}`, separated by `;` or blanks, and content around them.
 
-    After text, a call must begin with exactly this text or with its tag.
+    After other text, a call must begin with exactly `{"name":` or with `<|python_tag|>`.
     """
     stream.keep()
     yield from stream.blanks()
@@ -86,7 +86,7 @@ def read_mistral(stream: TextStream, out: CollectedReply) -> Steps[None]:
 
 
 def read_array(stream: TextStream, out: CollectedReply) -> Steps[None]:
-    """Reads `[{"name": …, "parameters": …}, …]`, which guides impose on models without their own markup."""
+    """Reads `[{"name": …, "parameters": …}, …]`, which guides require of models that have no markup of their own."""
     stream.keep()
     yield from read_objects(stream, out, (), is_marked=False)
     yield from stream.until((), out.content)
@@ -101,7 +101,7 @@ def read_objects(
 ) -> Steps[bool]:
     """Reads calls as objects: one, several, or an array. The stream must keep its text.
 
-    Returns whether there was a call, or an empty array if `is_marked`; otherwise puts the text back. A torn call
+    Returns whether there was a call or, if `is_marked`, an empty array; otherwise puts the text back. A torn call
     extends to one of `ends`.
     """
     num_seen = out.num_seen

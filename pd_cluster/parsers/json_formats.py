@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON, Python or Gemma's braces, by vLLM's names, and their reasoning."""
+"""Formats of calls in JSON, Python or Gemma's braces, by vLLM's names, with their models' reasoning."""
 
 from __future__ import annotations
 

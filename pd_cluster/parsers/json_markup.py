@@ -1,7 +1,7 @@
 """Calls as JSON between markers: whole objects, arrays of objects, or a name and then its arguments.
 
-Each class describes a model's markup. Text that looks like a call but is not is unchanged content, and so is text after
-a call that never ends. If a call's arguments become invalid JSON, the call keeps the text up to the closing marker, the
+Each class describes a model's markup. Text that only looks like a call is passed on as content, and so is text after a
+call that never ends. If a call's arguments become invalid JSON, the call keeps the text up to the closing marker, the
 next call or the end. An empty pair of markers is dropped.
 """
 
@@ -18,7 +18,7 @@ from pd_cluster.parsers.irregular_readers import close_calls, read_objects, read
 from pd_cluster.parsers.json_scan import scan_value
 from pd_cluster.parsers.text_stream import Steps, TextStream
 
-MAX_NAME_NUM_CHARS = 256  # including the texts around it
+MAX_NAME_NUM_CHARS = 256  # with the texts around it
 _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
 
 
@@ -27,9 +27,9 @@ class JsonCalls:
     """Calls as `begin`, `{"name": …, "arguments": …}` (an array of these if `is_array`), and `end`, if any.
 
     `begins`: alternatives to `begin`. `key`: the arguments' member in guides; if empty, a call is `{NAME: ARGUMENTS}`.
-    `pieces`: the tokens that some tokenizers make of `begin`. `is_word`: `begin` is an ordinary word, so it begins
-    calls only right before their array. `name`: the member with the tool's name. `call_id`: the member with the
-    call's number, if any.
+    `pieces`: the tokens that some tokenizers make of `begin`. `is_word`: `begin` is an ordinary word, and begins calls
+    only if an array follows directly. `name`: the member with the tool's name. `call_id`: the member with the call's
+    number, if any.
     """
 
     begin: str
@@ -108,7 +108,7 @@ class JsonCalls:
 class NamedCalls:
     """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`.
 
-    All calls of a reply stand between `opening` and `closing`, if given. `head` and `tail`: the guide's nodes around
+    `opening` and `closing`, if given, surround all calls of a reply. `head` and `tail`: the guide's nodes around
     the name. `around`: a regex for the parts to remove from the text before the separator to get the name. `pieces`:
     the tokens that some tokenizers make of these texts.
     """
@@ -153,7 +153,7 @@ class NamedCalls:
         return is_empty
 
     def _read_one(self, stream: TextStream, out: CollectedReply, marker: str, others: Sequence[str]) -> Steps[bool]:
-        """Reads the first call of a section, or a call without a section. Returns False if there is no call."""
+        """Reads the first call of a section, or a call outside of sections. Returns False if there is no call."""
         if marker != self.begin and (marker == self.closing or not (yield from self._begins(stream))):
             return False
         name = yield from self._name(stream)
@@ -172,7 +172,7 @@ class NamedCalls:
         return True
 
     def _begins(self, stream: TextStream) -> Steps[bool]:
-        """Takes a call's `begin`, which models leave out if a mark before the name follows."""
+        """Takes a call's `begin`, which models may leave out before a mark that precedes the name."""
         if (yield from stream.begins(self.begin)):
             stream.take(len(self.begin))
             return True

@@ -1,7 +1,7 @@
-"""Finds JSON values, and where they end, in a stream as text arrives.
+"""Finds the extent of JSON values in a stream as text arrives.
 
-Checks structure as in RFC 8259. Strings may contain any text: models write control characters and unknown escapes, and
-the end of the string is still certain. Knows nothing of the values' meaning.
+Checks the structure by RFC 8259, but allows any text in strings: models write control characters and unknown escapes,
+which do not hide the string's end. Knows nothing of the values' meaning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
 
 
 def begins_object(stream: TextStream) -> Steps[bool]:
-    """Returns whether an object comes next, or its beginning that the end cuts short."""
+    """Returns whether an object comes next, or the beginning of one at the end of the text."""
     if (yield from stream.peek()) != "{":
         return False
     return (yield from stream.peek_past(1)) in ('"', "}", "")

@@ -17,7 +17,7 @@ from pd_cluster.parsers.xml_tags import TEXT
 MAX_DEPTH = 16  # nested elements in one argument; a recursive schema has no limit of its own
 FOLLOWED_IN_ARRAYS = {"type", "items", "minItems", "maxItems"}
 NESTED = {"array", "object"}
-SIGNS = f"{string.ascii_letters}{string.digits}_.$-"  # characters of names that are not in a schema
+SIGNS = f"{string.ascii_letters}{string.digits}_.$-"  # characters in element names that no schema lists
 
 
 def required_elements(tags: NestedTags, given: Sequence[Tool], most: int) -> Node:

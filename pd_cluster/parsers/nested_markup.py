@@ -3,8 +3,8 @@
     ]<]minimax[>[<invoke name="f">]<]minimax[>[<days>]<]minimax[>[<item>2]<]minimax[>[</item>]<]minimax[>[</days>…
 
 A text argument is passed on as it arrives. Any other argument is read whole and converted to JSON by its schema. An
-element without an end tag ends with its parent or with the call. Text between arguments is content. A call that never
-ends has no closing brace.
+element without an end tag ends with its parent or with the call. Text between arguments is content. If a call never
+ends, its JSON has no closing brace.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class NestedCalls(NestedTags):
         return True
 
     def _inside(self, stream: TextStream, end: str) -> Steps[str]:
-        """Takes the rest of a tag and returns the name in it; "" if there is none."""
+        """Takes the rest of a tag and returns its name; "" if there is none."""
         pieces: list[str] = []
         if not (yield from stream.short_until(end, MAX_NAME_NUM_CHARS, pieces.append)):
             return ""
@@ -125,7 +125,7 @@ class NestedCalls(NestedTags):
         return name if _NAME.fullmatch(name) else ""
 
     def _ends_call(self, stream: TextStream) -> Steps[bool]:
-        """Returns whether a tag follows that ends the call or that comes after its end."""
+        """Returns whether the next tag ends the call, or can only come after its end."""
         for text in (self.close, self.end, self.begin, self.call):
             if (yield from stream.begins(text)):
                 return True
@@ -158,7 +158,7 @@ class NestedCalls(NestedTags):
                 yield from self._inner(stream, opened)
 
     def _inner(self, stream: TextStream, opened: list[_Element]) -> Steps[None]:
-        """Takes an opening tag, or text that looks like one; a tag that ends the call also ends all elements."""
+        """Takes an opening tag, or text that looks like one. If the tag ends the call, it also ends all elements."""
         for text in (self.close, self.end, self.call):
             if (yield from stream.begins(text)):
                 opened.clear()

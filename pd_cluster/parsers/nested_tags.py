@@ -1,4 +1,4 @@
-"""A description of calls whose arguments are nested elements. Knows only the texts of their tags."""
+"""A description of calls with nested elements as arguments. Knows only the texts of their tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts the text of one parameter to JSON: strings unchanged, other values as their schema's types allow.
+"""Converts the text of one parameter to JSON: strings unchanged, other values to a type that their schema allows.
 
 Knows nothing of the markup around a value.
 """
@@ -22,7 +22,7 @@ _MAX_NUMBER_NUM_CHARS = 400  # more than any float has
 
 
 class TextValue:
-    """Emits a string's text, without one newline at each end if `line` is one. Holds back blanks at its end."""
+    """Emits a string's text, without one newline at each end if `line` is a newline. Holds back blanks at the end."""
 
     def __init__(self, line: str, emit: Emit) -> None:
         self._line, self._emit = line, emit
@@ -63,7 +63,7 @@ def members_of(text: str) -> dict[str, str]:
 
 
 def _readings(shown: str, types: Types) -> Iterator[str]:
-    """Yields possible JSON texts. If the schema excludes strings, they include models' other spellings: words in any
+    """Yields possible JSON texts. If the schema excludes strings, also reads models' other spellings: words in any
     case, numbers such as `.5`, Python's lists, and values in quotes.
     """
     yield PYTHON_NAMES.get(shown, shown)

@@ -1,7 +1,8 @@
 """Formats of tool calls from a Python file that the operator names (`--tool-parser-plugin`).
 
 The file defines `FORMATS`, a dict from names to formats: descriptions such as `JsonCalls`, `NamedCalls` or `XmlCalls`,
-or any object with the members of `formats.Format`. Every process that reads replies runs it, with all its rights.
+or any object with the members of `call_format.Format`. Every process that reads replies runs the file, with the
+process's full rights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def formats_of(path: str) -> Mapping[str, Format]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the operator's code may fail in any way
+    except Exception as error:  # the operator's code may raise anything
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     found = getattr(module, "FORMATS", None)
     if not isinstance(found, dict) or not found:

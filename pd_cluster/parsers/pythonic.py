@@ -1,7 +1,7 @@
-"""Calls as a Python list, `[f(city="Bonn", days=2), g()]`, which is the whole reply.
+"""Calls as a Python list, `[f(city="Bonn", days=2), g()]`, that makes up the whole reply.
 
 Values are Python literals or JSON; clients receive JSON, one argument at a time. Guides require JSON values. Text that
-looks like a list of calls but is not is unchanged content.
+only looks like a list of calls is passed on as content.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class PythonValues:
         return as_json(written)
 
     def _quoted(self, stream: TextStream, pieces: list[str], closers: Sequence[str]) -> Steps[bool]:
-        """Takes a string with its quotes. `closers`: the closing brackets of the open brackets around it."""
+        """Takes a string with its quotes. `closers`: the closing brackets of the brackets around it."""
         quote = stream.take(1)
         pieces.append(quote)
         while True:
@@ -154,7 +154,7 @@ STRICT = PythonValues()
 
 
 def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValues = STRICT) -> Steps[bool]:
-    """Reads `name(key=value, …)`. Returns whether it is complete; it has begun if the stream stopped keeping text."""
+    """Reads `name(key=value, …)`. Returns whether it is complete; if the stream stopped keeping text, it has begun."""
     yield from stream.blanks()
     name: list[str] = []
     yield from stream.run(PYTHON_NAME, name.append)

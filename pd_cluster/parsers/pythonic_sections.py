@@ -64,14 +64,14 @@ class PythonicSections:
                 out.content(stream.take(len(self.begin)))
 
     def _take_echo(self, stream: TextStream, section: str) -> Steps[None]:
-        """Drops a section that the model repeats by mistake: its text and its end, without its beginning."""
+        """Drops a section that the model repeats by mistake: the same text and end marker, without a begin marker."""
         echo = f"{section.strip()}{self.end}"
         if (yield from stream.begins_after_blanks(echo)):
             stream.take(len(echo))
 
     def _read_section(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         """Reads the calls of a section. If the text is not one, puts it back and returns False."""
-        if not self.lines and (yield from stream.begins("[{")):  # calls in JSON, if the prompt asked for that
+        if not self.lines and (yield from stream.begins("[{")):  # calls in JSON, which a prompt may ask for
             return (yield from read_objects(stream, out, (self.end, self.begin)))
         if self.lines or (yield from take_sign(stream, "[")):
             if not self.lines and (yield from take_sign(stream, "]")):
@@ -120,7 +120,7 @@ class PythonicSections:
 
 
 class LooseValues(PythonValues):
-    """Reads values with models' mistakes: a quote ends a string only if the call can continue after it."""
+    """Reads values and tolerates models' mistakes: a quote ends a string only if the call can continue after it."""
 
     def as_json(self, written: str) -> str | None:
         if (shown := as_json(written)) is not None:

@@ -1,7 +1,7 @@
 """Reads the reasoning before a reply's content, such as `<think>…</think>`.
 
-Blanks around the reasoning are markup and are dropped, as is a closing mark without an opening one. Reasoning that
-never ends stays reasoning up to a call in it; a later pair of marks is content. Knows only the texts that begin calls.
+Blanks around the reasoning are markup and are dropped, as is a closing mark without an opening one. Reasoning without a
+closing mark ends at the first call in it; a later pair of marks is content. Knows only the texts that begin calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, igno
 
 OPEN, CLOSE = "<think>", "</think>"
 
-# The model's first text is reasoning (with or without an opening mark), reasoning only after a mark, or content.
+# "reasoning": the model's first text is reasoning, with or without an opening mark; "perhaps": only after a mark.
 Start = Literal["reasoning", "perhaps", "content"]
 
 
@@ -28,7 +28,7 @@ class Thinking:
 
     `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the opening and closing
     marks; prompts use the first of each, models may write any. `ends`: texts that end the reasoning and begin the
-    content. `wraps`: the texts around the content, which are dropped: one before it, then optional ones after it, in
+    content. `wraps`: texts that are dropped from around the content: one before it, then optional ones after it, in
     order. `may_close`: guides let a reply begin with a closing mark. `pieces`: the tokens of these texts. `bare`: the
     text that opens the reasoning if the model leaves out the mark. `cites`: texts may have citation marks, which are
     dropped. `also_wraps`: alternatives to `wraps`.
@@ -47,7 +47,7 @@ class Thinking:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that must reach the reader even if the tokenizer has them as special tokens."""
+        """Texts that the reader needs, even if they are special tokens, whose text is usually hidden."""
         return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.also_wraps, *self.pieces)
 
     @property
@@ -58,7 +58,7 @@ class Thinking:
         )
 
     def start_of(self, prompt_end: str) -> Start:
-        """Returns how the reply starts, from the last mark of the generation prompt, whatever text follows the mark."""
+        """Returns how the reply starts, by the generation prompt's last mark; text after the mark does not matter."""
         mark = self.last_mark(prompt_end)
         if mark is None:
             return self.unmarked
@@ -87,7 +87,7 @@ class Thinking:
             0,
             None,
             ["until", *self.opens, *self.wraps, *self.also_wraps],
-        ]  # marks that are plain text within the reasoning
+        ]  # the marks that may occur as plain text in the reasoning
         thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
             closing: list[Node] = [["marker", mark] for mark in self.closes] if self.may_close else []
@@ -95,7 +95,7 @@ class Thinking:
         return [["repeat", 0, 1, opening], *thought]
 
     def around(self, content: Node) -> list[Node]:
-        """Allows a model's texts around its content."""
+        """Returns the nodes of the content with the texts that the model may write around it."""
         nodes = [content]
         for wraps in (self.wraps, self.also_wraps):
             texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in wraps]
@@ -119,8 +119,8 @@ def read_reasoning(
 ) -> Steps[Emit | None]:
     """Takes everything before the content. `begins`: texts that begin a call.
 
-    If the reply ends in unclosed reasoning that contains one of `begins`, the stream returns to the first of these
-    texts, and the result takes the text from there to the first call.
+    If the reply ends in unclosed reasoning that contains one of `begins`, the stream goes back to the first of these
+    texts. The returned function then takes the text from there to the first call.
     """
     if thinking is NONE:
         return None
@@ -159,7 +159,7 @@ def read_reasoning(
 
 def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
     """Returns the opening mark that comes next; "" for none."""
-    for mark in filter(None, (*thinking.opens, thinking.bare)):  # a mark comes before its own prefixes
+    for mark in filter(None, (*thinking.opens, thinking.bare)):  # a mark is listed before marks that are its prefixes
         if (yield from stream.begins(mark)):
             return mark
     return ""

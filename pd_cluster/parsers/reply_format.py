@@ -1,7 +1,7 @@
 """A model's reply format: parsers that read replies, guides that constrain them, ids of calls.
 
-Other packages need only this module. Knows nothing of requests; the guide compiler decides whether a tool's schema is
-supported.
+Other packages use only this module of the folder. Knows nothing of requests. The guide compiler decides whether a
+tool's schema is supported.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_names(tool_parser: str, reasoning_parser: str, more: Mapping[str, Form
 
 
 def check_markers(reasoning_parser: str, start: str, end: str) -> None:
-    """Checks markers of reasoning against the parser's own; "" names none. Raises ConfigError."""
+    """Raises ConfigError for a marker of reasoning that the parser does not have; "" is no marker."""
     if reasoning_parser == AUTO:
         return
     thinking = THINKING.get(reasoning_parser)
@@ -120,7 +120,7 @@ class ReplyFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that must reach the reader even if the tokenizer has them as special tokens."""
+        """Texts that the reader needs, even if they are special tokens, whose text is usually hidden."""
         calls = self._calls.markers if self._calls is not None else ()
         return frozenset((*calls, *(self._thinking.markers if self._thinking is not None else ())))
 
@@ -199,7 +199,8 @@ class ReplyFormat:
     def call_id(self, name: str, number: int, draw: Callable[[int], bytes] = secrets.token_bytes) -> str:
         """Returns a new call's id. `number`: the number of earlier calls. `draw`: returns that many random bytes.
 
-        Mistral's chat templates require nine letters and digits. Kimi K2's write only a call's id and arguments.
+        Mistral's chat templates require nine letters and digits. Kimi K2's templates write only a call's id and
+        arguments.
         """
         if self.tool_parser == "kimi_k2":
             return f"functions.{name}:{number}"
@@ -218,7 +219,7 @@ class ReplyFormat:
 
 
 class ReplyReader:
-    """Reads one reply as text arrives. Splitting the text differently changes only the splits of the parts."""
+    """Reads one reply as text arrives. How the text is split affects only where parts are split."""
 
     def __init__(
         self,
@@ -229,10 +230,10 @@ class ReplyReader:
         schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
         begins: Sequence[str] = (),
     ) -> None:
-        """`begins`: texts that begin a call, even in reasoning that never ends."""
+        """`begins`: texts that begin a call even within reasoning that never ends."""
         self._stream = TextStream()
         self._out, self._schemas = CollectedReply(most_calls, schemas), schemas
-        self.is_reasoning = True  # until the first character after any reasoning
+        self.is_reasoning = True  # until the first character after the reasoning, if there is any
         self._steps = self._read(thinking or NONE, start, begins, read_content)
 
     def feed(self, text: str) -> list[Part]:
@@ -250,7 +251,7 @@ class ReplyReader:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that may be content but are not in a part yet."""
+        """The number of characters at the end of the text that may be content but are not in a part yet."""
         return self._stream.num_held + self._out.num_held
 
     @property
@@ -285,7 +286,7 @@ class ReplyReader:
         yield from read_content(self._stream, self._out)
 
     def _calls_others(self, read_content: irregular_readers.Reader) -> bool:
-        """Whether the rest of the complete text calls an unknown tool, which no guide prevented."""
+        """Whether the rest of the complete text calls an unknown tool, which is possible if no guide prevented it."""
         if not self._schemas:
             return False
         self._stream.keep()

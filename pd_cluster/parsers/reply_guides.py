@@ -1,6 +1,6 @@
 """Guides for whole replies: reasoning first, then calls in the markup that the tool parser reads, or an answer.
 
-guide_nodes.py says what a guide consists of.
+guide_nodes.py defines the nodes of a guide.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of a reply, in the model's order. Knows nothing of their markup.
 
-A call's arguments may continue after content that the model wrote among them.
+If the model writes content within a call, the call's arguments continue after the content.
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ def plain_texts(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def as_object(given: Any) -> dict[str, Any]:
-    """Returns a schema as an object, even if it is `true`."""
+    """Returns a schema as an object; the schema `true` becomes {}."""
     return dict(given) if isinstance(given, dict) else {}

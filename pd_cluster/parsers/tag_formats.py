@@ -1,4 +1,4 @@
-"""The formats of tool calls whose arguments stand between tags, by name, as the models' chat templates write them."""
+"""The formats of tool calls with arguments between tags, by name, as the models' chat templates write them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ TAGGED: dict[str, Format] = {
         close="",
         key=('<param name="', '">'),
         value=("", "</param>"),
-        begins=('<functionname="', '<function\u0120name="'),  # some texts lose the blank between two tokens
+        begins=('<functionname="', '<function\u0120name="'),  # the blank before `name` may be lost
         keys=('<paramname="', '<param\u0120name="'),
         quote=("<![CDATA[", "]]>"),
         wrappers=("arguments", "properties"),

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for readers written as if it were complete.
+"""Text that arrives in pieces, for readers that are written as if the text were complete.
 
-A reader is a generator: it yields when it needs more text, and resumes when text has arrived or ended. So its result
-does not depend on how the text was split. Knows nothing of the text's meaning.
+A reader is a generator: it yields when it needs more text, and resumes when text has arrived or ended. Its result
+therefore does not depend on how the text was split. Knows nothing of the text's meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Emit = Callable[[str], object]
 
 BLANKS = " \t\r\n"
 BLANK_RUN = re.compile(f"[{BLANKS}]*")
-MOST_BLANKS = 64  # the most blanks that are looked over before a decision
+MOST_BLANKS = 64  # maximum number of blanks that are skipped to look at the next character
 
 
 def ignore(text: str) -> None:
@@ -30,7 +30,7 @@ class TextStream:
         self._text = ""
         self._at = 0  # the position up to which text was taken
         self._kept: list[str] | None = None
-        self._num_kept = 0  # characters of it
+        self._num_kept = 0  # the number of characters taken since `keep`
         self._record: list[str] | None = None
         self._is_ended = False
 
@@ -45,7 +45,7 @@ class TextStream:
 
     @property
     def num_held(self) -> int:
-        """Undecided characters at the end."""
+        """The number of characters at the end that readers have not taken, or may put back."""
         return len(self._text) - self._at + (self._num_kept if self._kept is not None else 0)
 
     # ---- for readers
@@ -81,14 +81,14 @@ class TextStream:
             yield
 
     def comes_or_is_cut(self, text: str) -> Steps[bool]:
-        """Takes this text, or a prefix of it that the end cuts short. Returns False for another text."""
+        """Takes this text, or a prefix of it at the end. Returns False, and takes nothing, for any other text."""
         if not (yield from self.begins(text)) and not text.startswith(self._text[self._at :]):
             return False
         self.take(len(text))
         return True
 
     def take(self, num_chars: int) -> str:
-        """Takes this many characters, which the caller knows to be there."""
+        """Takes this many characters; the caller must know that they have arrived."""
         taken = self._text[self._at : self._at + num_chars]
         self._at += len(taken)
         if self._kept is not None:
@@ -105,7 +105,7 @@ class TextStream:
         return self.take(2)
 
     def run(self, pattern: re.Pattern[str], emit: Emit = ignore) -> Steps[None]:
-        """Takes the longest run that matches the pattern, which is a repeated character class."""
+        """Takes the longest text that matches the pattern, a repeated character class."""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._at)
             if match is None or match.end() == self._at:
@@ -118,8 +118,8 @@ class TextStream:
     def until(self, markers: Sequence[str], emit: Emit, drops_cut: bool = False) -> Steps[str]:
         """Takes the text before the first of the markers, but not the marker. Returns the marker; "" at the end.
 
-        No marker contains another. Holds back only text that may become a marker. `drops_cut`: drops a marker that the
-        end cuts short.
+        No marker contains another. Holds back only text that may become a marker. `drops_cut`: drops part of a marker
+        at the end.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
@@ -161,7 +161,7 @@ class TextStream:
         return False
 
     def begins_after_blanks(self, text: str) -> Steps[bool]:
-        """Returns whether this text follows blanks; if so, takes the blanks. Ends a `keep`."""
+        """Returns whether this text comes next, perhaps after blanks; if so, takes the blanks. Ends a `keep`."""
         self.keep()
         yield from self.blanks()
         found = yield from self.begins(text)
@@ -172,9 +172,7 @@ class TextStream:
         return found
 
     def take_after_blanks(self, text: str) -> Steps[bool]:
-        """Takes this text, or a prefix that the end cuts short, and the blanks before it; takes no other text. Ends a
-        `keep`.
-        """
+        """Takes blanks and this text, or a prefix of it at the end; otherwise takes nothing. Ends a `keep`."""
         return (yield from self.take_after_run(BLANK_RUN, text))
 
     def take_after_run(self, pattern: re.Pattern[str], text: str) -> Steps[bool]:
@@ -193,12 +191,12 @@ class TextStream:
         self._kept, self._num_kept = [], 0
 
     def kept(self) -> str:
-        """Returns and forgets the text taken since `keep`."""
+        """Returns the text taken since `keep`, and stops keeping."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
     def put_back(self) -> None:
-        """Puts the text taken since `keep` back."""
+        """Puts back the text taken since `keep`."""
         kept = self.kept()
         num_more = len(kept)
         while self._record and num_more:
@@ -216,7 +214,7 @@ class TextStream:
         self._record = []
 
     def recorded(self) -> str:
-        """Returns and forgets the text taken since `record`, without text that was put back."""
+        """Returns the text taken since `record`, without text that was put back, and stops recording."""
         record, self._record = self._record or [], None
         return "".join(record)
 

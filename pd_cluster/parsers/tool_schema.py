@@ -1,4 +1,4 @@
-"""The schema of a tool whose arguments are written one by one.
+"""Reads the schema of a tool for markup that has a separate element for each argument.
 
 Knows nothing of the markup around arguments.
 """

@@ -11,7 +11,7 @@ from pd_cluster.parsers.text_stream import Steps, TextStream
 
 FENCE = "```json"
 ENDS = {TOOL_CALLS: "", "<tool_call>": "</tool_call>", FENCE: "```"}  # text before an array -> text after it
-THINK, THINK_END = "<think>", "</think>"  # this text is content, unless a reasoning parser has taken it
+THINK, THINK_END = "<think>", "</think>"  # this reasoning is content, unless a reasoning parser has taken it
 _NO_CALL: Node = [  # the beginning of a reply that starts with other text
     "pattern",
     r"[^ \t\r\n{\[<`]|<[^t]|<t[^ho]|`[^`]|``[^`]|```[^j]",

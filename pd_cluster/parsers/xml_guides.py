@@ -1,4 +1,4 @@
-"""Guides for calls whose arguments are parameters between tags.
+"""Guides for calls with arguments as parameters between tags.
 
 A text value is literal, up to its end marker; any other value is JSON. Raises RequestError for schemas that guides
 cannot express.
@@ -51,7 +51,7 @@ def _trails(tags: XmlTags) -> list[Node]:
 
 
 def _plain_markup(tags: XmlTags) -> list[Node]:
-    """Returns the nodes of free text, and of markup around an answer whose tokens are not text."""
+    """Returns the nodes of free text, in which markup of special tokens may surround the answer."""
     return [["repeat", 0, None, ["until", *tags.fillers]]] if tags.leads else []
 
 
@@ -61,7 +61,7 @@ def _one(tags: XmlTags, given: Sequence[Tool]) -> Node:
 
 
 def _opening(tags: XmlTags) -> list[Node]:
-    """Returns the nodes before a name. Blanks belong to the marker, so that guides need no lookahead."""
+    """Returns the nodes before a name. The marker includes the blanks around it, so that guides need no lookahead."""
     if tags.name[0]:
         return [["marker", tags.name[0]]]
     return [] if tags.begin.endswith('"') else [BLANK]

@@ -1,9 +1,9 @@
-"""Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, DeepSeek V3.2 and many others write them.
+"""Calls with arguments as parameters between tags, as Qwen3-Coder, GLM, DeepSeek V3.2 and many others write them.
 
 If a parameter's schema or tag says string, its text is passed on as a JSON string as it arrives. Other values are read
 whole; they become JSON if the schema allows it, otherwise a string (parameter_values.py). A value without an end marker
-ends at the next parameter or the call's end. Text between parameters is content. A call that never ends has no closing
-brace, so clients see that it is incomplete.
+ends at the next parameter or the call's end. Text between parameters is content. If a call never ends, its JSON has no
+closing brace, so that clients see that it is incomplete.
 """
 
 from __future__ import annotations
@@ -218,14 +218,14 @@ class XmlCalls(XmlTags):
             ends = yield from self._ends_value(stream, marker, call)
             stream.put_back()
             if ends:
-                call.out.is_damaged = True  # a guide would read on, so only known tools are called from here on
+                call.out.is_damaged = True  # guides read further here; later calls need a known tool
                 return "open"
             emit(stream.take(len(marker)))
         return ""
 
     def _ends_value(self, stream: TextStream, marker: str, call: _TagCall) -> Steps[bool]:
-        """Returns whether a tag within a value is the call's, not text: it begins a valid parameter or a call, or ends
-        this call.
+        """Returns whether a tag within a value is markup rather than text: it begins a valid parameter or a call, or
+        ends this call.
         """
         if marker in self.all_keys:
             key = yield from self._key(stream, marker)

@@ -1,4 +1,4 @@
-"""A description of calls whose arguments are parameters between tags. Reads only the inside of tags."""
+"""A description of calls with arguments as parameters between tags. Reads only the insides of tags."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class ValueKind:
 
 @dataclass(frozen=True)
 class XmlTags:
-    """Calls between `begin` and `end`. A call is a name between `name`'s texts, parameters, and `close`.
+    """Calls between `begin` and `end`. A call has a name between the two texts of `name`, then parameters, then
+    `close`.
 
-    A parameter is a key between `key`'s texts and a value between `value`'s. `line`: a newline around a value that is
-    not part of it. `lone`: models also write a call without `begin`.
+    A parameter has a key between the texts of `key`, and a value between those of `value`. `line`: a newline around a
+    value that is not part of it. `lone`: models also write a call without `begin`.
 
     `begins`, `keys`: alternatives to `begin` and to the first text of `key`. `around`: the texts that a guide requires
     around each call of a section. `leads`: the texts that it allows before the first. `fillers`: meaningless markup,
@@ -134,7 +135,7 @@ class XmlTags:
     def types_of_value(self, types: Types, said: str) -> Types:
         """Returns a value's types. `types`: the schema's. `said`: the attribute's value; "" if it is missing.
 
-        The schema decides; if it allows strings and other types, the attribute does.
+        The schema decides, unless it allows both strings and other types; then the attribute decides.
         """
         if self.kind is None or not said or types == TEXT:
             return types

@@ -1,1 +1,1 @@
-"""Searches the layout that serves a load within its goals, by simulation with measured or computed costs."""
+"""Searches for the layout that serves a load within its goals, by simulation with measured or computed costs."""

@@ -1,6 +1,6 @@
-"""The resource that a load exhausts first, read from its outcomes and from samples of its instances.
+"""Finds the resource that a load exhausts first, from its outcomes and from samples of its instances.
 
-The slowest requests show which goal breaks and where their time went; samples show what was full.
+The slowest requests show which goal is missed and where their time went; samples show which resource was full.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pd_cluster.plan.plan_goals import PlanGoals
 from pd_cluster.simulate.simulated_layout import Simulated
 
 Resource = Literal["prefill compute", "decode compute", "decode seats", "KV pool", "links", "scheduler"]
-FULL = 0.95  # an instance is full if this share of its seats or blocks is taken
-OFTEN = 0.3  # the share of samples that makes something a bottleneck
-BUSY = 0.9  # the scheduler is busy if it uses this share of a core
+FULL = 0.95  # an instance is full if at least this share of its seats or blocks is taken
+OFTEN = 0.3  # a resource is a bottleneck if it is full in at least this share of samples
+BUSY = 0.9  # the scheduler is busy if it uses at least this share of a core
 NUM_LONGEST = 10  # the fewest slow requests that are examined
 
 
 def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simulated, goals: PlanGoals) -> Resource:
-    """Finds the bottleneck of a load that misses, or nearly misses, its goals."""
+    """Returns the bottleneck of a load that misses, or nearly misses, its goals."""
     if scheduler_share(costs, simulated) >= BUSY:
         return "scheduler"
     ordered = sorted(simulated.outcomes, key=lambda each: -max(goals.ratios(each).values()))
@@ -39,14 +39,14 @@ def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simula
 
 
 def scheduler_share(costs: Costs, simulated: Simulated) -> float:
-    """Returns the share of a core for routing and for one message per token."""
+    """Returns the share of a core that the scheduler needs for routing and for one message per token."""
     num_messages = sum(each.num_output_tokens for each in simulated.outcomes)
     taken_s = len(simulated.outcomes) * costs.host.request_s + num_messages * costs.host.message_s
     return taken_s / simulated.duration_s if simulated.duration_s > 0 else 0.0
 
 
 def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSample]) -> Resource | None:
-    """Returns the full resource of decoding instances; None if none is full."""
+    """Returns the resource of decoding instances that is full; None if neither is."""
     seats = candidate.layout.max_num_seqs or costs.max_num_seqs
     decoding = [each for each in samples if each.role != "prefill"]
     if not decoding:
@@ -59,7 +59,7 @@ def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSa
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Returns the requests' seconds until their prompts were computed, and from then to their first tokens."""
+    """Sums the requests' seconds until their prompts were computed, and from then until their first tokens."""
     before = after = 0.0
     for each in outcomes:
         if each.ttft_s is not None and each.prefill_s is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST = 64.0  # largest factor; its inverse is the smallest
-PRECISION = 1.1  # the result is at most this factor below the breaking load
+MOST = 64.0  # the largest factor; its inverse is the smallest
+PRECISION = 1.1  # the breaking load is at most this many times the result
 
 
 def highest_factor(is_met: Callable[[float], bool]) -> float:

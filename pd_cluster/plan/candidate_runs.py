@@ -1,4 +1,4 @@
-"""Simulates candidates under loads, and caches the results."""
+"""Simulates candidates under loads and caches the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CostsOf = Callable[[LayoutCandidate], Costs | Infeasible]
 
 @dataclass(frozen=True, slots=True)
 class CandidateRun:
-    """A candidate under the first `num_requests` of the trace, sent `factor` times as fast."""
+    """The result of a candidate under the trace's first `num_requests` requests, sent `factor` times as fast."""
 
     candidate: LayoutCandidate
     num_requests: int
@@ -43,13 +43,13 @@ class CandidateRun:
 
     @property
     def goodput_per_device(self) -> float:
-        """Returns the requests per second within the goals per device."""
+        """Returns the requests per second and device that were within the goals."""
         return self.goodput_per_s / self.candidate.num_devices
 
 
 @dataclass(slots=True)
 class CandidateRuns:
-    """Candidates under parts of one trace."""
+    """Runs candidates under parts of one trace."""
 
     arrivals: Sequence[Arrival]
     goals: PlanGoals
@@ -70,7 +70,7 @@ class CandidateRuns:
         return found
 
     def simulated(self, candidate: LayoutCandidate, num_requests: int, factor: float = 1.0) -> Simulated:
-        """Simulates again and returns the full result."""
+        """Simulates a candidate without the cache, and returns the full result."""
         costs = self.costs(candidate)
         assert not isinstance(costs, Infeasible)
         return self.simulate(candidate.layout, costs, at_rate(self.arrivals[:num_requests], factor))

@@ -21,15 +21,15 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 POLICIES = ("prefix-aware", "predicted-ttft", "least-loaded")
 OF_SESSIONS = "session"
 CHUNKS, SEATS = (512, 2048, 8192), (32, 128, 256)
-STEPS = (4, 1)  # divisors of the measured chunk and number of seats, for the sizes that are tried
+STEPS = (4, 1)  # the sizes to try are the measured chunk and number of seats, divided by these
 
-MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # the largest simulated block; a usual request has at least LEAST_BLOCKS
+MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # limits of `coarser`: tokens of a block, and blocks of a mean request
 
 
 class CostSource(Protocol):
-    """`name`: the name of the devices.
+    """A source of costs.
 
-    `remark`: a text after lines that depend on these costs; "" for measured costs.
+    `name`: the name of the devices. `remark`: printed after lines that depend on these costs; "" for measured costs.
     """
 
     @property
@@ -51,7 +51,7 @@ class CostSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedSource:
-    """Costs from a device model. `arrivals`: the pool must hold the longest of them."""
+    """Costs from a device model. `arrivals`: the requests, the longest of which the pool must hold."""
 
     needs: ModelNeeds
     device: DeviceModel
@@ -74,7 +74,7 @@ class ComputedSource:
         return self.device.devices_per_host
 
     def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace:
-        """Without given sizes, tries all powers of two up to the devices of a host. Raises ConfigError."""
+        """Returns the values to try. Without given sizes, these are all powers of two up to the devices of a host."""
         usual = [size for size in (1, 2, 4, 8, 16) if size <= self.device.devices_per_host]
         chunks = useful_chunks(CHUNKS, self.arrivals)
         policies = policies_for(self.arrivals)
@@ -94,7 +94,7 @@ class ComputedSource:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSource:
-    """Costs from a file, measured with one number of ranks, which the file does not state."""
+    """Costs from a file. They were measured with one number of ranks, which the file does not state."""
 
     measured: Costs
     file: str
@@ -110,7 +110,7 @@ class MeasuredSource:
 
     @property
     def kind(self) -> DeviceKind:
-        """Returns the kind that the device's name begins with."""
+        """Returns the kind with which the device's name begins."""
         return next((kind for kind in BY_KIND if self.measured.device.startswith(kind)), CPU_KIND.name)
 
     @property
@@ -118,11 +118,11 @@ class MeasuredSource:
         return 1 << 30 if self.kind == "cpu" else 8
 
     def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace:
-        """Raises ConfigError for several sizes."""
+        """Returns the values to try. Raises ConfigError if several sizes are given."""
         if len(tp_sizes) > 1:
             given = " ".join(map(str, tp_sizes))
             raise ConfigError(
-                f"--tensor-parallel-size {given}: {self.file} was measured with one size; give that one alone"
+                f"--tensor-parallel-size {given}: {self.file} was measured with one size; give only that one"
             )
         own = self.measured
         chunks = sorted({max(1, own.max_num_batched_tokens // step) for step in STEPS})
@@ -150,7 +150,7 @@ def longest(arrivals: Sequence[Arrival]) -> int:
 
 
 def coarser(costs: Costs, arrivals: Sequence[Arrival]) -> Costs:
-    """Returns the pool in fewer, larger blocks for long requests, because simulation time grows with blocks."""
+    """Returns costs with fewer, larger blocks if requests are long, because simulation time grows with their number."""
     mean = sum(each.num_prompt_tokens + each.num_output_tokens for each in arrivals) / len(arrivals)
     step = 1
     while costs.block_size * step * 2 <= min(MOST_BLOCK_TOKENS, mean / LEAST_BLOCKS):
@@ -160,7 +160,7 @@ def coarser(costs: Costs, arrivals: Sequence[Arrival]) -> Costs:
 
 
 def useful_chunks(chunks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[int, ...]:
-    """Leaves out chunk sizes that make no difference for any prompt."""
+    """Returns the chunk sizes without those that make no difference for any prompt."""
     longest_prompt = max(each.num_prompt_tokens for each in arrivals)
     return (chunks[0], *(each for before, each in itertools.pairwise(chunks) if before < longest_prompt))
 

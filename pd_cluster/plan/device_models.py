@@ -1,13 +1,14 @@
-"""Devices that were not measured: the makers' figures, and the share of them that a model reaches.
+"""Models of devices that were not measured: the makers' figures, and the share of them that a model reaches.
 
 | device | peak, memory and links are those of |
 |---|---|
 | a100, h100, h200, b200 | the SXM modules: NVIDIA's data sheets, products without sparsity, NVLink in one direction |
 | 910b | an NPU of Atlas A2: a die in the paper on CloudMatrix384 (arXiv 2506.12708); HCCS links each pair of eight |
 
-An H100 was measured at 798 of its 989 TFLOP/s, and at 3.0 of its 3.35 TB/s; attention and small products reach fewer
-TFLOP/s. Other devices are assumed to reach the same shares. An NPU was reported at 328 TFLOP/s, and at 142 of 200 GB/s
-between hosts. A step's overhead, the sums' latency and the handover's setup are assumptions of the usual size.
+An H100 was measured at 798 of its 989 TFLOP/s and at 3.0 of its 3.35 TB/s; attention and small products reach fewer
+TFLOP/s. Other devices are assumed to reach the same shares. An NPU was reported to reach 328 TFLOP/s, and 142 of 200
+GB/s between hosts. The overhead of a step, the latency of sums and the setup of a handover are assumed to have usual
+values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """Numbers of one device, in bytes and seconds. `peak_flops`: of bfloat16."""
+    """One device's figures, in bytes and seconds. `peak_flops`: for bfloat16."""
 
     name: str
     kind: DeviceKind
@@ -37,7 +38,7 @@ class DeviceModel:
     flops_share: float = 0.65
     memory_share: float = 0.85
     link_share: float = 0.7
-    overhead_s: float = 0.001  # a step's overhead: launches, sampling, and the host's work in between
+    overhead_s: float = 0.001  # a step's overhead: launches, sampling, and the host's work between steps
     sum_s: float = 20e-6  # the latency of a sum over ranks, of any size
     handover_s: float = 0.002  # the time of the messages before and after the bytes
 
@@ -97,7 +98,7 @@ DEVICE_MODELS = {
 
 
 def device_model(name: str) -> DeviceModel:
-    """Raises ConfigError that names the nearest name."""
+    """Returns the model of a device. Raises a ConfigError that suggests the nearest known name."""
     if (found := DEVICE_MODELS.get(name.lower())) is not None:
         return found
     near = difflib.get_close_matches(name.lower(), DEVICE_MODELS, 1, 0.3)

@@ -26,7 +26,7 @@ class LayoutCandidate:
 
     @property
     def name(self) -> str:
-        """Returns a name such as `2P1D`, or `3H` for hybrid instances, with an instance's ranks if several."""
+        """Returns a name such as `2P1D`, or `3H` for hybrid instances; with `TP2` if instances have 2 ranks."""
         layout = self.layout
         shape = f"{layout.num_hybrid}H" if self.is_hybrid else f"{layout.num_prefill}P{layout.num_decode}D"
         return shape if self.tp_size == 1 else f"{shape} TP{self.tp_size}"
@@ -34,7 +34,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values to try. `policies`: only the first is tried if there is nothing to route."""
+    """The values to try. If there is nothing to route, only the first of `policies` is tried."""
 
     tp_sizes: Sequence[int] = (1,)
     chunks: Sequence[int] = (512, 2048, 8192)
@@ -43,18 +43,18 @@ class SearchSpace:
     are_neighbours: bool = False
 
     def candidates(self, num_devices: int) -> Iterator[LayoutCandidate]:
-        """Yields every layout with the most instances that fit on this number of devices."""
+        """Yields all layouts with as many instances as fit on this number of devices."""
         for tp_size in self.tp_sizes:
             num_instances = num_devices // tp_size
             for num_prefill in range(num_instances):
                 yield from self._settings(num_instances, num_prefill, tp_size)
 
     def single(self, tp_size: int) -> Iterator[LayoutCandidate]:
-        """Yields one instance with every setting, the smallest first."""
+        """Yields a single instance with all settings, the smallest first."""
         return self._settings(1, 0, tp_size)
 
     def _settings(self, num_instances: int, num_prefill: int, tp_size: int) -> Iterator[LayoutCandidate]:
-        """Yields the settings of one split; without prefill instances, all instances are hybrid."""
+        """Yields all settings of one split. Without prefill instances, all instances are hybrid."""
         num_decode = num_instances - num_prefill if num_prefill else 0
         num_hybrid = 0 if num_prefill else num_instances
         has_choice = max(num_prefill, num_decode, num_hybrid) > 1

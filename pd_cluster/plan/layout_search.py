@@ -1,7 +1,8 @@
-"""Searches the smallest layout within the goals, or the best on N devices. Pure: simulates through `CandidateRuns`.
+"""Searches for the smallest layout within the goals, or the best on N devices. Simulates through `CandidateRuns`.
 
-For a number of devices, `estimate` chooses settings for each split, halving finds the best splits, and a second halving
-their best settings. Bisection finds the smallest number, because more devices never serve less.
+For a number of devices, estimated strains choose settings for each split. Halving then finds the best splits, and a
+second halving finds their best settings. Bisection finds the smallest number of devices, because more devices never
+serve less.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.load_estimate import MeanLoad, estimated_strain
 from pd_cluster.plan.successive_halving import halve, kept, order, prefixes
 
-NUM_SPLITS = 16  # splits to simulate, with the best estimated settings
+NUM_SPLITS = 16  # layouts to simulate first, with the best estimated settings of each split
 SETTINGS_OF_SPLIT = 2
-NUM_REFINED = 4  # splits to simulate with all settings
+NUM_REFINED = 4  # splits whose other settings are simulated, too
 NUM_SETTINGS = 18
-NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # layouts in the answer, in all and of one split
-MOST_FOR_LIMITS = 400  # requests to find limits with, because an overload takes long to simulate
-PAST_LIMIT = 1.15  # the bottleneck shows at this factor of the highest load
+NUM_SHOWN, SHOWN_OF_SPLIT = 10, 3  # the most layouts in the answer, in total and of one split
+MOST_FOR_LIMITS = 400  # the most requests for finding limits, because overload takes long to simulate
+PAST_LIMIT = 1.15  # the bottleneck is determined at this many times the highest load
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A layout of the answer. `limit`: the highest load within the goals, as a factor of the trace's; 0: none."""
+    """A layout of the answer. `limit`: the highest load within the goals, as a factor of the trace's load; 0: none."""
 
     trial: CandidateRun
     limit: float
@@ -44,13 +45,13 @@ class Ranked:
 
     @property
     def goodput_per_device(self) -> float:
-        """Returns the requests per second and device within the goals at the highest load."""
+        """Returns the requests per second and device that are within the goals at the highest load."""
         return self.limit_goodput_per_s / self.candidate.num_devices
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ranked`: the best first. `left_out`: why other layouts are impossible."""
+    """The answer of a search. `ranked`: layouts, the best first. `left_out`: why other layouts are impossible."""
 
     ranked: list[Ranked]
     rate_per_s: float
@@ -67,7 +68,7 @@ class Plan:
         return self.first.trial.is_met
 
     def best_of_kind(self, is_hybrid: bool) -> Ranked | None:
-        """Returns the best split or hybrid layout with the first layout's number of devices; None if none fits."""
+        """Returns the best hybrid or split layout that has as many devices as the first; None if there is none."""
         num_devices = self.first.candidate.num_devices
         alike = (each for each in self.ranked if each.candidate.num_devices == num_devices)
         return next((each for each in alike if each.candidate.is_hybrid == is_hybrid), None)
@@ -75,7 +76,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Search:
-    """`on_stage`: called with a description of the next simulation."""
+    """A search over `space`. Calls `on_stage` with a description of the next simulation."""
 
     trials: CandidateRuns
     space: SearchSpace
@@ -88,7 +89,7 @@ class Search:
         self._load = MeanLoad.of(self.trials.arrivals)
 
     def plan(self, num_devices: int) -> Plan:
-        """Raises ConfigError if no layout fits the devices."""
+        """Searches layouts with up to this many devices. Raises ConfigError if none fits."""
         sizes = self._sizes(num_devices)
         if not sizes:
             reasons = "; ".join(self._left_out) or f"the fewest ranks are {min(self.space.tp_sizes)}"
@@ -103,17 +104,17 @@ class Search:
 
     @property
     def _num_for_limits(self) -> int:
-        """Returns the longest load of the halving within the limit."""
+        """Returns the length of the longest load of the halving that does not exceed MOST_FOR_LIMITS."""
         lengths = prefixes(len(self.trials.arrivals))
         return max((each for each in lengths if each <= MOST_FOR_LIMITS), default=lengths[0])
 
     def _sizes(self, num_devices: int) -> list[int]:
-        """Returns the numbers of devices that a fitting layout uses completely, ascending."""
+        """Returns the numbers of devices that some possible layout uses completely, ascending."""
         able = [tp_size for tp_size in self.space.tp_sizes if self._fits(tp_size)]
         return [size for size in range(1, num_devices + 1) if any(size % tp_size == 0 for tp_size in able)]
 
     def _fits(self, tp_size: int) -> bool:
-        """Whether an instance with this many ranks fits with any settings; records why not."""
+        """Whether an instance with this many ranks is possible with any settings. Records the reason if it is not."""
         found = [self.trials.costs(each) for each in self.space.single(tp_size)]
         reasons = [each.reason for each in found if isinstance(each, Infeasible)]
         if len(reasons) == len(found):
@@ -124,7 +125,7 @@ class Search:
         return self._best(num_devices)[0].is_met
 
     def _best(self, num_devices: int) -> list[CandidateRun]:
-        """Returns runs of the whole load for layouts with at most this many devices, the best first."""
+        """Returns the whole load's runs of the best layouts on at most this many devices, the best first."""
         if (found := self._seen.get(num_devices)) is not None:
             return found
         able = [
@@ -135,12 +136,12 @@ class Search:
         self.on_stage(f"{num_devices} devices: {len(chosen)} splits, {lengths[0]} requests each at first")
         splits = halve(chosen, self.trials.run, lengths[:-1] or lengths)
         settings = self._variants(able, kept(splits, NUM_REFINED))
-        self.on_stage(f"{num_devices} devices: {len(settings)} settings of the best, {lengths[-1]} requests at last")
+        self.on_stage(f"{num_devices} devices: {len(settings)} settings of the best, up to {lengths[-1]} requests each")
         self._seen[num_devices] = halve(settings, self.trials.run, lengths)
         return self._seen[num_devices]
 
     def _splits(self, able: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-        """Returns the most promising splits with their best estimated settings; half are hybrid, if any are."""
+        """Returns the most promising splits with their settings estimated best; half are hybrid if possible."""
         usual = [each for each in able if each.layout.routing_policy == self.space.policies[0]]
         found: dict[bool, list[LayoutCandidate]] = {True: [], False: []}
         num_settings = Counter[str]()
@@ -152,7 +153,7 @@ class Search:
         return [*found[True][:num_hybrid], *found[False][: NUM_SPLITS - num_hybrid]]
 
     def _variants(self, able: Sequence[LayoutCandidate], best: Sequence[CandidateRun]) -> list[LayoutCandidate]:
-        """Returns these layouts, and the best estimated other settings of each split and policy."""
+        """Returns the layouts of these runs, and the best estimated other settings of each split and policy."""
         names = {each.candidate.name for each in best}
         groups: dict[tuple[str, str], list[LayoutCandidate]] = {}
         for each in sorted((each for each in able if each.name in names), key=self._guess):
@@ -167,7 +168,10 @@ class Search:
         return estimated_strain(candidate, costs, self._load, self.trials.goals)
 
     def _ranked(self) -> list[Ranked]:
-        """Returns the best layouts of all numbers of devices; if goals are met, the fewest devices first."""
+        """Returns the best layouts for all numbers of devices.
+
+        Those that meet the goals come first, the fewest devices first.
+        """
         seen = {each.candidate: each for trials in self._seen.values() for each in trials}
         ordered = sorted(seen.values(), key=lambda each: (not each.is_met, _devices(each), order(each)))
         num_settings = Counter[str]()
@@ -195,7 +199,7 @@ class Search:
 
 
 def _devices(trial: CandidateRun) -> int:
-    """Returns the number of devices to sort by, equal for all runs that miss the goals."""
+    """Returns the number of devices to sort by; 0 for all runs that miss the goals."""
     return trial.candidate.num_devices if trial.is_met else 0
 
 
@@ -204,6 +208,6 @@ def _merit(ranked: Ranked) -> tuple[float, float]:
 
 
 def _is_other(trial: CandidateRun, first: CandidateRun) -> bool:
-    """Whether exactly one of them is hybrid, and both have the same number of devices."""
+    """Whether both have the same number of devices, and exactly one of them is hybrid."""
     one, other = trial.candidate, first.candidate
     return one.num_devices == other.num_devices and one.is_hybrid != other.is_hybrid

@@ -1,7 +1,7 @@
-"""Estimates a candidate's strain from rates alone, in microseconds of work, to choose the candidates to simulate.
+"""Estimates a candidate's strain from rates alone, within microseconds, to choose which candidates to simulate.
 
-Each role is a queue with one server per instance and constant service (M/D/1); decode instances hold the rows that
-their tokens per second need. Ignores bursts, prefix caches and routing.
+Each instance is modelled as a queue with constant service times (M/D/1); decode instances have as many rows as their
+tokens per second require. Ignores bursts, prefix caches and routing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pd_cluster.plan.candidate_runs import rate_per_s
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 from pd_cluster.plan.plan_goals import PlanGoals
 
-OVERLOADED = 1e3  # an overloaded candidate's strain is its load times this; other candidates have less strain
+OVERLOADED = 1e3  # the strain of an overloaded candidate is this times its load; other candidates have less
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLoad:
-    """Means of a trace."""
+    """The means of a trace."""
 
     rate_per_s: float
     num_prompt_tokens: float
@@ -35,18 +35,18 @@ class MeanLoad:
 
     @property
     def num_context_tokens(self) -> float:
-        """Returns the tokens of a request with half of its answer."""
+        """Returns a request's mean number of tokens while it decodes: its prompt and half of its answer."""
         return self.num_prompt_tokens + self.num_output_tokens / 2
 
 
 def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, goals: PlanGoals) -> float:
-    """Returns the strain to sort by; above OVERLOADED, the candidate cannot keep up."""
+    """Returns the strain to sort by. From OVERLOADED on, the candidate cannot keep up."""
     layout = candidate.layout
     num_prefill, num_decode = layout.num_prefill or layout.num_hybrid, layout.num_decode or layout.num_hybrid
     chunk = layout.max_num_batched_tokens or costs.max_num_batched_tokens
     prompt_s = prompt_seconds(costs, load.num_prompt_tokens, chunk)
     busy = load.rate_per_s * prompt_s / num_prefill
-    left = 1 - busy if candidate.is_hybrid else 1.0  # the share of an instance's time that is left to decode
+    left = 1 - busy if candidate.is_hybrid else 1.0  # the share of an instance's time that is left for decoding
     rows = rows_needed(costs, load, load.rate_per_s * load.num_output_tokens / num_decode, max(left, 1e-9))
     num_blocks = layout.num_blocks or costs.num_blocks
     capacity = min(layout.max_num_seqs or costs.max_num_seqs, num_blocks * costs.block_size / load.num_context_tokens)
@@ -63,7 +63,7 @@ def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, g
 
 
 def prompt_seconds(costs: Costs, num_tokens: float, chunk: int) -> float:
-    """Returns the time of an undisturbed prompt."""
+    """Returns the time to compute a prompt if nothing else runs."""
     num_steps, whole = math.ceil(num_tokens / chunk), round(num_tokens)
     work = StepWork(num_prompt_tokens=whole, num_prompt_pairs=whole * (whole + 1) // 2)
     return costs.step.seconds(work) + (num_steps - 1) * costs.step.step_s + num_steps * costs.host.step_s
@@ -77,7 +77,10 @@ def row_step_seconds(costs: Costs, rows: float, num_context_tokens: float) -> fl
 
 
 def rows_needed(costs: Costs, load: MeanLoad, tokens_per_s: float, left: float) -> float:
-    """Returns the rows that an instance needs for this many tokens per second in its share of time; may be infinite."""
+    """Returns how many rows an instance needs to decode this many tokens per second; may be infinite.
+
+    `left`: the share of the instance's time that is left for decoding.
+    """
     low, high = 0.0, float(1 << 20)
     if tokens_per_s * row_step_seconds(costs, high, load.num_context_tokens) > high * left:
         return math.inf

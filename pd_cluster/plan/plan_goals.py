@@ -1,4 +1,4 @@
-"""Measures as one number how far a load's outcomes are from its goals."""
+"""Measures how far a load's outcomes are from its goals, as one number."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class PlanGoals(msgspec.Struct, frozen=True):
         if not any(self.named.values()):
             raise ConfigError(f"{', '.join(self.named)}: none is above 0; give a goal in seconds")
         if not 0 < self.share <= 1:
-            raise ConfigError(f"--slo-share {self.share:g}: expected a share above 0, 1 at most")
+            raise ConfigError(f"--slo-share {self.share:g}: expected a share above 0 and at most 1")
 
     @property
     def named(self) -> dict[str, float]:
         return {"--slo-ttft": self.slo.ttft_s, "--slo-tpot": self.slo.tpot_s, "--slo-e2e": self.slo.e2e_s}
 
     def strain(self, outcomes: Sequence[Outcome]) -> float:
-        """Returns the ratio of times to goals: the worst among the best `share` of requests.
+        """Returns the worst ratio of times to goals among the best `share` of requests.
 
-        Up to 1, the goals are met. Infinite if too many requests fail.
+        The goals are met if it is at most 1. It is infinite if too many requests fail.
         """
         if not outcomes:
             return math.inf
@@ -44,7 +44,7 @@ class PlanGoals(msgspec.Struct, frozen=True):
         return ratios[math.ceil(self.share * len(ratios)) - 1]
 
     def ratios(self, outcome: Outcome) -> dict[str, float]:
-        """Returns a request's times divided by their goals, by flag; infinite without an answer."""
+        """Returns a request's times divided by their goals, by flag; infinite if it got no answer."""
         if outcome.error or outcome.first_s is None or outcome.last_s is None:
             return dict.fromkeys((name for name, goal in self.named.items() if goal), math.inf)
         taken = {"--slo-ttft": outcome.ttft_s, "--slo-tpot": outcome.tpot_s, "--slo-e2e": outcome.e2e_s}

@@ -1,6 +1,6 @@
-"""The commands that start a layout: on one machine, on several with rank tables, and in Kubernetes.
+"""Returns the commands that start a layout: on one machine, on several with rank tables, and in Kubernetes.
 
-Addresses, ports and folders in them are examples; flags are those of the commands.
+Addresses, ports and folders are examples; the flags are real.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHART = "deploy/helm/pd-cluster"
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """An instance's placement. `index`: its number on its host."""
+    """The placement of an instance. `index`: its number on its host."""
 
     role: str
     host: int
@@ -38,7 +38,7 @@ class InstancePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCommands:
-    """`devices_per_host`: more devices need another host."""
+    """The commands for one layout. `devices_per_host`: further devices are on another host."""
 
     model: str
     candidate: LayoutCandidate
@@ -47,7 +47,7 @@ class StartCommands:
 
     @property
     def places(self) -> list[InstancePlacement]:
-        """Returns the placements of all instances, prefill first; each is on one host."""
+        """Returns the placements of all instances, prefill instances first. No instance spans hosts."""
         layout, size = self.candidate.layout, self.candidate.tp_size
         roles = ["prefill"] * layout.num_prefill + ["decode"] * (layout.num_decode + layout.num_hybrid)
         of_host = max(1, self.devices_per_host // size)
@@ -108,9 +108,9 @@ class StartCommands:
 
     @property
     def from_tables(self) -> list[str]:
-        """Returns lines for each host and instance of a layout that splits."""
+        """Returns lines for each host and instance of a layout with prefill and decode instances."""
         hosts = sorted({place.host for place in self.places})
-        lines = [self._gen(host) for host in hosts]  # each on its own host
+        lines = [self._gen(host) for host in hosts]  # each must run on its own host
         tables = [f"{TABLES}/global_ranktable_{_address(host)}.json" for host in hosts]
         if len(hosts) > 1:
             listed = " ".join(tables)
@@ -139,7 +139,7 @@ class StartCommands:
         return f"pd-ranktable gen --server-ip {_address(host)} --device {device}{lists}{api_server} --save-dir {TABLES}"
 
     def _local_tables(self, host: int) -> list[tuple[str, int]]:
-        """Returns the files of a host's local tables, as `pd-ranktable gen` names them, with the instances' ports."""
+        """Returns a host's local tables, under the names that `pd-ranktable gen` uses, and the instances' ports."""
         here = [place for place in self.places if place.host == host]
         ids = {role: [each.devices for each in here if each.role == role] for role in ("prefill", "decode")}
         made = generate(
@@ -153,7 +153,7 @@ class StartCommands:
 
     @property
     def helm(self) -> list[str]:
-        """Returns a file of values for the chart, as YAML, below the command that takes it."""
+        """Returns the command that installs the chart, as a comment, and the values file that it takes, as YAML."""
         layout, flags = self.candidate.layout, list(self.worker_flags)
         numbers = {"prefill": layout.num_prefill, "decode": layout.num_decode + layout.num_hybrid}
         of_kind = f" -f {CHART}/values-{self.kind}.yaml" if self.kind in VISIBLE else ""

@@ -1,4 +1,4 @@
-"""Successive halving: all candidates run a short load, the best third of them a load three times as long, and so on.
+"""Successive halving: all candidates run a short load, the best third a load that is three times as long, and so on.
 
 Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (AISTATS 2016).
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pd_cluster.plan.candidate_runs import CandidateRun
 from pd_cluster.plan.layout_candidates import LayoutCandidate
 
-FACTOR = 3  # each step keeps one candidate in three, with three times the load
+FACTOR = 3  # each stage keeps one candidate in three, and runs three times the load
 NUM_FINALISTS = 10  # at least this many layouts run the whole load
 NUM_FIRST = 100  # the fewest requests of a load
 Measure = Callable[[LayoutCandidate, int], CandidateRun]
@@ -27,7 +27,7 @@ def prefixes(num_requests: int, num_first: int = NUM_FIRST) -> list[int]:
 def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequence[int]) -> list[CandidateRun]:
     """Returns the runs of the whole load, the least strained first.
 
-    The best hybrid and the best split layout stay to the end, for comparison.
+    The best hybrid and the best split layout are kept to the end, for comparison.
     """
     left, trials = list(candidates), list[CandidateRun]()
     for at, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequ
 
 
 def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
-    """Returns the first runs. If a kind would be missing, its first run replaces the last of them."""
+    """Returns the first runs. If none of them is hybrid, or none is split, the first such run replaces the last."""
     first = list(trials[:num_kept])
     kinds = {each.candidate.is_hybrid for each in first}
     missing = next((each for each in trials[num_kept:] if each.candidate.is_hybrid not in kinds), None)
@@ -47,5 +47,5 @@ def kept(trials: Sequence[CandidateRun], num_kept: int) -> list[CandidateRun]:
 
 
 def order(trial: CandidateRun) -> tuple[float, float]:
-    """Sorts the least strained first. Candidates that answer too few requests in time are sorted by their goodput."""
+    """The sort key of runs: the least strained first. If too few requests were answered in time, by goodput."""
     return trial.strain, -trial.goodput_per_s

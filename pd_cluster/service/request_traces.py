@@ -1,8 +1,8 @@
 """Sends OpenTelemetry traces of requests to a collector over HTTP. Only this module knows opentelemetry.
 
-A request's own span begins with its headers and ends with its answer. The spans below it are made when the workers have
-reported their parts, soon after the answer (cluster/records/request_spans.py). OpenTelemetry's own variables apply:
-service name, headers, certificates, sampler, batch sizes.
+A request's own span begins with its headers and ends with its answer. The spans below it are written soon after the
+answer, when the workers have reported their parts (cluster/records/request_spans.py). OpenTelemetry's own environment
+variables apply: service name, headers, certificates, sampler, batch sizes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as Recorded
 
 PARENT, STATE = "traceparent", "tracestate"
-LOOK_S = 0.1  # the time between two checks for the workers' reports after the end
-REPORT_TIMEOUT_S = 2.0  # the longest wait for them; killed workers report nothing
-FLUSH_TIMEOUT_S = 3.0  # the longest that a stopping server waits for its collector
+LOOK_S = 0.1  # the interval of checks for the workers' reports after the end
+REPORT_TIMEOUT_S = 2.0  # the longest wait for these reports; killed workers send none
+FLUSH_TIMEOUT_S = 3.0  # the longest wait of a stopping server for its collector
 EXPORT_TIMEOUT_S = 10.0
 PROVIDER = "pd-cluster"
 
@@ -128,7 +128,7 @@ class RequestTrace:
 
 
 class Tracing:
-    """Must be made on the event loop of the serving process. A thread exports, from a bounded queue."""
+    """Must be created on the serving process's event loop. A separate thread exports spans from a bounded queue."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises ConfigError if packages are missing."""

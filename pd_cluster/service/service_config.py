@@ -1,4 +1,4 @@
-"""The settings of a text service, and its view of the instances. Knows nothing of requests."""
+"""Holds the settings of a text service, and its view of the instances. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pd_cluster.settings.process_configs import ApiConfig
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """`settings`: the process's. `max_model_len`: the process's own limit of a request's tokens.
+    """`settings`: those of the process. `max_model_len`: the process's own limit of a request's tokens.
 
-    `seed`: for drawing the seeds of requests without one; None: random. `sampling_defaults`: the result of
-    sampling_defaults.py. `adapters`: current names of adapters -> digests. `handle_secret`: the same in all processes
-    that serve the cluster.
+    `seed`: from which seeds of requests that give none are drawn; None: random. `sampling_defaults`: the result of
+    sampling_defaults.py. `adapters`: current names of adapters -> digests. `handle_secret`: a secret that all processes
+    serving the cluster share.
     """
 
     settings: ApiConfig

@@ -1,6 +1,6 @@
-"""The parts that every process serving requests has: a mailbox, a router, and the conversion of text.
+"""Makes the parts that every process that serves requests has: a mailbox, a router, and the conversion of text.
 
-The caller provides the list of instances: from the workers themselves or from the scheduler.
+The caller provides the list of instances, which comes from the workers themselves or from the scheduler.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class LoopHandler:
 
 
 class ServingContext(Generic[RosterT]):
-    """Must be made on its event loop. Raises ConfigError for a model that cannot be served.
+    """Must be created on its event loop. Raises ConfigError for a model that cannot be served.
 
     `roster_of` makes the list of instances for requests: membership in the scheduler, its mirror in an API process.
-    `index` distinguishes the processes of one scheduler, which have different names for workers and different random
-    seeds.
+    `index` distinguishes the processes of one scheduler, which have different names towards workers and different
+    random seeds.
     """
 
     def __init__(
@@ -97,9 +97,8 @@ class ServingContext(Generic[RosterT]):
         adapters: dict[str, str] | None = None,
         is_scheduler: bool = False,
     ) -> None:
-        """`adapters`: name -> digest, as another process has read them; None: this process reads --lora-modules.
-
-        `is_scheduler`: `index` is that of one of several schedulers.
+        """`adapters`: name -> digest, if another process has read them; None: this process reads --lora-modules.
+        `is_scheduler`: this is one of several schedulers, and `index` is its number.
         """
         engine = config.engine
         self.config = config
@@ -150,7 +149,7 @@ class ServingContext(Generic[RosterT]):
 def service_config(
     config: ApiConfig, checkpoint: Checkpoint, adapters: Mapping[str, str], seed: int | None, handle_secret: bytes
 ) -> ServiceConfig:
-    """Returns the configuration of a process's service. `handle_secret` b"": makes a new one. Raises ConfigError."""
+    """Returns the configuration of a process's service. `handle_secret` b"": makes a new secret. Raises ConfigError."""
     engine = config.engine
     defaults = sampling_defaults(checkpoint, engine.generation_config, config.sampling_override)
     made = ServiceConfig(config, checkpoint.max_model_len(engine.max_model_len), seed, defaults, adapters)

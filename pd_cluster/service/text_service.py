@@ -1,4 +1,6 @@
-"""Serves text over the router: tokenizing, limits, detokenizing, stop strings. Knows nothing of HTTP."""
+"""Serves requests in text by the router: tokenizes, checks limits, detokenizes, finds stop strings. Knows nothing of
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class TextService:
             partial(tokenizer.encode, add_special_tokens=False),
         )
         self._chats = chats_of(self.intake, self._pictures, form, settings)
-        self.guard = self._chats.guard  # keeps control tokens out of chats; None where chats may have them
+        self.guard = self._chats.guard  # keeps control tokens out of chats; None if chats may contain them
         self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
         self.embedder = self.scorer.embedder
         self.classifier = Classifier(self.embedder, checkpoint.path)
@@ -150,7 +152,7 @@ class TextService:
     async def chat_num_shared(
         self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
     ) -> int:
-        """Returns with how many equal tokens the prompts of two chats begin. Raises RequestError."""
+        """Returns how many tokens the prompts of two chats have in common at their beginning. Raises RequestError."""
         return await self._chats.num_shared(request, other, generation, caller)
 
     def _guide_of(self, request: GenerationRequest) -> Asked | None:
@@ -201,7 +203,7 @@ class TextService:
         return generation
 
     def spelled(self, prompt: PromptText, pictures: Sequence[Any]) -> PromptText:
-        """Returns a prompt with images in the form that the model's tokenizer expects."""
+        """Returns a prompt with its images' placeholders in the form that the model's tokenizer expects."""
         return self._pictures.spelled(prompt, pictures)
 
     async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> PromptWithMedia:

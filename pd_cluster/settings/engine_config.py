@@ -84,8 +84,7 @@ MODEL = Form(str, _model, str)
 
 
 def model_name(model: str) -> str:
-    """Returns the name under which clients know a model that was given no name: a folder's last part, a hub's name
-    unchanged.
+    """Returns a model's default name for clients: the last part of a folder's path, or a hub's name unchanged.
 
     Raises ConfigError for a folder whose name is unsuitable.
     """
@@ -387,7 +386,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     unit_rank: int = 0  # among `data_parallel_size` instances
     num_local_ranks: int = 1  # ranks that share this host's memory
-    paired_tp_sizes: tuple[int, ...] = ()  # ranks of each instance with which KV cache is exchanged over device pairs
+    paired_tp_sizes: tuple[int, ...] = ()  # sizes of the instances with which KV cache is exchanged over device pairs
 
     def __post_init__(self) -> None:
         check(self)

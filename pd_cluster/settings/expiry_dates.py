@@ -1,4 +1,4 @@
-"""Parses the dates in files and flags at which keys expire."""
+"""Parses the expiry dates of keys in files and flags."""
 
 from __future__ import annotations
 

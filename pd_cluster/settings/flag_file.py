@@ -27,8 +27,8 @@ ALL_SWITCHES = frozenset(each.flag for each in settings().values() if each.kind 
 
 
 def expanded(argv: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Returns normalized flags, with those of the file in place of `--config FILE`, except those also on the command
-    line.
+    """Returns normalized flags, with `--config FILE` replaced by the file's flags; those also on the command line are
+    left out.
 
     `known`: the flags of the command. Raises ConfigError that names the file and the key.
     """
@@ -101,7 +101,7 @@ def _names_of(flag: str) -> set[str]:
 
 
 def _positive(flag: str) -> str:
-    """Returns the positive flag of a --no- form, or the other spelling of a flag."""
+    """Returns the flag without --no-, or the main spelling of a flag's alias."""
     on = f"--{flag[len(OFF) :]}" if flag.startswith(OFF) else ""
     theirs = foreign(on) if on else None
     is_off = on in ALL_SWITCHES or (theirs is not None and theirs[0].takes is Takes.SWITCH)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 ALIKE = 0.84  # similarity of two words that may differ by a typing error
 LEAST_LETTERS = 5  # minimum length of such words
-LEAST_PART = 3  # minimum length of a word with which another word begins or ends
+LEAST_PART = 3  # minimum length of a word that matches as the beginning or end of another word
 WHOLE = 0.85  # similarity of two flags without their hyphens
 LEAST = 0.55  # minimum share of the words' weight that must agree
 # Other servers' names for settings.
@@ -46,8 +46,8 @@ ANSWERS = {
     "--ep-size": "give --enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks share the "
     "experts",
     "--moe-a2a-backend": "leave it out; rows are gathered from all instances that share experts",
-    "--tp-size": "did you mean --tensor-parallel-size? SGLang's counts the ranks of all data-parallel instances, "
-    "this one the ranks of each instance: divide it by --dp-size",
+    "--tp-size": "did you mean --tensor-parallel-size? SGLang's flag counts the ranks of all data-parallel instances, "
+    "this one the ranks of each instance: divide the value by --dp-size",
 }
 
 
@@ -88,7 +88,7 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
 
 
 def _matching_word(word: str, known: Sequence[str]) -> str:
-    """Returns the known word that a given word stands for, or ""."""
+    """Returns the known word that a given word matches, or ""."""
     if word in known:
         return word
     for each in known:

@@ -5,12 +5,12 @@ A flag is written as on vLLM's command line:
 --master-port          a flag with a value
     --ignore-patterns+     a flag with one or more values
     --[no-]numa-bind       a switch; its values are True and False
-    --nnodes=1             accepted values, which describe what is already the case, separated by |; a value with
+    --nnodes=1             accepted values, which ask for what this server does anyway, separated by |; a value with
                            a trailing ! is accepted with a warning, because it has no effect
     --dp-*                 every flag with this prefix
 
 `accepted` flags have no effect, whatever their value. `refused` flags are refused, except with an accepted value, and
-except a switch that is off. Settings are named as `called` does it.
+except a switch that is off. Reasons name settings by `called`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-NOTHING = ("", "{}", "[]", "none", "null")  # values, in lower case, that request nothing, for any flag with a value
+NOTHING = ("", "{}", "[]", "none", "null")  # values, in lower case, that any flag may have without effect
 
 
 class Takes(Enum):

@@ -18,7 +18,7 @@ TCP = re.compile(r"tcp://(\*|\[[^]]+\]|[^:\[\]]+):(\d{1,5})")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an instance publishes events of its prefix cache. Every endpoint is bound by this process.
+    """Where an instance publishes events of its prefix cache. This process binds every endpoint.
 
     `buffer_steps`: batches kept for replay. `hwm`: batches queued for one subscriber. `max_queue_size`: batches that
     wait to be published.
@@ -42,9 +42,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.endpoint, *([self.replay_endpoint] if self.replay_endpoint else []))
 
     def of_instance(self, number: int) -> KVEventsConfig:
-        """Returns the settings of one of a host's instances: ports and paths are offset by its number, like those of
-        vLLM's ranks.
-        """
+        """Returns the settings of one of a host's instances; as in vLLM, its number is added to ports and paths."""
         moved = [_moved(each, number) for each in self.endpoints]
         return msgspec.structs.replace(self, endpoint=moved[0], replay_endpoint=moved[1] if moved[1:] else None)
 

@@ -29,7 +29,7 @@ def file_of(folder: Path, name: str) -> Path:
 class LogFile:
     """Appends lines to a process's file (0600), in a folder that only this user can open.
 
-    A disk error only loses lines; it is logged once a minute.
+    If the disk fails, lines are lost, and a warning is logged at most once a minute.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The adapters that an engine accepts, and those that it loads at its start. Reads no adapter."""
+"""Settings of adapters: those that an engine accepts, and those that it loads at its start. Reads no adapter."""
 
 from __future__ import annotations
 

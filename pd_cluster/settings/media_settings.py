@@ -1,4 +1,4 @@
-"""The allowed sources of images and videos in prompts, and their number in a prompt."""
+"""Settings of images and videos in prompts: their allowed sources, their number and their memory."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from pd_cluster.wire import KVOptions
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The rank of a process in its instance, and its connections to the other ranks.
 
-    `store`: a file in a folder of the ranks. `fds`: rank 0 has a socket to each follower, in order; a follower has one
-    to rank 0.
+    `store`: a file in a folder that the ranks share. `fds`: in rank 0 a socket to each follower, in order; in a
+    follower the socket to rank 0.
     """
 
     rank: int = 0
@@ -61,7 +61,7 @@ class Credentials(msgspec.Struct, frozen=True):
     """The credentials of a process in its cluster. `schedulers`: public keys of the schedulers that it accepts.
 
     `key`: the scheduler's private key; empty for a worker, which generates its own. `table`: a digest of the global
-    rank table with which the process was started. `node_key_file`, `trusted_nodes`: files, which are read again when
+    rank table that the process was started with. `node_key_file`, `trusted_nodes`: files, which are read again when
     they change; "": none.
     """
 

@@ -39,7 +39,7 @@ ALIKE = KVOptions()
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """A range of ports, [first, last], to choose one from; 0-0 lets the system choose."""
+    """A range of ports, [first, last], from which one is chosen; with 0-0 the system chooses."""
 
     first: int = 0
     last: int = 0

@@ -1,4 +1,4 @@
-"""Removes keys and tokens from text that people share: logs, and reports of an environment."""
+"""Removes keys and tokens from logs and environment reports, which people share."""
 
 from __future__ import annotations
 

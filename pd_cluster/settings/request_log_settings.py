@@ -69,7 +69,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.has_access_log or bool(self.quiet_paths)) and not self.has_no_access_log
 
     def checked(self) -> RequestLogSettings:
-        """Returns itself. Raises ConfigError if a setting lacks another one that it needs."""
+        """Returns itself. Raises ConfigError if a setting is given without another one that it needs."""
         if self.has_outputs and not self.has_requests:
             raise ConfigError(f"{called('enable_log_outputs')}: needs {called('enable_log_requests')}")
         return self

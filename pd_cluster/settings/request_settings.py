@@ -14,7 +14,7 @@ from pd_cluster.settings.model_names import fault_of_name
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, finite, one_of
 
-# Names that vLLM accepts. llguidance does the work for each of them.
+# Names that vLLM accepts; llguidance is used for all of them.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 # Request fields that are also variables of chat templates, and must not be given twice.
 BY_MODEL = "auto: by the chat template and model_type"
@@ -72,7 +72,7 @@ PoolingType = Literal["LAST", "MEAN"]
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of vectors, over what the model's folder says. `use_activation`: vectors have the length 1."""
+    """vLLM's settings of vectors, which override the model folder's. `use_activation`: vectors have the length 1."""
 
     task: Literal["embed", "classify"] | None = None  # the model determines it
     pooling_type: PoolingType | None = None
@@ -172,7 +172,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     pooler: Annotated[
         PoolerConfig,
         TEXT(
-            "JSON object with pooling_type (LAST or MEAN) and use_activation, over the model's own for vectors.",
+            "JSON object with pooling_type (LAST or MEAN) and use_activation; overrides the model's own for vectors.",
             name="pooler_config",
             form=_object_of(PoolerConfig),
         ),
@@ -306,7 +306,7 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     ] = ReasoningConfig()
 
     def check_parsers(self, chat: ChatConfig) -> None:
-        """Raises ConfigError if a setting lacks the parser that it needs."""
+        """Raises ConfigError if a setting is given without the parser that it needs."""
         for switch, is_on, needed, parser in (
             ("enable_auto_tool_choice", self.enable_auto_tool_choice, "tool_call_parser", chat.tool_parser),
             ("enable_reasoning", self.enable_reasoning, "reasoning_parser", chat.reasoning_parser),

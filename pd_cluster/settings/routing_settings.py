@@ -30,7 +30,7 @@ def _is_priority(name: str, written: str) -> bool:
 
 
 def _auto_role(name: str, written: str) -> str:
-    """Reads the value; the words of a switch mean the default method, or none."""
+    """Reads the value; the default method may also be written as "on", and none as "off"."""
     found = AUTO_ROLES.get(written.lower())
     if found is None:
         raise ConfigError(f"{called(name)} {written!r}: expected cost or rules")
@@ -90,7 +90,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Objective for seconds per further token; requests that would miss it get a 429. 0: none.", checks=PROMISE
         ),
     ] = 0.0
-    # None: a request waits at an instance
+    # None: requests are not held back at the scheduler, and wait at an instance
     max_queue_s: Annotated[
         float | None,
         SCHEDULER(

@@ -1,6 +1,7 @@
 """All settings of `pd-cluster serve`, and their given values.
 
-Knows nothing of rank tables and starts nothing. Settings of a single role are read and checked on its request.
+Knows nothing of rank tables and starts nothing. A process reads and checks the settings that only its role has when it
+needs them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _of_panel(panel: Panel) -> list[DeclaredSetting]:
     return placed
 
 
-# The variables that hold keys, which must not be on a command line, where any user of the host can read them.
+# The variables that hold keys. Keys must not be on a command line, because any user of the host can read it.
 SECRET_VARIABLES = tuple(
     variable for each in settings().values() if each.setting.is_secret for variable in each.variables
 )
@@ -138,7 +139,7 @@ class ServeOptions(Mapping[str, Any]):
         return read(group, self, **own)
 
     def check(self) -> None:
-        """Checks every value for any role, except what only this host's files show. Raises ConfigError."""
+        """Checks every value, for all roles, except those that depend on this host's files. Raises ConfigError."""
         for group in GROUPS:
             if group is not EngineConfig and group is not Tls:
                 self.read(group)
@@ -165,7 +166,7 @@ class ServeOptions(Mapping[str, Any]):
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
-        """`policies`: those of the router.
+        """`policies`: the names of the router's policies.
 
         A name with a colon is an operator's own policy, which the router finds. Raises ConfigError.
         """
@@ -174,7 +175,7 @@ class ServeOptions(Mapping[str, Any]):
         return self.read(RoutingConfig)
 
     def handover(self, transports: Collection[str]) -> HandoverSettings:
-        """`transports`: the available ones. Raises ConfigError."""
+        """`transports`: the names of the available transports. Raises ConfigError."""
         self._check_choice("kv_transport", transports)
         return self.read(HandoverSettings)
 
@@ -204,7 +205,7 @@ class ServeOptions(Mapping[str, Any]):
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 
     def chat(self, has_files: bool = True) -> ChatConfig:
-        """Returns the template as given: text/template_source.py reads it. Raises ConfigError.
+        """Leaves the template as it was given; text/template_source.py reads it. Raises ConfigError.
 
         `has_files`: --tool-parser-plugin, whose formats may have any name, is on this host.
         """

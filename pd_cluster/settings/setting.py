@@ -23,7 +23,7 @@ from pd_cluster.errors import ConfigError, called, flag_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 VARIABLE = "PD_CLUSTER_SERVE_"  # prefix of a setting's environment variable
-CHOICES = "{choices}"  # stands in a help text for the choices that are known when the command line is built
+CHOICES = "{choices}"  # placeholder in a help text for choices that are known only when the command line is built
 UNITS = ("_s", "_gib")  # field suffixes that are not part of the setting's name
 
 
@@ -40,7 +40,7 @@ class Panel(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """The processes that a setting applies to."""
+    """The processes to which a setting applies."""
 
     ENGINE = "wherever an engine runs"
     TEXT = "wherever requests are read and answers are written"

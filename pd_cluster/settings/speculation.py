@@ -18,11 +18,11 @@ MTP_TYPES = {  # vLLM's method name for some models -> their model types
     "glm4_moe_mtp": ("glm4_moe",),
     "glm4_moe_lite_mtp": ("glm4_moe_lite",),
 }
-MOST_DRAFTS = 64  # the most drafts of a sequence in a step
+MOST_DRAFTS = 64  # maximum number of drafts of a sequence in a step
 DEFAULT_DRAFTS = 16
 SampleMethod = Literal["probabilistic", "greedy"]
 SAMPLE_METHODS: tuple[SampleMethod, ...] = get_args(SampleMethod)
-MOST_MATCHED = 1024  # how many tokens at a sequence's end are looked up
+MOST_MATCHED = 1024  # maximum number of a sequence's last tokens that are looked up
 COUNT = within(0, INT32_MAX)
 PROBABILITY = Check(lambda value: 0 <= value <= 1, "must be in 0 to 1")
 

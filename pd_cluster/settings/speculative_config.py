@@ -61,7 +61,7 @@ REFUSED_KEYS = {
     "synthetic_acceptance_length": "would change answers; leave it out",
     "disable_by_batch_size": f"give {BATCHES}, such as [[1, 4, 8], [5, 256, 0]]",
 }
-# a draft is accepted if it is the token that would be sampled
+# a draft is accepted only if it equals the token that would be sampled
 ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")
 NUMBERS: dict[str, tuple[type, tuple[Check, ...]]] = {
     name: (get_args(hint)[0], tuple(each for each in get_args(hint)[1:] if isinstance(each, Check)))

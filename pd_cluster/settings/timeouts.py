@@ -17,7 +17,7 @@ SERVER = partial(Setting, panel=Panel.TIMES, scope=Scope.SERVER, checks=(finite(
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """The deadlines, in seconds; 0 means none where it is allowed. `pd-cluster check` shows a setting's `detail`."""
+    """The deadlines, in seconds; 0, where allowed, means none. `pd-cluster check` shows a setting's `detail`."""
 
     heartbeat_interval_s: Annotated[
         float, WORKERS("Seconds between heartbeats.", detail="a heartbeat is sent on every connection")

@@ -1,4 +1,5 @@
-"""vLLM's spellings of values that settings have in another form: counts such as 32k, bytes, objects by members.
+"""Translates vLLM's spellings of values: counts such as 32k, sizes in bytes, and objects whose members have separate
+flags.
 
 --max-model-len 32k                       32,000; 32K is 32,768; auto and -1 are the default
     --kv-cache-memory-bytes 4G                --kv-cache-memory 4

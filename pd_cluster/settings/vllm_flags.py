@@ -100,7 +100,7 @@ def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def split_values(flags: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """Returns normalized flags without the flag of this name, and its values."""
+    """Returns the normalized flags without the named flag, and that flag's values."""
     rest: list[str] = []
     values: list[str] = []
     following = iter(flags)

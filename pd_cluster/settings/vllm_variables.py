@@ -1,8 +1,8 @@
 """vLLM's environment variables that have an equivalent flag here, with that flag.
 
-This program does not read them. The only vLLM variable that it reads is VLLM_API_KEY (http_settings.py). A variable of
-another program must not change this program silently, and a variable that a script sets for this program must not be
-ignored silently.
+This program does not read them. The only vLLM variable that it reads is VLLM_API_KEY (http_settings.py). Another
+program's variable must not silently change this program, and a variable that a script sets for this program must not be
+silently ignored: a warning names the flag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pd_cluster.errors import Naming, called, flag_of, told
 
-UNSET = ("", "0", "auto", "false")  # values, in lower case, that request nothing
+UNSET = ("", "0", "auto", "false")  # values, in lower case, that change nothing in vLLM
 
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": f"give {called('kv_cache_memory')}, in GiB",

@@ -1,1 +1,1 @@
-"""A cluster without devices: the parts that decide are real, a jumping clock and costs stand for time."""
+"""A cluster without devices: the parts that decide are real, steps take computed costs, and the clock jumps ahead."""

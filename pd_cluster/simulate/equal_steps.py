@@ -1,6 +1,6 @@
 """Combines equal decode steps of the step scheduler if nothing can happen between them.
 
-A test compares them with single steps. Knows nothing of time.
+A test compares the result with that of single steps. Knows nothing of time.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.scheduling.step_plan import StepPlan
 
-MADE_UP_TOKEN = (1 << 31) - 1  # the token of answers; never in a prompt
+MADE_UP_TOKEN = (1 << 31) - 1  # the token of all answers; never in a prompt
 
 
 def num_equal_steps(scheduler: StepScheduler) -> int:
-    """Returns the number of next steps in which each running sequence gets one token and nothing else happens.
+    """Returns for how many next steps each running sequence gets one token and nothing else happens.
 
     Assumes that no mail comes. 0: the next step may be of another kind.
     """
@@ -20,7 +20,7 @@ def num_equal_steps(scheduler: StepScheduler) -> int:
     if not running or len(running) > scheduler.max_num_batched_tokens:
         return 0
     if waiting and len(running) < scheduler.max_num_seqs:
-        return 0  # the next step may admit one
+        return 0  # the next step may admit a request
     left = min(r.sampling.max_tokens - len(r.output_token_ids) for r in running) - 1
     if left < 1 or any(r.num_behind != 1 or r.leg == "prefill" for r in running):
         return 0
@@ -46,7 +46,7 @@ def _most_with_blocks(scheduler: StepScheduler, most: int) -> int:
 
 
 def take_equal_steps(scheduler: StepScheduler, num_steps: int) -> None:
-    """Records this many steps, at most `num_equal_steps`, as computed."""
+    """Records this many steps as computed; at most `num_equal_steps` are allowed."""
     plan = StepPlan()
     for request in scheduler.running:
         has_capacity = scheduler.allocator.grow_ahead(request, num_steps)

@@ -1,4 +1,4 @@
-"""Schedules events in simulated time. Events of the same time happen in the order of scheduling."""
+"""Schedules events in simulated time. Events at the same time happen in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.simulate.virtual_time_loop import RESOLUTION_S, VirtualTimeLoop
 
 
 class Agenda:
-    """One timer of the event loop for all events, because asyncio's timers do not order equal times."""
+    """Uses one timer of the event loop for all events, because asyncio does not order timers of equal times."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
@@ -38,7 +38,7 @@ class Agenda:
 
     def _fire(self) -> None:
         planned, loop = self._planned, self._loop
-        self._due_s, self._timer = -math.inf, None  # events that handlers schedule are handled below
+        self._due_s, self._timer = -math.inf, None  # the loop below also handles events that handlers schedule
         while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
             _, _, do, args = heapq.heappop(planned)
             do(*args)

@@ -1,6 +1,6 @@
-"""A script of events in a simulated cluster: deaths, joins, drains, changes of roles and speeds.
+"""Reads a script of events in a simulated cluster: deaths, joins, drains, changes of roles and speeds.
 
-One JSON object a line: `{"at_s": 30, "what": "kill", "instance": "decode-0"}`.
+Each line is a JSON object: `{"at_s": 30, "what": "kill", "instance": "decode-0"}`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ What = Literal["kill", "join", "drain", "undrain", "remove", "role", "speed"]
 
 
 class ScriptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An event. `at_s`: counted from the first request. `role`: of a joining instance, or the new role.
+    """An event. `at_s`: its time since the first request. `role`: the role of a joining instance, or the new role.
 
-    `slowdown`: the factor of steps' costs from then on.
+    `slowdown`: the factor by which steps take longer from then on.
     """
 
     at_s: Annotated[float, msgspec.Meta(ge=0.0)]
@@ -30,7 +30,7 @@ class ScriptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_script(path: str) -> list[ScriptLine]:
-    """Returns the events by time. Raises ConfigError that names file, line and field."""
+    """Returns the events in order of time. Raises a ConfigError that names file, line and field."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Assembles a simulated instance like engine/assembly/build_worker.py, without model, bytes and sockets."""
+"""Builds a simulated instance like engine/assembly/build_worker.py, but without model, bytes and sockets."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from pd_cluster.types import Role
 
 MODEL = "simulated"
 KEY = b"k" * wire.KEY_NBYTES
-LONG_S = 1e6  # no instance is lost by silence here, so a transfer that waits for capacity never times out
+LONG_S = 1e6  # in a simulation silence is no sign of loss, so transfers that wait for capacity never time out
 NUMERICS = Numerics()
 
 
 class Assembly:
-    """Builds lives of equal instances."""
+    """Builds lives of instances, which are all equal."""
 
     def __init__(self, layout: SimulatedLayout, costs: Costs) -> None:
         self.costs = msgspec.structs.replace(
@@ -55,13 +55,13 @@ class Assembly:
             num_blocks=layout.num_blocks or costs.num_blocks,
         )
         self.shares_cores, self._pulls = layout.are_neighbours, layout.pulls_prefixes
-        width = max(1, costs.kv_token_nbytes // 4)  # the number of keys, and of values, of 2 bytes each
+        width = max(1, costs.kv_token_nbytes // 4)  # the number of keys, and of values; each has 2 bytes
         self.kv_layout = KVLayout(1, 1, keys_and_values(width), costs.block_size, "bfloat16")
         self.timeouts = Timeouts(credit_timeout_s=LONG_S, transfer_timeout_s=LONG_S, link_keepalive_s=LONG_S)
         self._growth_tokens = EngineConfig(model="").growth_tokens
 
     def info(self, name: str, role: Role, epoch: int) -> InstanceInfo:
-        """Returns this life's announcement."""
+        """Returns the announcement of a life."""
         return InstanceInfo(
             name=name,
             role=role,
@@ -83,7 +83,7 @@ class Assembly:
     def build(
         self, info: InstanceInfo, around: SimulationContext, cables: Cables, speed: float = 1.0
     ) -> SimulatedInstance:
-        """`speed`: the factor of steps' costs."""
+        """Builds a life. `speed`: the factor by which steps take longer."""
         peer, costs = peer_key(info.name, info.epoch), self.costs
         life = SimulatedInstance(info.name, peer, around, speed)
         runner = SimulatedRunner(costs, life.began)

@@ -1,4 +1,4 @@
-"""Models instances that share a host's cores and slow each other while they compute."""
+"""Models instances that share a host's cores and slow each other down while they compute."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class Neighbour(Protocol):
     @property
     def is_prefill(self) -> bool: ...
     def change_pace(self) -> None:
-        """Continues the current steps at the new speed."""
+        """Continues the current steps with the new slowdown."""
 
 
 class SharedHost:
-    """Tracks which of its instances compute."""
+    """Tracks which instances of the host compute."""
 
     def __init__(self, cost: NeighbourCost) -> None:
         self._cost = cost
-        self._computing: dict[Neighbour, None] = {}  # in order of their steps' beginning
+        self._computing: dict[Neighbour, None] = {}  # in the order in which their steps began
 
     def factor(self, instance: Neighbour) -> float:
-        """Returns the factor by which this instance is slowed now, if it computes."""
+        """Returns the factor by which this instance would now be slowed if it computed."""
         num_computing = len(self._computing) + (instance not in self._computing)
         return self._cost.factor(instance.is_prefill, num_computing)
 

@@ -1,4 +1,4 @@
-"""A scheduler with simulated instances: the real membership, router, commands and roles, in virtual time."""
+"""A scheduler with simulated instances: real membership, router, commands and roles, in virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINKED_WITHIN_S = 60.0
 
 
 class SimulatedScheduler(LoopHandler):
-    """Satisfies mail.SimulatedPeer. Handles its messages one by one on the loop."""
+    """Implements SimulatedPeer. Handles its messages one after another on the event loop."""
 
     peer = peer_key("scheduler", 1)
     kind: Literal["scheduler"] = "scheduler"
@@ -49,7 +49,7 @@ class SimulatedScheduler(LoopHandler):
 
 
 class SimulatedCluster:
-    """Built while its own event loop runs. `events`: events of instances, with times."""
+    """The simulated cluster. Must be created inside its event loop. `events`: events of instances, with their times."""
 
     def __init__(self, layout: SimulatedLayout, assembly: Assembly) -> None:
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class SimulatedCluster:
         self.cables = Cables(self.agenda, costs.handover, costs.kv_token_nbytes)
         host = SharedHost(costs.neighbour) if layout.are_neighbours else None
         self.around = SimulationContext(self.agenda, self.mail, self.notes, host)
-        self.lives: dict[str, SimulatedInstance] = {}  # name -> present instance
+        self.lives: dict[str, SimulatedInstance] = {}  # name -> the instance that runs under it
         self.events: list[tuple[float, str]] = []
         self._epochs: dict[str, int] = {}
         self._slowdowns: dict[str, float] = {}
@@ -88,8 +88,8 @@ class SimulatedCluster:
     # ---- beginning and end
 
     async def begin(self) -> None:
-        """Starts all instances at once, and returns when their links are up."""
-        self.membership.term = lambda: None  # so that the list of peers is sent once, not at each arrival
+        """Starts all instances at once. Returns when their links are up."""
+        self.membership.term = lambda: None  # so that the list of peers is sent only once, not at each arrival
         for instance in self.membership.instances:
             self._start(instance)
         async with asyncio.timeout(LINKED_WITHIN_S):
@@ -111,7 +111,7 @@ class SimulatedCluster:
         return all(sum(link.is_up for link in each.load.links.values()) >= len(decodes) for each in prefills)
 
     def _start(self, instance: Instance) -> None:
-        """Starts a life of an instance, to which the scheduler connects."""
+        """Starts a life of an instance. The scheduler connects to it."""
         epoch = self._epochs[instance.name] = self._epochs.get(instance.name, 0) + 1
         info = self.assembly.info(instance.name, instance.role, epoch)
         slowdown = self._slowdowns.get(instance.name, 1.0)
@@ -140,7 +140,7 @@ class SimulatedCluster:
     # ---- events of a script
 
     def happens(self, line: ScriptLine) -> None:
-        """Raises ConfigError for an absent instance, or a join of a present one."""
+        """Executes a line of the script. Raises ConfigError if its instance does not run, or joins although it runs."""
         name = line.instance
         try:
             match line.what:
@@ -168,7 +168,7 @@ class SimulatedCluster:
 
     def _living(self, name: str) -> SimulatedInstance:
         if (life := self.lives.get(name)) is None:
-            raise InstanceNotFound(f"instance: {name} does not run now", "instance")
+            raise InstanceNotFound(f"instance: {name} is not running", "instance")
         return life
 
     def _kill(self, name: str) -> None:
@@ -177,7 +177,7 @@ class SimulatedCluster:
 
     def _join(self, name: str, role: Role | None) -> None:
         if name in self.lives:
-            raise Refused(f"instance: {name} runs already")
+            raise Refused(f"instance: {name} is already running")
         known = next((each for each in self.membership.instances if each.name == name), None)
         if known is None:
             given: Role = "prefill" if name.startswith("prefill") else "decode"
@@ -191,7 +191,7 @@ class SimulatedCluster:
 
 
 def place_of() -> Place:
-    """Returns the scheduler's entry in a minimal table; instances are known without it."""
+    """Returns the scheduler's entry in a minimal rank table. The simulated instances are not in the table."""
     made = generate(
         prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu", device_ips=None
     )

@@ -1,7 +1,7 @@
-"""One life of an instance: a real worker and its loop, whose steps take the time of the costs.
+"""One life of an instance: a real worker and its loop, whose steps take the time that the costs say.
 
-A turn of the loop runs when its step begins; the step's effects follow when it ends. Meanwhile mail waits, as during a
-real step, except for mail that a real mailbox answers at once.
+A turn of the loop runs when its step begins; the effects of the step follow when it ends. In between mail waits, as it
+does during a real step, except for mail that a real mailbox answers at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
 NO_STEP, SOON_S = -1.0, 1e-12
-NUM_TIMED = 2  # roughly how many steps of a run are timed
-LEAST_RUN = 3  # the fewest equal steps that form a run
-MOST_RUN_S = 0.5  # the longest run of equal steps without a turn: the interval of heartbeats
+NUM_TIMED = 2  # about this many steps of a run are timed
+LEAST_RUN = 3  # fewer equal steps do not form a run
+MOST_RUN_S = 0.5  # the longest run of equal steps without a turn; equals the interval of heartbeats
 
 
 class StepClock:
-    """The simulated time; in a turn after its step, the time at which the step ends."""
+    """The simulated time. In a turn, after its step, the time when the step ends."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self.ahead_s = now, 0.0
@@ -46,7 +46,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulationContext:
-    """The parts that instances share. `host`: the shared host; None: instances do not slow each other."""
+    """The parts that instances share. `host`: the shared host; None: instances do not slow each other down."""
 
     agenda: Agenda
     mail: SimulatedMailboxes
@@ -55,7 +55,7 @@ class SimulationContext:
 
 
 class InstancePost(SimulatedPost):
-    """Satisfies links.Post. Messages after a step wait for its end."""
+    """Implements link_ends.Post. Messages that are sent after a step wait until the step ends."""
 
     def __init__(self, owner: SimulatedInstance) -> None:
         super().__init__(owner.around.mail, owner.peer)
@@ -88,7 +88,7 @@ class InstancePost(SimulatedPost):
 
 
 class SimulatedInstance:
-    """Satisfies mail.SimulatedPeer. Has no worker before `power_on`."""
+    """Implements SimulatedPeer. Has no worker before `power_on`."""
 
     kind: Literal["worker"] = "worker"
 
@@ -99,13 +99,13 @@ class SimulatedInstance:
         self.schedulers: list[str] = []  # connections
         self.post = InstancePost(self)
         self.is_dead = False
-        self._later: list[Callable[[], None]] | None = None  # effects of the current step; None: there is no step
-        self._step_s = NO_STEP  # the time of the current turn's step, at full speed
+        self._later: list[Callable[[], None]] | None = None  # effects of the step; None: no step, or equal steps
+        self._step_s = NO_STEP  # the time that the current turn's step takes at full speed
         self._progress: RunProgress | None = None
-        self._sampling: list[str] = []  # requests that get a token in the current step
-        self._has_news = False  # whether there is news that a later tick will report
-        self._num_prompt_tokens = 0  # computed here and reported by a tick
-        self._end = 0  # counts scheduled ends and wakes; only the last one is valid
+        self._sampling: list[str] = []  # requests that get a token from the current step
+        self._has_news = False  # whether a later tick has news to report
+        self._num_prompt_tokens = 0  # `num_prefix_query_tokens` when the last run of equal steps began
+        self._end = 0  # the number of the last scheduled end or wake-up; earlier ones have no effect
         self._wakes_s = float("inf")
 
     def power_on(self, worker: Worker, runner: SimulatedRunner) -> None:
@@ -128,7 +128,7 @@ class SimulatedInstance:
         if isinstance(body, wire.Credit):
             self.wires.credited_s[body.transfer_id] = self.around.agenda.now()
         if isinstance(body, wire.Submit) and body.leg == "decode" and self._progress is not None:
-            self.inbox.put(Mail(conn, peer, body))  # changes no step before its KV cache is offered, which follows
+            self.inbox.put(Mail(conn, peer, body))  # affects no step until its KV cache is offered, which happens later
         elif not self.worker.intercept(conn, body):
             self.put(Mail(conn, peer, body))
 
@@ -138,7 +138,7 @@ class SimulatedInstance:
         self.put(ConnClosed(conn, peer, reason))
 
     def put(self, event: Event) -> None:
-        """Passes an event to the loop, which reads it before its next step."""
+        """Passes an event to the loop, which handles it before its next step."""
         self.inbox.put(event)
         self._has_news = True
         if self._progress is None:
@@ -148,7 +148,7 @@ class SimulatedInstance:
             self._plan_end()
 
     def later(self, do: Callable[[], None]) -> None:
-        """Runs the action when the current turn's step has ended; at once without a step."""
+        """Runs an action when the current turn's step has ended, or at once if there is no step."""
         if self.clock.ahead_s and self._later is not None:
             self._later.append(do)
         else:
@@ -157,13 +157,13 @@ class SimulatedInstance:
     # ---- turns and steps
 
     def began(self, chunks: Chunks, seconds: float) -> None:
-        """Receives the turn's step from the runner."""
+        """Called by the runner with the step of this turn."""
         now_s = self.around.agenda.now()
         self._step_s, self._later, self.wires.step_s = seconds, [], now_s
         self.clock.ahead_s = seconds * self._factor or SOON_S
         self._sampling = [request.request_id for request, num in chunks if num >= request.num_behind]
         for request, _ in chunks:
-            request.gathers = True  # no reader's timing is simulated, so tokens may be sent together
+            request.gathers = True  # clients' reading is not simulated, so tokens may be sent in groups
         self._has_news = True
 
     def _turn(self) -> None:
@@ -183,16 +183,16 @@ class SimulatedInstance:
 
     @property
     def _factor(self) -> float:
-        """The factor by which steps are slowed now."""
+        """The factor by which steps currently take longer."""
         return self.slowdown * (self.around.host.factor(self) if self.around.host is not None else 1.0)
 
     def set_speed(self, slowdown: float) -> None:
-        """Slows every step from now on, including the current one."""
+        """Sets how much longer steps take from now on, including the current one."""
         self.slowdown = slowdown
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Continues the current steps at the new speed, when neighbours start or stop computing."""
+        """Continues the current steps with the new slowdown, after neighbours have started or stopped computing."""
         if self._progress is not None:
             self._progress.slow(self.around.agenda.now(), self._factor)
             self._plan_end()
@@ -217,7 +217,7 @@ class SimulatedInstance:
             self._turn()
 
     def _release(self) -> None:
-        """Runs the step's effects."""
+        """Runs the effects of the step that has ended."""
         now_s, notes = self.around.agenda.now(), self.around.notes
         for request_id in self._sampling:
             notes.sampled(self.name, request_id, now_s)
@@ -227,7 +227,7 @@ class SimulatedInstance:
             do()
 
     def _equal_run(self) -> StepRun | None:
-        """Returns the equal steps that the loop would take if no mail comes; None: it takes a turn."""
+        """Returns the equal steps that the loop would compute if no mail came; None: it must take a turn."""
         core = self.worker.core
         if self.worker.handover.imports.imminent_s is not None:
             return None
@@ -247,7 +247,7 @@ class SimulatedInstance:
         return work_of([(request, 1) for request in self.worker.core.scheduler.running], is_computed=False)
 
     def _take(self, progress: RunProgress, num_steps: int) -> None:
-        """Records equal steps as computed. The worker's cost fit reads some of them."""
+        """Records equal steps as computed. The worker's fit of costs gets only some of them."""
         worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
         work, timing = self._decode_work(), worker.timing
         took = StepRun(run.first_s * progress.factor, run.growth_s * progress.factor, num_steps)
@@ -259,7 +259,7 @@ class SimulatedInstance:
         self.around.notes.sampled_often(self.name, names, now_s, took)
 
     def die(self) -> None:
-        """Ends this life; the results of its completed steps were sent."""
+        """Ends this life. The results of its completed steps count as sent."""
         if self._progress is not None and self._later is None:
             self._progress.cut(self.around.agenda.now())
             if num_steps := self._progress.run.num_steps - 1:
@@ -278,7 +278,7 @@ class SimulatedInstance:
             self.around.host.changed(self, computes=False)
 
     def _rest(self) -> None:
-        """Schedules the next turn of an idle loop, if it has news."""
+        """Schedules the next turn of an idle loop, if one is needed."""
         now_s, wait_s = self.around.agenda.now(), self.worker.wait_s
         links = self.worker.handover.out_links.states().values()
         if not self.inbox.empty():
@@ -301,5 +301,5 @@ class SimulatedInstance:
 
 
 def _behind(work: StepWork, num_steps: int) -> StepWork:
-    """Returns the work of a decode step this many equal steps later."""
+    """Returns the work of the decode step that follows after `num_steps` equal steps."""
     return work._replace(num_context_tokens=work.num_context_tokens + num_steps * work.num_rows)

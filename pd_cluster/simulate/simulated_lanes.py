@@ -1,7 +1,7 @@
-"""Both ends of links whose bytes only take time. Links, their opening and transfers are real.
+"""Both ends of lanes whose bytes only take time. Links, their opening and transfers are real.
 
-Each instance sends and receives bytes in sequence. Layers leave as soon as a step has written them, so when a prompt's
-last step ends, only its last layer or one payload is still to be sent.
+An instance sends only one byte at a time, and receives only one at a time. Layers are sent as soon as a step has
+written them, so when a prompt's last step ends, only its last layer or one payload remains to be sent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, Report
 from pd_cluster.types import Note
 
 TRANSPORT: wire.TransportName = "shm"
-LAST_SHARE = 1 / 16  # the last layer's share of a step's bytes
+LAST_SHARE = 1 / 16  # the share of the last layer in the bytes of a step
 ANY_NBYTES = 1 << 62
 
 
 @dataclass(slots=True)
 class Wires:
-    """The bytes of one instance. `step_s`: when its last step began. `credited_s`: transfer -> when credits came."""
+    """When an instance can next send and receive bytes. `step_s`: when its last step began.
+
+    `credited_s`: transfer -> when its credit came.
+    """
 
     send_free_s: float = 0.0
     receive_free_s: float = 0.0
@@ -34,13 +37,13 @@ class Wires:
 
 @dataclass(slots=True)
 class Cable:
-    """The receiver's part of a link, once it exists."""
+    """Connects both ends of a lane. `end`: the receiving end, once it exists."""
 
     end: SimulatedReceiveEnd | None = None
 
 
 class Cables:
-    """All links between instances, by connection."""
+    """All cables between instances, by connection."""
 
     def __init__(self, agenda: Agenda, cost: HandoverCost, token_nbytes: int) -> None:
         self.agenda, self.cost, self.token_nbytes = agenda, cost, token_nbytes
@@ -55,7 +58,7 @@ class Cables:
 
 
 class SimulatedLanes:
-    """Satisfies links.LaneEnds, for one instance. `later`: runs an action when the current step has ended."""
+    """Implements link_ends.LaneEnds for one instance. `later` runs an action when the current step has ended."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class SimulatedLanes:
 
 
 class SimulatedSendEnd:
-    """Satisfies links.SendEnd."""
+    """Implements link_ends.SendEnd."""
 
     max_payload_nbytes = ANY_NBYTES
     probe_seed = 0
@@ -91,8 +94,8 @@ class SimulatedSendEnd:
         self._lanes, self._conn = lanes, conn
         self._cable = lanes.cables.of(conn)
         self.sent_nbytes = 0
-        self._arrives_s: dict[str, float] = {}  # transfer -> arrival of the last byte sent
-        self._num_tokens: dict[str, int] = {}  # transfer -> tokens sent
+        self._arrives_s: dict[str, float] = {}  # transfer -> when the last byte sent so far arrives
+        self._num_tokens: dict[str, int] = {}  # transfer -> tokens sent so far
 
     @property
     def offers(self) -> list[wire.TransportOffer]:
@@ -152,7 +155,7 @@ def _land(cable: Cable, end: wire.KVEnd, nbytes: int) -> None:
 
 
 class SimulatedReceiveEnd:
-    """Satisfies links.ReceiveEnd."""
+    """Implements link_ends.ReceiveEnd."""
 
     num_dropped = 0
     precision = ""
@@ -162,7 +165,7 @@ class SimulatedReceiveEnd:
         self.wires, self.received_nbytes = lanes.wires, 0
 
     def start(self) -> None:
-        """Chooses the only transport, whose probe arrives at once."""
+        """Chooses the only transport. Its probe counts as arrived at once."""
         self._lanes.cables.of(self._conn).end = self
         info = self._lanes.layout.to_info()
         self._lanes.send(self._conn, wire.LinkAnswer(self._link_id, TRANSPORT, info, self._index))

@@ -16,10 +16,7 @@ AUTO_ROLES = ("", "cost", "rules")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLayout:
-    """Instances by role, and the settings that a search varies. `num_hybrid`: hybrid instances.
-
-    None: the value in the costs.
-    """
+    """The numbers of instances by role, and the settings that a search varies. None: the value in the costs."""
 
     num_prefill: int = 0
     num_decode: int = 0
@@ -40,14 +37,14 @@ class SimulatedLayout:
         if has_pairs and self.num_hybrid:
             raise ConfigError(f"{named}: hybrid instances cannot be combined with P and D; leave out H, or P and D")
         if has_pairs and not (self.num_prefill and self.num_decode):
-            raise ConfigError(f"{named}: P needs D and D needs P; instances that do both are H")
+            raise ConfigError(f"{named}: give both P and D; instances that do both are H")
         policy_of(self.routing_policy)
         if self.auto_role not in AUTO_ROLES:
             raise ConfigError(f"--auto-role {self.auto_role}: expected {' or '.join(filter(None, AUTO_ROLES))}")
 
     @property
     def routing(self) -> RoutingConfig:
-        """Returns the scheduler's default settings with this policy."""
+        """Returns the scheduler's default routing settings, with this layout's policy."""
         return RoutingConfig(policy=self.routing_policy)
 
     @property
@@ -65,7 +62,7 @@ Sizes = tuple[int | None, int | None, int | None]
 def layout_of(written: str, sizes: Sizes = (None, None, None), flag: str = "--layout", **more: Any) -> SimulatedLayout:
     """Parses `2P1D`, or `1H` for hybrid instances. Raises ConfigError.
 
-    `sizes`: max_num_batched_tokens, max_num_seqs and num_blocks; None: those of the costs. `more`: further fields.
+    `sizes`: max_num_batched_tokens, max_num_seqs and num_blocks; None: the value in the costs. `more`: further fields.
     """
     found = LAYOUT.fullmatch(written.strip())
     numbers = [int(each or 0) for each in found.groups()] if found is not None else [0]
@@ -81,10 +78,10 @@ def layout_of(written: str, sizes: Sizes = (None, None, None), flag: str = "--la
 
 @dataclass(slots=True)
 class Simulated:
-    """`duration_s`: simulated time from the first arrival to the last answer."""
+    """The result of a simulation. `duration_s`: the simulated time from the first arrival to the last answer."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)  # deaths, joins, changes of role
-    gaps: GapCounts = field(default_factory=GapCounts)  # between all tokens
+    gaps: GapCounts = field(default_factory=GapCounts)  # between the tokens of all requests
     duration_s: float = 0.0

@@ -1,6 +1,6 @@
-"""In-memory mail between the scheduler, which has one core, and instances. Every message takes time.
+"""In-memory mail between instances and the scheduler, which has one core. Every message takes time.
 
-Opens, closes and loses connections like net/mailbox.py. Knows nothing of messages' contents.
+Connections open, close and are lost as in net/mailbox.py. Knows nothing of messages' contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOST = "the connection was closed"
 
 
 class SimulatedPeer(Protocol):
-    """One life of a process, with a mailbox handler's methods. `peer`: its name@epoch."""
+    """One life of a process, with the methods of a mailbox's handler. `peer`: its name@epoch."""
 
     @property
     def peer(self) -> str: ...
@@ -30,15 +30,15 @@ class SimulatedPeer(Protocol):
 
 
 class SimulatedMailboxes:
-    """Identifies processes by `peer`, so that a SimulatedPost can be made before its process."""
+    """All mailboxes. Processes are identified by `peer`, so that a SimulatedPost can be created before its process."""
 
     def __init__(self, agenda: Agenda, costs: HostCost) -> None:
         self._agenda, self._costs = agenda, costs
         self._peers: dict[str, SimulatedPeer] = {}  # live processes
-        self._ends: dict[str, tuple[str, str]] = {}  # connection -> its opener and the other end
+        self._ends: dict[str, tuple[str, str]] = {}  # connection -> the process that opened it, and the other end
         self._conns: dict[str, dict[str, None]] = {}  # process -> connections, in order of opening
         self._number = itertools.count()
-        self._free_s = 0.0  # when the scheduler will have handled all messages
+        self._free_s = 0.0  # when the scheduler will have handled all messages so far
 
     def add(self, peer_process: SimulatedPeer) -> None:
         self._peers[peer_process.peer] = peer_process
@@ -51,7 +51,7 @@ class SimulatedMailboxes:
         del self._peers[peer], self._conns[peer]
 
     def connect(self, peer: str, other: str) -> str:
-        """Returns a new connection's name, equal at both ends, which learn of it after a message's time."""
+        """Opens a connection. Returns its name, which is equal at both ends. They learn of it after a message time."""
         conn = f"{other}#{next(self._number)}"
         if other not in self._peers:
             self._agenda.after(self._costs.message_s, self._peers[peer].on_closed, conn, other, LOST)
@@ -67,7 +67,7 @@ class SimulatedMailboxes:
                 self._peers[peer].on_opened(conn, other, self._peers[other].kind)
 
     def disconnect(self, peer: str, conn: str, reason: str = LOST) -> None:
-        """Ends a connection; the other end learns of it after earlier messages."""
+        """Ends a connection. The other end learns of that after it has received earlier messages."""
         if (ends := self._ends.pop(conn, None)) is not None:
             other = ends[1] if ends[0] == peer else ends[0]
             del self._conns[peer][conn]
@@ -78,7 +78,7 @@ class SimulatedMailboxes:
             self._peers[peer].on_closed(conn, other, reason)
 
     def send(self, peer: str, conn: str, body: wire.Body) -> None:
-        """Delivers a message, unless its connection is gone."""
+        """Delivers a message unless its connection is gone."""
         if (ends := self._ends.get(conn)) is not None:
             other = ends[1] if ends[0] == peer else ends[0]
             self._agenda.at(self._arrives_s(other), self._deliver, other, conn, peer, body)
@@ -92,13 +92,13 @@ class SimulatedMailboxes:
         return self.handled_s(seconds) if self._peers[peer].kind == "scheduler" else self._agenda.now() + seconds
 
     def handled_s(self, seconds: float) -> float:
-        """Uses this much of the scheduler's time; returns when that ends."""
+        """Occupies the scheduler for this many seconds. Returns when that time ends."""
         self._free_s = max(self._agenda.now(), self._free_s) + seconds
         return self._free_s
 
 
 class SimulatedPost:
-    """Connects and sends as one process. Satisfies membership.MembershipMailbox."""
+    """Connects and sends as one process. Implements membership.MembershipMailbox."""
 
     table = b""
 

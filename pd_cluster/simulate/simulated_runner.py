@@ -1,6 +1,6 @@
-"""A runner without a model: it determines a step's duration, and invents tokens.
+"""A runner without a model.
 
-Knows nothing of neighbours, of messages or of when steps begin.
+It determines how long steps take, and makes up tokens. Knows nothing of neighbours, of messages or of when steps begin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Chunks = Sequence[tuple[Request, int]]
 
 
 class MadeUpTokens:
-    """Satisfies model.sampling.tokens.Tokens."""
+    """Implements model.sampling.tokens.Tokens."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -35,16 +35,16 @@ class MadeUpTokens:
 
 
 class HostPlans(Drafting):
-    """Lets the host plan every step from the previous step's tokens, and adds no drafts."""
+    """Makes the host plan every step after the previous step's tokens are known. Adds no drafts."""
 
     def wants_host(self, requests: Sequence[Request]) -> bool:
         return True
 
 
 class SimulatedRunner:
-    """Satisfies core.Runner. `began`: called with each step's chunks and seconds before its outputs exist.
+    """Implements engine_core.Runner. Calls `began` with each step's chunks and seconds before its outputs exist.
 
-    Steps work like those on a device: tokens come without logits, and so without tensors.
+    Steps work as on a device: tokens come without logits, and so without tensors.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -56,13 +56,13 @@ class SimulatedRunner:
         self._costs, self._began = costs, began
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies nothing."""
+        """Does nothing."""
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return True
 
     def launch(self, chunks: Chunks, after: After | None = None, on_layer: OnLayer | None = None) -> MadeUpTokens:
-        """Ignores `on_layer`, because simulated_lanes.py knows which layers can leave during a step."""
+        """Launches a step. Ignores `on_layer`, because simulated_lanes.py computes what is sent during a step."""
         self._began(chunks, self.seconds(work_of(chunks, is_computed=False)))
         return MadeUpTokens(sum(num_tokens >= request.num_behind for request, num_tokens in chunks))
 

@@ -1,6 +1,6 @@
 """Serves a list of arrivals with a simulated cluster. Start reading at `simulate`.
 
-Deterministic: reads no clock, random number or order of a set.
+The simulation is deterministic: it uses no clock and no random numbers, and iterates over no sets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pd_cluster.simulate.simulated_layout import Simulated, SimulatedLayout
 from pd_cluster.simulate.virtual_time_loop import VirtualTimeLoop
 from pd_cluster.types import RequestSpec, Sampling
 
-RARELY = 200_000, 20, 100  # garbage collection's thresholds: objects, and collections of each younger generation
-LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # the least time between samples of all instances, and the most samples
+RARELY = 200_000, 20, 100  # thresholds of the garbage collector: objects, and collections of the younger generations
+LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # the shortest time between samples of all instances, and the most samples
 
 Progressed = Callable[[], None]
 
@@ -40,7 +40,7 @@ def simulate(
 ) -> Simulated:
     """Returns the outcomes of requests and the samples of instances.
 
-    `progressed`: called when a request ends. Raises ConfigError for an impossible layout or script.
+    Calls `progressed` when a request ends. Raises ConfigError for an impossible layout or script.
     """
     layout.check()
     with _rare_collections(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -49,7 +49,7 @@ def simulate(
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Suppresses logs of simulated processes, because the simulation's events replace them."""
+    """Suppresses the logs of simulated processes, because a simulation reports events instead."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -60,7 +60,7 @@ def silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collects garbage rarely, because a simulation's objects keep growing, and few are in cycles."""
+    """Makes garbage collection rare, because a simulation's objects only grow in number and few are in cycles."""
     usual = gc.get_threshold()
     gc.set_threshold(*RARELY)
     gc.freeze()  # modules outlive the simulation
@@ -73,7 +73,7 @@ def _rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReadRequest:
-    """One request as its client sees it, in the event loop's time."""
+    """One request as its client sees it. Times are those of the event loop."""
 
     sent_s: float
     first_s: float | None = None
@@ -125,7 +125,7 @@ class Simulation:
                 group.create_task(self._serve(number, arrival, read_s))
 
     async def _serve(self, number: int, arrival: Arrival, read_s: float) -> None:
-        """Serves one request, which the scheduler begins to handle at `read_s`."""
+        """Serves one request. The scheduler begins to handle it at `read_s`."""
         loop = asyncio.get_running_loop()
         seen = ReadRequest(sent_s=self._begun_s + arrival.at_s)
         if read_s > loop.time():
@@ -207,11 +207,11 @@ def _or_fail(failed: asyncio.Future[None], do: Callable[[ScriptLine], None], lin
             failed.set_exception(error)
 
 
-MOST_IDS = 1 << 30  # block ids; higher ids stand for prompts without block ids
+MOST_IDS = 1 << 30  # the number of block ids; higher token ids are for prompts, or their ends, without block ids
 
 
 def order_of(arrival: Arrival, number: int) -> RequestSpec:
-    """Returns the request for the router: all tokens of a block are its id, so equal ids make equal prefixes."""
+    """Returns the request for the router. All tokens of a block are its id, so equal ids make equal prefixes."""
     num, size = arrival.num_prompt_tokens, arrival.block_tokens
     token_ids: list[int] = []
     for hash_id in arrival.hash_ids:

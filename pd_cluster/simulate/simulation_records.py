@@ -1,4 +1,4 @@
-"""Records about each running request, besides its client's view."""
+"""Records about running requests that their clients cannot see."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class TokenTimes:
 
 @dataclass(slots=True)
 class RequestNotes:
-    """`first_tokens`: when the computing instance, and the one that took over, sent the first token."""
+    """A request's records.
+
+    `first_tokens`: when the instance that computed the prompt, and the one that took over, sent their first tokens.
+    """
 
     first_tokens: list[tuple[str, float]] = field(default_factory=list)
     times: dict[str, TokenTimes] = field(default_factory=dict)  # by instance
 
     def longest_gap_s(self, first_s: float) -> float:
-        """Returns the longest time between two tokens. `first_s`: when the first token was read."""
+        """Returns the longest time between two tokens. `first_s`: when the client read the first token."""
         longest_s, before_s = 0.0, first_s
         for each in sorted(self.times.values(), key=lambda each: each.first_s):
             longest_s = max(longest_s, each.first_s - before_s, each.longest_s)
@@ -36,7 +39,7 @@ class RequestNotes:
 
 
 class Notes:
-    """`gaps`: between all tokens of all sequences."""
+    """The records of all requests. `gaps`: the times between successive tokens of all sequences."""
 
     def __init__(self) -> None:
         self.gaps = GapCounts()
@@ -49,7 +52,7 @@ class Notes:
         return self._of.pop(request_id, None) or RequestNotes()
 
     def sent(self, name: str, tokens: Sequence[TokenOutput], now_s: float) -> None:
-        """Records first tokens among an instance's tokens."""
+        """Records the first tokens among the tokens that an instance has sent."""
         for token in tokens:
             if token.position == len(token.earlier) and (found := self._of.get(token.request_id)) is not None:
                 found.first_tokens.append((name, now_s))
@@ -66,7 +69,7 @@ class Notes:
             times.last_s = now_s
 
     def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, steps: StepRun) -> None:
-        """Records one further token per step for these sequences, at the same times."""
+        """Records one further token for each of these sequences in each of these steps."""
         self.gaps.add_line(steps.first_s, steps.growth_s, steps.num_steps, len(request_ids))
         longest_s = steps.first_s + steps.growth_s * (steps.num_steps - 1)
         for request_id in request_ids:

@@ -1,11 +1,11 @@
-"""The time of one running step, or of several equal steps, at a varying speed. Pure arithmetic."""
+"""Computes the time of a running step, or of several equal steps, at varying speed. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-ALMOST = 1e-9  # a cut this close to a step's end, as a share of the step, counts as after the end
+ALMOST = 1e-9  # a cut this close to a step's end (as a share of the step) counts as one after the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StepRun:
         return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) / 2)
 
     def num_begun(self, seconds: float) -> int:
-        """Returns how many steps have begun after this many seconds: at least one, at most all."""
+        """Returns how many steps have begun after this many seconds: at least one and at most all."""
         low, high = 1, self.num_steps
         while low < high:
             middle = (low + high) // 2
@@ -41,12 +41,12 @@ class StepRun:
 
 
 class RunProgress:
-    """The progress of a run. `factor`: its current slowdown."""
+    """The progress of a run. `factor`: how much longer its steps currently take."""
 
     def __init__(self, run: StepRun, now_s: float, factor: float) -> None:
         self.run, self.factor = run, factor
         self.begun_s = self._at_s = now_s
-        self._done_s = 0.0  # at full speed
+        self._done_s = 0.0  # finished work, in seconds at full speed
 
     def _pass(self, now_s: float) -> None:
         self._done_s += (now_s - self._at_s) / self.factor

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer, so waiting takes no real time. No sockets, no threads."""
+"""An event loop whose clock jumps to the next timer, so waiting takes no real time. Has no sockets and no threads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import selectors
 from typing import Any
 
-RESOLUTION_S = 1e-9  # timers this close fire together; far below any cost
+RESOLUTION_S = 1e-9  # timers this close fire together; any cost is far larger
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Watches only the loop's wake-up pipe, and advances the clock by the requested wait."""
+    """Has only the loop's wake-up pipe registered. Advances the clock by the requested wait."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -25,7 +25,7 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Raises RuntimeError if no timer is set, because a simulation has no other events."""
+        """Advances the clock. Raises RuntimeError if no timer is set, because a simulation has no other events."""
         if timeout is None:
             raise RuntimeError("the simulation stands still: every task waits, and no timer is set")
         self.now_s += timeout
@@ -36,7 +36,7 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 s. Deterministic in times and order of events."""
+    """An event loop that starts at 0 s. The times and the order of events are deterministic."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -47,7 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
     def jump(self, when_s: float) -> bool:
-        """Moves the clock to this time. Returns False if something else is due before it."""
+        """Moves the clock to this time. Returns False if something else is due earlier."""
         if self._ready or (self._scheduled and self._scheduled[0].when() <= when_s):  # type: ignore[attr-defined]
             return False
         self._jumping.now_s = max(self._jumping.now_s, when_s)

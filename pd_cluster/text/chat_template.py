@@ -1,6 +1,6 @@
-"""Turns conversations into prompts: a model's chat template in a sandbox. Knows nothing of tokens or HTTP.
+"""Turns conversations into prompts with a model's chat template, in a sandbox. Knows nothing of tokens or HTTP.
 
-Nothing here limits how long a template runs: a template sent by a client is rendered in a child process
+Nothing here limits how long a template runs; a template that a client sends is therefore rendered in a child process
 (service/prompts/template_child.py).
 """
 
@@ -26,9 +26,9 @@ from pd_cluster.text.template_roles import named_roles
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Errors that a template's expressions may raise on messages that it was not written for.
 TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-MAX_ERROR_NUM_CHARS = 300  # templates can raise errors with text of their own
+MAX_ERROR_NUM_CHARS = 300  # templates can raise errors whose text they choose
 _CONTENT_IS_NONE = re.compile(r"""content(["']\])?\s*(is(\s+not)?|==|!=)\s*none""", re.IGNORECASE)
-REASONING = ("reasoning", "reasoning_content")  # names of the same field of a message; templates know one or the other
+REASONING = ("reasoning", "reasoning_content")  # names of the same field of a message; a template uses one of them
 
 
 class ChatTemplate:
@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             parsed = environment.parse(source)
-            self.roles = named_roles(parsed).union(further_roles)  # before the next call folds constants in place
+            self.roles = named_roles(parsed).union(further_roles)  # read before compiling folds constants in place
             self.variables = frozenset(meta.find_undeclared_variables(parsed))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
             why = str(error)[:MAX_ERROR_NUM_CHARS]
@@ -72,9 +72,9 @@ class ChatTemplate:
         """
         mark = ""
         if continue_final_message:
-            mark = secrets.token_hex(8) + " "  # a template that trims removes the space
+            mark = secrets.token_hex(8) + " "  # the space disappears if the template trims the content
             messages = [*messages[:-1], {**messages[-1], "content": _with_mark(messages[-1]["content"], mark)}]
-        defaults = {"tools": None, "documents": None}  # transformers always passes these, and templates test them
+        defaults = {"tools": None, "documents": None}  # transformers always passes these, so templates test for None
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             text = str(self._template.render({**defaults, **self._constants, **variables, **own}))

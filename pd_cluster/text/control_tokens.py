@@ -1,8 +1,8 @@
-"""The texts of a model's control tokens, and how a client's text is kept from becoming one.
+"""Finds the texts of a model's control tokens, and prevents a client's text from becoming control tokens.
 
 A control token steers the model: it ends a turn, begins a system message, marks a call. In a template's own text it
 must be that token; in a client's text it must be plain text. To tell the two apart after rendering, characters of the
-client's text are replaced by marks, private-use characters that are drawn anew for each request, and restored later.
+client's text are replaced by marks and restored later. Marks are private-use characters, drawn anew for each request.
 Knows nothing of tokenizers, conversations or templates.
 """
 
@@ -25,14 +25,14 @@ MAX_DRAWS = 16
 
 
 class PromptText(NamedTuple):
-    """A rendered prompt. `own`: the positions of its control tokens; None: all texts of control tokens are."""
+    """A rendered prompt. `own`: the positions of its control tokens; None: every text of a control token is one."""
 
     text: str
     own: tuple[tuple[int, int], ...] | None = None
 
 
 class MarkedChars(NamedTuple):
-    """Characters that stand for others while a template is rendered."""
+    """The marks that replace characters while a template is rendered."""
 
     of: Mapping[str, str]  # character -> its mark
     back: Mapping[str, str]  # mark, also as JSON escapes it -> character
@@ -46,8 +46,8 @@ class MarkedChars(NamedTuple):
 def control_texts(added: Iterable[tuple[str, bool]], known: Collection[str], template: str) -> frozenset[str]:
     """Returns the texts of control tokens among the `added` tokens, which are pairs (text, is special).
 
-    All special tokens are. Other tokens are if they are in brackets; runs of spaces and added words are not. HTML tags
-    are text unless they are `known` or the template's source contains them. Byte tokens are text.
+    All special tokens are control tokens, and so are other tokens in brackets, but not runs of spaces or added words.
+    HTML tags are text unless they are `known` or the template's source contains them. Byte tokens are text.
     """
     return frozenset(
         text
@@ -67,7 +67,7 @@ class ControlTokens:
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = frozenset(texts)
-        # The characters that distinguish each control token from words; empty for a control token that is a word.
+        # The characters of each control token that words do not have; empty for a control token that is a word.
         self._signs = {
             text: frozenset(c for c in text if not (c.isalnum() or c.isspace() or c in "_-")) for text in texts
         }
@@ -86,14 +86,14 @@ class ControlTokens:
         return sorted(self.signs | {text[0] for text, signs in self._signs.items() if not signs})
 
     def has_signs(self, texts: Iterable[str]) -> bool:
-        """Returns whether these texts, together with the template's text, could form a control token."""
+        """Returns whether these texts could form a control token, alone or with the template's text."""
         return any(sign in text for text in texts for sign in self.signs)
 
     def names_in(self, text: str) -> list[str]:
         return self.pattern.findall(text) if self.texts else []
 
     def draw_marks(self, texts: Collection[str]) -> MarkedChars | None:
-        """Draws marks that occur in none of the texts; None if all drawn marks occur."""
+        """Draws marks that occur in none of the texts; None if it finds none."""
         for _ in range(MAX_DRAWS):
             plane = secrets.choice(_PRIVATE)
             first = plane.start + secrets.randbelow(len(plane) - len(self._hideable))

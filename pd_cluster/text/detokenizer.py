@@ -1,4 +1,4 @@
-"""Converts token ids to text incrementally: each call returns the text that is final."""
+"""Converts token ids to text incrementally: each call returns the new text that can no longer change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ MAX_PENDING_TOKENS = 64  # after this many tokens without a complete character, 
 
 
 class Detokenizer:
-    """Takes token ids and returns text as soon as it is final; the sum equals decoding all at once.
+    """Takes token ids and returns text as soon as it is final. All returned text together equals decoding all ids at
+    once.
 
     A token's text depends on its neighbours: a character may take several tokens, and a leading space may be dropped.
-    So every token is decoded after the tokens before it, and the first one after the prompt's last tokens. The prompt's
-    text and the sum equal the text of all tokens, decoded at once. If invalid bytes follow, byte-fallback tokenizers
-    may take back a character that was already shown; it stays as shown.
+    Every token is therefore decoded together with the tokens before it, the first one with the prompt's last tokens.
+    The prompt's text and the returned text together equal the text of all tokens, decoded at once. There is one
+    exception: byte-fallback tokenizers may change a character when invalid bytes follow, but text that was returned
+    stays.
     """
 
     def __init__(
@@ -91,12 +93,12 @@ class Detokenizer:
         is_longer = len(text) > len(self._shown_text)
         if is_longer and (not text.endswith(REPLACEMENT) or len(self._pending) > MAX_PENDING_TOKENS):
             return self._show(text)
-        if len(self._pending) > MAX_PENDING_TOKENS:  # so many tokens without text are special tokens
+        if len(self._pending) > MAX_PENDING_TOKENS:  # this many tokens without text can only be special tokens
             self._pending.clear()
         return ""
 
     def add_all(self, token_ids: list[int]) -> str:
-        """Returns the concatenated results of `add`, with a single decode if that gives the same text."""
+        """Returns the concatenated results of `add`. Decodes all tokens at once if that gives the same text."""
         if self._takes_many and not self._pending and 0 < len(token_ids) <= MAX_PENDING_TOKENS:
             text = self._decode([*self._shown, *token_ids])
             if len(text) > len(self._shown_text) and not text.endswith(REPLACEMENT):
@@ -129,7 +131,7 @@ class Detokenizer:
         return [each for each in token_ids if each not in self._dropped] if self._dropped else token_ids
 
     def _text_of(self, token_ids: list[int]) -> str:
-        """Decodes any number of tokens; many are decoded without the interpreter's lock."""
+        """Decodes any number of tokens. Many tokens are decoded without holding the interpreter's lock."""
         shown = self._visible(token_ids)
         if len(shown) <= FEW_TOKENS:
             return self._decode(shown)

@@ -27,14 +27,14 @@ ANYTHING = np.uint32(0xFFFFFFFF)
 Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 
 # The whitespace that formatters write between a JSON value's parts: none, a space, or a newline with its indentation.
-# If any whitespace could follow any other, a model could write whitespace forever.
+# Without this limit, a model could write whitespace forever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models write any character as a \u escape; by default only control characters may be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
-MAX_NESTING = 8  # the most nested expressions in one rule; the library allows slightly more
+MAX_NESTING = 8  # maximum depth of expressions in one rule; the library allows slightly more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
-DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
+DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's other directives depend on its internals
 _NOISE = re.compile(  # parts of messages: positions in a generated source, the whole pattern, the whole vocabulary
     r"^Failed to convert the grammar from GBNF to Lark: |^(?:at )?\d+\(\d+\): "
     r'|^invalid regex ".*" \(in regex\): |; following special tokens .*| in regex /.*',
@@ -46,7 +46,7 @@ _PLAINER = {
     "oneOf constraints": "oneOf is supported where no value fits two of its schemas; use anyOf",
 }
 _DIRECTIVE = re.compile(r"%[A-Za-z_]+")
-# A mark of Lark, which affects the syntax tree, not matching.
+# Lark's mark before a rule's name; it affects the syntax tree, but not which texts match.
 _TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|/(?:\\.|[^/\\\n])+/|#[^\n]*|//[^\n]*')
 
@@ -55,8 +55,8 @@ class Compiler:
     """One model's tokenizer in the library's form, shared by all guides and threads."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`tokenizer_file`: a folder's tokenizer.json, or one made from another format. `vocab_size` is the model's; of
-        the ids that the tokenizer lacks, only end tokens may be output. Raises GuideError.
+        """`tokenizer_file`: a folder's tokenizer.json, or one made from another format. `vocab_size` is the model's;
+        ids that the tokenizer does not have are never output, except end tokens. Raises GuideError.
         """
         ends = sorted(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         if not ends:
@@ -99,11 +99,11 @@ class Compiler:
         if matcher.is_error():
             raise GuideError(one_line(matcher.get_error()))
         if warnings := matcher.get_grammar_warnings():
-            raise GuideError(one_line(warnings[0]))  # a warning names, for example, a keyword that would be ignored
+            raise GuideError(one_line(warnings[0]))  # for example, that a keyword would be ignored
         return Matcher(matcher, ends=self._ends)
 
     def _budgeted(self, guide: Guide) -> Matcher:
-        """Returns a matcher for a budget and for the guide inside it, if there is one. Raises GuideError."""
+        """Returns a matcher for a guide of kind "budget" and the guide in it, if any. Raises GuideError."""
         try:
             tree = msgspec.json.decode(guide.text, type=BudgetTree)
         except msgspec.DecodeError as error:
@@ -126,7 +126,7 @@ class Compiler:
         return bytes(self._tokenizer.decode_bytes([token_id])) if own is None else own
 
     def _continuing(self) -> list[tuple[int, bytes]]:
-        """Returns the tokens that begin within a character, with their bytes."""
+        """Returns the tokens whose first byte continues a character, with their bytes."""
         if self._inside is None:
             texts = ((token_id, self._text_of(token_id)) for token_id in range(self._tokenizer.vocab_size))
             self._inside = [(token_id, text) for token_id, text in texts if 0x80 <= (text or b"a")[0] < 0xC0]
@@ -155,8 +155,8 @@ class Matcher:
         budget: ThinkingBudget | None = None,
         ends: tuple[Words, Words] | None = None,
     ) -> None:
-        """`ends`: the mask bits to set and to clear where the output may end, if the library does not know all end
-        tokens.
+        """`ends`: the mask bits to set and to clear where the output may end, for end tokens that the library does not
+        know.
         """
         self._matcher = matcher
         self.budget = budget
@@ -174,8 +174,8 @@ class Matcher:
             self.budget.take(token_ids)
 
     def forced(self) -> list[int]:
-        """Returns the tokens of the text that must follow, as the tokenizer would write it. Other tokenizations of that
-        text may be allowed, too.
+        """Returns the tokens of the text that must follow, as the tokenizer splits it; other tokenizations may also be
+        allowed.
 
         Returns none within reasoning, because a budget may end it anywhere.
         """
@@ -190,7 +190,7 @@ class Matcher:
             raise GuideError(self.problem)
 
     def limit(self, words: Words) -> None:
-        """Corrects end tokens and applies the budget in a mask of the library; fills a mask that it did not write."""
+        """Corrects end tokens in the library's mask, or fills it if there is no matcher; then applies the budget."""
         if self._matcher is None:
             words[:] = ANYTHING
         elif self._ends is not None and self.accepts:
@@ -201,12 +201,12 @@ class Matcher:
 
     @property
     def accepts(self) -> bool:
-        """Whether the output so far fits the guide, so that an end token ends it; otherwise such a token is text."""
+        """Whether the output may end here: only then does an end token end it; otherwise the token is text."""
         return self._matcher is None or self._matcher.is_accepting()
 
     @property
     def is_forced(self) -> bool:
-        """Whether a budget has left only the tokens that close the reasoning."""
+        """Whether only tokens that close the reasoning may follow, because the budget is used up."""
         return self.budget is not None and self.budget.is_used_up
 
     @property
@@ -215,8 +215,8 @@ class Matcher:
 
 
 def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
-    """Returns the end tokens that the library may know. It takes each of them for the end, even within text, so they
-    must be tokens that are not text.
+    """Returns the end tokens that the library may know. It treats each of them as the end, even within text, so none
+    may be a token of text.
 
     If all end tokens of the model are text, or not in the tokenizer, returns another token that is not text.
     """
@@ -241,7 +241,7 @@ def words_of(token_ids: Iterable[int], num_words: int) -> Words:
 
 
 def one_line(message: str) -> str:
-    """Returns the library's message without internals and without the marked excerpts below it."""
+    """Returns the library's message without internal details, and without the excerpts with marks below it."""
     for beginning, words in _PLAINER.items():
         if message.startswith(beginning):
             return words
@@ -282,8 +282,8 @@ def _json_source(schema: str) -> str:
 
 
 def without_anchors(pattern: str) -> str:
-    """Removes anchors: the whole output must match anyway, so a leading `^` and a trailing `$` add nothing, and the
-    library supports neither.
+    """Removes a leading `^` and a trailing `$`, which the library does not support. They are redundant, because the
+    whole output must match.
     """
     pattern = pattern.removeprefix("^")
     bare = pattern.removesuffix("$")
@@ -341,7 +341,7 @@ def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> 
 class _ReplySource:
     """Converts a reply's tree (defined in parsers/guide_nodes.py) to one grammar, with rules for the guides inside it.
 
-    A rule that ends at a marker is lazy: the marker's last character ends it, whatever could have continued it.
+    A rule that ends at a marker is lazy: it ends at the marker's last character, even if a longer match is possible.
     A marker may be a token that is not text, or contain several such tokens.
     """
 
@@ -359,7 +359,7 @@ class _ReplySource:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(self._rules)}, *self._others]})
 
     def _expression(self, node: list[Any]) -> str:
-        """Returns a node's expression, or the name of a rule for it: the library limits how deeply a rule is nested."""
+        """Returns a node's expression, or the name of a rule for it: the library limits the depth of a rule."""
         self._depth += 1
         made = self._nested(node)
         self._depth -= 1
@@ -421,7 +421,8 @@ class _ReplySource:
     def _text_and(self, tokens: str) -> str:
         """Returns free text followed by a marker of tokens.
 
-        The marker's text before its first token ends the free text, which would otherwise include it.
+        If the marker begins with text, the rule for the free text ends with that text; otherwise the free text would
+        absorb it.
         """
         if tokens.startswith("<["):
             return f"TEXT {tokens}"

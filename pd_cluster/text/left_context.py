@@ -1,7 +1,7 @@
 """Finds the tokens of a prompt that affect the text after it.
 
-Decoders drop the first space of a text, put a space between words, and need all bytes of a character. Knows nothing of
-requests.
+The text after a prompt depends on them because decoders drop the first space of a text, put a space between words, and
+need all bytes of a character. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import codecs
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-MIN_NUM_TOKENS = 8  # enough for the bytes of a character, each of which may be a token
+MIN_NUM_TOKENS = 8  # more than the bytes of a character, each of which may be a token
 ENOUGH_BLANK_TOKENS = 1024  # no decoder drops this many spaces
 MOST_TOKENS_OF_CHARACTER = 64  # including hidden tokens between its bytes
-MOST_UNFINISHED_NBYTES = 3  # the most bytes of an incomplete character in UTF-8
+MOST_UNFINISHED_NBYTES = 3  # maximum number of bytes of an incomplete character in UTF-8
 
 
 class PromptTail(NamedTuple):
-    """A prompt's tokens: those whose text is final, and those that begin its last character.
+    """A prompt's tokens: `certain` have final text, `begun` begin an incomplete last character.
 
-    `has_more`: the last final token ends with bytes that begin that character; its text ends with U+FFFD for them.
+    `has_more`: the last token of `certain` also ends with bytes of that character, which its text shows as U+FFFD.
     """
 
     certain: list[int]
@@ -33,7 +33,7 @@ class PromptTail(NamedTuple):
 
 
 class LeftContext:
-    """How one tokenizer's decoder lets a text depend on the tokens before it."""
+    """Describes how the text that one tokenizer's decoder gives depends on the tokens before it."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class LeftContext:
         self._token_bytes = token_bytes if self._has_byte_tokens or "ByteLevel" in decoder_types else None
 
     def prompt(self, token_ids: list[int], hidden: Collection[int]) -> PromptTail:
-        """`hidden` tokens have no text."""
+        """Splits a prompt's tokens. `hidden` tokens have no text."""
         firsts = self._begun(token_ids, hidden)
         if not firsts or not self._has_byte_tokens:
             return PromptTail(token_ids, [], bool(firsts))
-        # If a run of byte tokens lacks a byte, all of them decode to U+FFFD.
+        # If one byte is missing in a run of byte tokens, all of them decode to U+FFFD.
         return PromptTail(token_ids[: firsts[0]], token_ids[firsts[0] :], False)
 
     def _begun(self, token_ids: list[int], hidden: Collection[int]) -> list[int]:
@@ -71,7 +71,7 @@ class LeftContext:
         return places[len(raw) - len(decoder.getstate()[0]) :]
 
     def tail(self, token_ids: list[int], hidden: Collection[int], decode: Callable[[list[int]], str]) -> list[int]:
-        """Returns the last tokens with text, after which any token decodes as it does after all of them."""
+        """Returns the last tokens with text: enough that any further token decodes as it does after all tokens."""
         size = MIN_NUM_TOKENS
         while size < len(token_ids):
             start = len(token_ids) - size
@@ -80,7 +80,7 @@ class LeftContext:
             tail = [token_id for token_id in token_ids[start:] if token_id not in hidden]
             text = decode(tail)
             if text.strip() or (text and size >= ENOUGH_BLANK_TOKENS):
-                return tail  # decoders drop spaces before this tail, not after it
+                return tail  # spaces that a decoder drops precede this tail
             size *= 2
         return [token_id for token_id in token_ids if token_id not in hidden]
 

@@ -1,7 +1,7 @@
 """A copy of a tokenizer in which control tokens have names that clients cannot guess.
 
-Their usual text is then plain text, and a prompt uses the new names for control tokens. All ids are unchanged. Knows
-nothing of conversations.
+The tokens' usual text is then plain text, and a prompt contains the new names for control tokens. All ids are
+unchanged. Knows nothing of conversations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RenamedTokens:
                 self._id_of[own] = token_id
 
     def encode(self, prompt: PromptText, add_special_tokens: bool) -> list[int]:
-        """Returns the ids of a prompt that says where its control tokens are."""
+        """Returns the ids of a prompt whose control tokens have known positions."""
         parts, at = [], 0
         for start, stop in prompt.own or ():
             parts += [prompt.text[at:start], self._names[prompt.text[start:stop]]]
@@ -51,7 +51,7 @@ class RenamedTokens:
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Renames the control tokens in the tokenizer's own vocabulary, which would otherwise make them from their text."""
+    """Renames control tokens in the vocabulary; otherwise their text could still become those tokens."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
@@ -65,7 +65,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _letters(number: int) -> str:
-    """Returns the number written in letters, always with the same length."""
+    """Returns the number, written in letters of a fixed length."""
     found = ""
     for _ in range(INDEX_NUM_CHARS):
         number, digit = divmod(number, len(string.ascii_lowercase))

@@ -8,16 +8,16 @@ from functools import lru_cache
 class StopStrings:
     """Cuts a stream of text before the first stop string, holding back text that may still become one.
 
-    The first stop string is the one that is completed first. If several are completed together, the longest counts. The
-    result therefore does not depend on how the text was split. Each character costs one step per stop string, whatever
-    the strings are (Knuth-Morris-Pratt search).
+    The first stop string is the one that is completed first. If several are completed by the same character, the
+    longest counts. The result therefore does not depend on how the text was split. The average cost of a character is
+    one step per stop string (Knuth-Morris-Pratt search).
     """
 
     def __init__(self, stops: list[str], include: bool = False) -> None:
         """`include` keeps the stop string itself."""
         self._stops = sorted(stops, key=len, reverse=True)
         self._fallbacks = [_fallback(stop) for stop in self._stops]
-        self._nums_matched = [0 for _ in stops]  # length of the stop string's longest prefix that ends the text
+        self._nums_matched = [0 for _ in stops]  # lengths of the prefixes of stop strings at the text's end
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -27,7 +27,7 @@ class StopStrings:
         return bool(self._stops)
 
     def add(self, text: str, may_match: bool = True) -> str:
-        """Returns text that certainly precedes any stop string. After a match it returns nothing more.
+        """Returns text that is certainly not part of a stop string. After a match, returns "".
 
         A stop string that is completed by text with `may_match` False does not count.
         """
@@ -48,7 +48,7 @@ class StopStrings:
         return certain
 
     def finish(self) -> str:
-        """Returns the text that was held back; the stream has ended, so it is no stop string."""
+        """Returns the text that was held back, which cannot become a stop string because the stream has ended."""
         rest, self._held = self._held, ""
         return rest
 
@@ -69,7 +69,7 @@ class StopStrings:
 
 @lru_cache(maxsize=1024)  # the sequences of one request share their stop strings
 def _fallback(stop: str) -> list[int]:
-    """Returns, for each prefix length, the length of the longest shorter prefix that is a suffix of it."""
+    """Returns, for each prefix, the length of the longest shorter prefix that is also its suffix."""
     found = [0, 0]
     for char in stop[1:]:
         length = found[-1]

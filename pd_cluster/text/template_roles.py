@@ -1,7 +1,7 @@
 """Finds the roles that a chat template names: constants that its source compares with a message's role.
 
-Reads the syntax tree, without running anything. A role that the template only writes does not count. Scopes of
-variables are ignored, so a constant counts even if it is compared with another variable of the same name.
+Reads the syntax tree, and runs nothing. A role that the template only writes does not count. Variables' scopes are
+ignored: a constant counts even if it is compared with another variable that has the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TESTS = ("eq", "equalto", "==", "ne", "!=", "sameas", "in")
 
 
 def named_roles(template: nodes.Template) -> frozenset[str]:
-    """Returns the template's own roles, as it writes them."""
+    """Returns the roles that the template names, in its spelling."""
     return frozenset(text for text in _RoleReader(template).compared() if _IS_ROLE.fullmatch(text))
 
 
@@ -27,7 +27,7 @@ class _RoleReader:
 
     def __init__(self, template: nodes.Template) -> None:
         self._template = template
-        self._values: dict[str, list[nodes.Node]] = {}  # variable -> what may be assigned to it
+        self._values: dict[str, list[nodes.Node]] = {}  # variable -> the values that may be assigned to it
         for assign in template.find_all(nodes.Assign):
             if (name := _name(assign.target)) is not None:
                 self._values.setdefault(name, []).append(assign.node)
@@ -37,7 +37,7 @@ class _RoleReader:
                 given = [(one.name, value) for one, value in zip(macro.args, call.args, strict=False)]
                 for name, value in [*given, *((each.key, each.value) for each in call.kwargs)]:
                     self._values.setdefault(name, []).append(value)
-        self._roles: set[str] = set()  # variables that have a role
+        self._roles: set[str] = set()  # variables that may hold a role
         while found := {name for name, values in self._values.items() if any(map(self._is_role, values))} - self._roles:
             self._roles |= found
 
@@ -65,7 +65,7 @@ class _RoleReader:
                 if self._is_role(one):
                     yield from self._constants(other)
         elif op in ("in", "notin"):
-            if self._is_role(left) and _constant(right) is None:  # a part of a text is not a role's name
+            if self._is_role(left) and _constant(right) is None:  # not `role in "some text"`
                 yield from self._constants(right)
             elif _lists_roles(right):
                 yield from self._constants(left)

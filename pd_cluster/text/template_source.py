@@ -14,7 +14,7 @@ NAME = called("chat_template")
 
 
 def with_source(chat: ChatConfig) -> ChatConfig:
-    """Returns the config with the template's source in place of a file name.
+    """Returns the config with a template's file name replaced by its source.
 
     Raises ConfigError, also for a template that does not compile.
     """

@@ -1,7 +1,7 @@
 """Limits the tokens of a reply's reasoning. Once they are used up, only the mark that closes the reasoning may follow.
 
-An incomplete character is completed before the mark, so that the reasoning stays valid text and a grammar for the
-reply accepts the mark. Knows nothing of other constraints.
+An incomplete character is completed before the mark: the reasoning stays valid text, and a grammar for the reply
+accepts the mark. Knows nothing of other constraints.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from pd_cluster.types import Guide
 
 BLANKS = b" \t\r\n"
-MOST_TAIL_NBYTES = 256  # the bytes of text that are kept to search for a mark
+MOST_TAIL_NBYTES = 256  # the number of last bytes that are kept to search for a mark
 
 
 class BudgetTree(msgspec.Struct, frozen=True):
-    """The text of a guide of kind "budget". `starts`: reasoning begins with the first token, not with a mark.
+    """The text of a guide of kind "budget". `starts`: whether reasoning begins with the first token, without a mark.
 
     `closes[0]` is written when the budget is used up. `inner`: the guide for the whole reply.
     """
@@ -36,9 +36,9 @@ class BudgetTree(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarkers:
-    """`close_ids`: the tokens of the mark that is written. `text_of` returns a token's bytes.
+    """`close_ids`: the tokens of the closing mark. `text_of` returns a token's bytes.
 
-    `continuing`: the tokens, with their bytes, that begin within a character.
+    `continuing`: the tokens whose first byte continues a character, with their bytes.
     """
 
     num_tokens: int
@@ -57,7 +57,7 @@ class ThinkingBudget:
         self._is_inside = is_inside
         self._is_over = False
         self._num_inside = 0
-        self._num_closing = 0  # tokens of the closing mark that were written for the model
+        self._num_closing = 0  # tokens of the closing mark that were forced on the model
         self._tail = b""
 
     def copy(self) -> ThinkingBudget:
@@ -68,7 +68,7 @@ class ThinkingBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the budget is spent within reasoning: only the closing mark or a character's rest may follow."""
+        """Whether the budget ran out within reasoning: only the closing mark or the rest of a character may follow."""
         return self._is_inside and not self._is_over and self._num_inside >= self._marks.num_tokens
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class ThinkingBudget:
         return b"" if self._num_closing else _unfinished(self._tail)
 
     def limit(self, words: NDArray[np.uint32]) -> None:
-        """If the budget is used up, the mask allows only the closing mark's next token, or a character's rest."""
+        """If the budget is used up, allows only the closing mark's next token, or the rest of a character."""
         if not self.is_used_up:
             return
         if begun := self._unfinished:

@@ -1,4 +1,4 @@
-"""Returns the token ids of a text, for processes that need nothing else from a tokenizer."""
+"""Returns a text's token ids, for processes that use a tokenizer for nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def token_ids_of(folder: Path, text: str) -> list[int]:
     """Encodes `text` with the folder's tokenizer, which adds its special tokens. Raises ModelError."""
     try:
         tokenizer = RustTokenizer.from_str(tokenizer_text(folder / "tokenizer.json"))
-        tokenizer.no_truncation()  # folders may have a truncation from training
+        tokenizer.no_truncation()  # tokenizer.json may still have a truncation from training
         tokenizer.no_padding()
         ids: list[int] = tokenizer.encode(text).ids
     except ModelError:

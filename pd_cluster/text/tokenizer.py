@@ -28,10 +28,10 @@ from pd_cluster.text.template_roles import UNNAMED_ROLES
 
 
 class Tokenizer:
-    """A folder's tokenizer, and a chat template."""
+    """A folder's tokenizer and chat template."""
 
     def __init__(self, path: Path | None, template: str = "", model_path: Path | None = None) -> None:
-        """`path` None: requests and answers are token ids. Raises ModelError.
+        """`path` None: there is no tokenizer; requests and answers are token ids. Raises ModelError.
 
         `template`: a source that replaces the folder's. `model_path`: the folder to search for a template if the
         tokenizer's folder has none.
@@ -72,13 +72,13 @@ class Tokenizer:
         self._renaming = threading.Lock()
 
     def control_tokens(self, known: Collection[str] = ()) -> ControlTokens:
-        """Returns the control tokens. `known`: added tokens that always count as such."""
+        """Returns the control tokens. `known`: added tokens that always count as control tokens."""
         added = [(token.content, token.special) for token in self._rust.get_added_tokens_decoder().values()]
         source = self.template.source if self.template is not None else ""
         return ControlTokens(control_texts(added, known, source))
 
     def normalizer(self, control: ControlTokens) -> Callable[[str], str] | None:
-        """Returns the normalization before control tokens are matched; None if they are matched in the raw text."""
+        """Returns the normalization to apply before control tokens are matched; None to match the raw text."""
         added = self._rust.get_added_tokens_decoder().values()
         if self._rust.normalizer is None or not any(t.normalized and t.content in control.texts for t in added):
             return None
@@ -120,7 +120,7 @@ class Tokenizer:
 
     def beginning(self, text: str, most: int) -> str:
         """Returns the text's beginning with at most this many tokens, without special tokens; 0: the whole text."""
-        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # doubled: the cut changes a few tokens
+        shorter = text[: 2 * most * self.max_chars_per_token] if most else ""  # doubled: the cut affects tokens near it
         _, offsets = self.encode_with_offsets(shorter, False)
         return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
@@ -130,7 +130,7 @@ class Tokenizer:
         return str(text)
 
     def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns each word's tokens and, like vLLM, the tokens of the word after a space if they differ."""
+        """Returns each word's tokens and, as in vLLM, those of the word after a space, if they differ."""
         if not words:
             return ()
         bare = [word.lstrip() or word for word in words]
@@ -144,7 +144,7 @@ class Tokenizer:
         return tuple(ids for ids in found if ids)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special: its text is shown only if special tokens are."""
+        """Whether the token is special, so that its text is shown only if special tokens are shown."""
         return token_id in self._special_ids
 
     def token_name(self, token_id: int) -> str:
@@ -156,7 +156,7 @@ class Tokenizer:
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
         token = self._rust.id_to_token(token_id)
-        if token is None:  # a checkpoint may have rows for more ids than its tokenizer has
+        if token is None:  # a checkpoint's embedding may have rows for ids that its tokenizer does not have
             return b""
         if "ByteLevel" in self._decoder_types:
             return b"".join(_BYTE_OF[char] if char in _BYTE_OF else char.encode() for char in token)
@@ -179,7 +179,7 @@ class Tokenizer:
 
 
 def _bytes_of_characters() -> dict[str, bytes]:
-    """Maps GPT-2's byte-level BPE characters to bytes: printable ones are themselves, the others start at U+0100."""
+    """Maps the characters of GPT-2's byte-level BPE to bytes; unprintable bytes have characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     found = {chr(byte): bytes([byte]) for byte in shown}

@@ -1,6 +1,6 @@
-"""An encrypted, authenticated pair: net/payload_channel.py with the interface of a process group.
+"""An encrypted, authenticated pair: wraps net/payload_channel.py in the interface of a process group.
 
-The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol/pairs.md, "The encrypted
+The ends exchange their keys and the receiver's address through a meeting. See docs/protocol/pairs.md, "The encrypted
 connection".
 """
 
@@ -21,7 +21,7 @@ from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import KEY_NBYTES
 from ranktable_tools.host_addresses import is_ip
 
-SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # keys of a meeting
+SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # keys in the meeting's store
 
 
 class PairAddress(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class PairAddress(msgspec.Struct, frozen=True):
 
 
 class CurveSender:
-    """Rank 0."""
+    """Rank 0: the sending end."""
 
     def __init__(self, store: PrefixStore, connect_s: float) -> None:
         """Blocks until the other end is connected, at most twice `connect_s`. Raises RuntimeError."""
@@ -61,14 +61,14 @@ class CurveSender:
 
 
 class CurveReceiver:
-    """Rank 1."""
+    """Rank 1: the receiving end."""
 
     def __init__(self, store: PrefixStore, host: str, connect_s: float) -> None:
         """Blocks until the other end is connected, at most twice `connect_s`. Raises RuntimeError."""
         self._socket = PayloadReceiver(host, _await(store, SENDERS_KEY, connect_s))
         try:
             here = PairAddress(host, self._socket.port, self._socket.public_key)
-            store.set(RECEIVERS_KEY, msgspec.msgpack.encode(here))  # type: ignore[arg-type]  # as above
+            store.set(RECEIVERS_KEY, msgspec.msgpack.encode(here))  # type: ignore[arg-type]  # as for the sender's key
             self._socket.accept(connect_s)
         except RuntimeError:
             self._socket.close()
@@ -92,7 +92,7 @@ class SendWork:
 
 
 class ReceiveWork:
-    """A receive that is under way. A receiver's receives must be waited for in order."""
+    """A receive under way. The caller must wait for a receiver's receives in order."""
 
     def __init__(self, socket: PayloadReceiver, payload: torch.Tensor, tag: int) -> None:
         self._socket, self._payload, self._tag = socket, payload, tag
@@ -106,5 +106,5 @@ class ReceiveWork:
 def _await(store: PrefixStore, key: str, timeout_s: float) -> bytes:
     """Returns a value that the other end has set. Raises RuntimeError."""
     if not poll(lambda: store.check([key]), timeout_s):
-        raise RuntimeError(f"the other end did not come within {timeout_s:g} s")
+        raise RuntimeError(f"the other end did not connect within {timeout_s:g} s")
     return store.get(key)

@@ -1,4 +1,4 @@
-"""Shares a device's memory with another process: P exports a handle, D maps it."""
+"""Shares a device's memory with another process: P exports a handle, and D maps the memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 from pd_cluster.devices.device import Device
 
 EVENT_NBYTES = 64
-NO_COUNTER = b"/pd-cluster-counts-nothing"  # torch looks for a file of this name in /dev/shm, finds none and continues
+NO_COUNTER = b"/pd-cluster-counts-nothing"  # torch looks for this file in /dev/shm, and continues without it
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """`handle` names an allocation to the driver; the part's `nbytes` begin `offset_nbytes` into it."""
+    """Part of an allocation.
+
+    `handle` identifies the allocation to the driver; the part begins at `offset_nbytes` in it.
+    """
 
     handle: Annotated[bytes, msgspec.Meta(max_length=512)]
     nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -22,17 +25,17 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMemory(Protocol):
-    """Exports and maps memory of a device; tests substitute a memfd."""
+    """Exports and maps memory of a device. Tests substitute a memfd."""
 
     def export(self, tensor: torch.Tensor) -> MemoryPart:
-        """Exports all of a tensor's storage. Raises RuntimeError."""
+        """Exports a tensor's whole storage. Raises RuntimeError."""
 
     def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """Maps the part of the exported bytes that this shape needs, for code on `device`. Raises RuntimeError."""
+        """Maps as many of the exported bytes as this shape needs, for use on `device`. Raises RuntimeError."""
 
 
 class TorchMemory:
-    """Uses torch's own export of storages, without its reference counts: a pool lives as long as its process."""
+    """Uses torch's own export of storages without its reference counts, because a pool lives as long as its process."""
 
     def export(self, tensor: torch.Tensor) -> MemoryPart:
         storage: Any = tensor.untyped_storage()
@@ -44,7 +47,7 @@ class TorchMemory:
         return MemoryPart(handle=handle, nbytes=nbytes, offset_nbytes=offset)
 
     def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """Maps the memory for D's own device, which runs the copies, whichever device P uses."""
+        """Maps the memory for D's own device, which runs the copies, even if P uses another device."""
         untyped: Any = torch.UntypedStorage
         make = getattr(untyped, f"_new_shared_{device.kind}")
         place = (device.index, part.handle, part.nbytes, part.offset_nbytes)

@@ -1,8 +1,8 @@
-"""Pairs: process groups of two ranks, P's and D's end of one link, without a global group and in one direction.
+"""Pairs: process groups of two ranks, P's and D's end of one link.
 
-gloo and CURVE (curve_pair.py) move host memory, NCCL and HCCL device memory. All have the same interface: `send` and
-`recv` return work; its `wait(timeout)` returns when the host may use or reuse the bytes. If it raises RuntimeError, the
-pair is unusable.
+There is no global group, and P only sends. gloo and CURVE (curve_pair.py) move host memory; NCCL and HCCL move device
+memory. All have the same interface: `send` and `recv` return work, whose `wait(timeout)` returns when the host may use
+or reuse the bytes. If it raises RuntimeError, the pair is unusable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Backend = Literal["gloo", "curve", "nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 SENDER, RECEIVER = 0, 1
 IN_HOST_MEMORY: tuple[Backend, ...] = ("gloo", "curve")
-FAILED = "failed"  # a key of a meeting: one end has failed
+FAILED = "failed"  # a key in the meeting's store, set by an end that has failed
 
 
 class PairEndpoint(NamedTuple):
@@ -39,7 +39,7 @@ class PairEndpoint(NamedTuple):
 
 
 def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairEndpoint) -> Any:
-    """Creates a pair; `name` is unique to this attempt and the same at both ends. Raises LinkError."""
+    """Creates a pair. `name` must be unique to this attempt and equal at both ends. Raises LinkError."""
     host, connect_s, device = place
     try:
         if backend == "gloo":
@@ -55,13 +55,13 @@ def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: 
 
 
 def close_group(group: Any) -> None:
-    """Closes a pair; a gloo group closes when its last reference is dropped."""
+    """Closes a pair. A gloo group closes only when its last reference is dropped."""
     if isinstance(group, (DevicePair, CurveSender, CurveReceiver)):
         group.close()
 
 
 def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:
-    """Blocks until both ranks are connected, at most twice `connect_s`: gloo tries five times."""
+    """Blocks until both ranks are connected, at most twice `connect_s`, because gloo tries five times."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=0.4 * connect_s)
@@ -69,17 +69,18 @@ def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> Process
 
 
 class DevicePair:
-    """A pair over NCCL or HCCL. The first payload (the link's probe) makes NCCL's communicator, and this class HCCL's.
+    """A pair over NCCL or HCCL.
 
-    Work waits for earlier launches on the calling thread's current stream. The host polls for the end of work and
-    queues nothing after it: a peer that sends nothing delays no copy, and every wait has a timeout. Sends and receives
-    match in the order in which each end calls them; tags have no effect.
+    NCCL creates its communicator with the first payload (the probe); for HCCL, this class does. Work waits for earlier
+    launches on the calling thread's current stream. The host polls for the end of work, and queues nothing behind it,
+    so a peer that sends nothing delays no copy, and every wait has a timeout. Sends and receives match in the order in
+    which each end calls them; tags have no effect.
     """
 
     def __init__(self, meeting: Meeting, name: str, rank: int, connect_s: float, device: Device) -> None:
         self.device = device
         self._meeting = meeting
-        self._has_met = False  # the communicator exists, or a call that creates it has returned
+        self._has_met = False  # the communicator exists, or the call that creates it has returned
         store = PrefixStore(name, meeting.store)
         self._under_way: list[DeviceWork] = []
         self._is_broken = False
@@ -91,11 +92,11 @@ class DevicePair:
                 self._has_met = True
 
     def _meet(self, store: PrefixStore, timeout_s: float) -> None:
-        """Waits until a number has been summed with the other end. Raises RuntimeError.
+        """Sums a number with the other end, and waits for the result. Raises RuntimeError.
 
-        HCCL waits at least two minutes (HCCL_CONNECT_TIMEOUT), regardless of the caller; so the call runs on a thread
-        that can be abandoned and ends by itself. An end that fails reports it, so that the other end can try the next
-        transport.
+        HCCL waits at least two minutes (HCCL_CONNECT_TIMEOUT), even if the caller's timeout is shorter. So the call
+        runs on a thread that can be abandoned and ends by itself. An end that fails reports that, so that the other end
+        can try the next transport.
         """
         called: Future[DeviceWork] = Future()
 
@@ -142,7 +143,7 @@ class DevicePair:
         self._under_way.remove(work)
 
     def abort(self, reason: str) -> None:
-        """Ends work under way at this end. Its tensors are kept until the device has finished with them."""
+        """Ends this end's work under way. The work's tensors are kept until the device has finished with them."""
         if not self._is_broken:
             self._is_broken = True
             _release_quarantined()
@@ -163,7 +164,7 @@ def _number_on(device: Device) -> torch.Tensor:
 
 
 class DeviceWork:
-    """The transfer of one payload over a pair; keeps its tensors, which a device may use until the transfer ends."""
+    """The transfer of one payload over a pair. Keeps the tensors that a device may use until the transfer ends."""
 
     def __init__(self, pair: DevicePair, work: Any, tensors: list[torch.Tensor]) -> None:
         self._pair = pair
@@ -171,7 +172,7 @@ class DeviceWork:
         self.tensors = tensors
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError when the transfer has failed or timed out; the pair is then aborted."""
+        """Waits for the transfer. If it fails or times out, aborts the pair and raises RuntimeError."""
         try:
             if not poll(self.work.is_completed, timeout.total_seconds()):
                 raise RuntimeError(f"no payload was transferred within {timeout.total_seconds():g} s")
@@ -182,7 +183,7 @@ class DeviceWork:
         self._pair.ended(self)
 
 
-# Work of aborted pairs that a device may still execute, and its staging buffers: kept until the work has ended.
+# Work of aborted pairs that a device may still execute, with its staging buffers, which are kept until it has ended.
 _quarantine: list[tuple[Any, list[torch.Tensor]]] = []
 _quarantine_lock = threading.Lock()  # every link has its own thread
 

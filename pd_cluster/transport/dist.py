@@ -1,9 +1,10 @@
 """Transports over process groups of two ranks, one per link: P (rank 0) sends, D (rank 1) receives (device_pair.py).
 
-The ends meet by keys that travel over the link's own connection (meeting.py), so nobody else can take part. Payloads
-land in staging buffers and are copied to their blocks from there. A timeout ends the link, so that late bytes never
-reach a reused block. The transports gloo and CURVE stage in host memory, wherever the pools are. NCCL and HCCL stage on
-the devices; their payloads have no checksum, since the host would have to fetch them to hash them.
+The ends meet by exchanging keys over the link's own connection (meeting.py), so no other process can take part.
+Payloads land in staging buffers, from which they are copied to their blocks. A timeout ends the link, so that late
+bytes never reach a block that has been reused. gloo and CURVE stage in host memory, even if the pools are on devices.
+NCCL and HCCL stage on the devices; their payloads have no checksum, because the host would have to fetch them to
+compute it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 8 << 20
 MAX_DEVICE_PAYLOAD_NBYTES = 32 << 20
-NUM_UNDER_WAY = 4  # payloads in flight: one is packed or unpacked while the next are on the wire
+NUM_UNDER_WAY = 4  # payloads in flight; one is packed or unpacked while the next ones are being sent
 
 
 class GroupOffer(msgspec.Struct, frozen=True):
-    """The group's name, its backend, and the accelerator of P's pool ("" where it does not matter)."""
+    """The group's name, its backend, and the accelerator of P's pool ("" for backends in host memory)."""
 
     address: str
     backend: str
@@ -65,7 +66,7 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
 class DistSender:
     def __init__(self, place: LinkContext, checksum: Checksum, post: PostKey, backend: Backend = "gloo") -> None:
-        """`post`: sends one key of the meeting to the other end."""
+        """`post` sends one of the meeting's keys to the other end."""
         self.name: TransportName = "dist" if backend == "gloo" else backend
         self.max_payload_nbytes = _most(backend)
         self.meeting = Meeting(place.connect_s, post)
@@ -77,7 +78,7 @@ class DistSender:
         self._group_name = secrets.token_hex(16)
         self._group: Any = None
         self._staging: Staging | None = None
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the buffer that it reads
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # each work with the buffer that it reads
 
     def offer(self) -> TransportOffer:
         uuid = "" if self._backend in IN_HOST_MEMORY else devices.uuid(self._pool.device)
@@ -99,7 +100,7 @@ class DistSender:
         try:
             if len(self._under_way) == NUM_UNDER_WAY:
                 self._under_way.popleft()[0].wait(self._transfer)
-            with self._copies.launch():  # the device sends after it has packed
+            with self._copies.launch():  # so that the device sends after it has packed
                 work = self._group.send([prepared.payload], RECEIVER, _tag(sequence))
         except RuntimeError as error:
             raise LinkError(f"sending KV cache failed: {first_line(error)}", retry=True) from error
@@ -114,7 +115,7 @@ class DistSender:
 
 class DistReceiver:
     def __init__(self, place: LinkContext, peer: Peer, checksum: Checksum, post: PostKey) -> None:
-        """`post`: sends one key of the meeting to the other end. Raises LinkError for an invalid offer."""
+        """`post` sends one of the meeting's keys to the other end. Raises LinkError for an invalid offer."""
         self.name: TransportName = peer.offer.transport
         self.meeting = Meeting(place.connect_s, post)
         self._offer = decode_offer(peer.offer, GroupOffer)
@@ -126,7 +127,7 @@ class DistReceiver:
         self._staging = Staging(place.pool, self.route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
         self._announced: deque[tuple[int, KVChunk]] = deque()  # payloads that wait for a free buffer
-        # sequence, work (None once done), buffer, the payload's part of the buffer
+        # The sequence number, the work (None once done), the buffer, and the payload's part of the buffer.
         self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
         self._group: Any = None
 
@@ -179,14 +180,14 @@ class DistReceiver:
         self._under_way.clear()
 
     def _start(self) -> None:
-        """Receives into every free staging buffer, in order. Raises LinkError."""
+        """Begins to receive announced payloads, in order, as long as a staging buffer is free. Raises LinkError."""
         while self._free and self._announced:
             sequence, chunk = self._announced.popleft()
             if not 0 < chunk.nbytes <= max(_most(self._backend), self.route.source.block_nbytes):
                 raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
             buffer = self._free.pop()
             try:
-                with self.copies.launch():  # the device receives after the copies from this buffer
+                with self.copies.launch():  # so that the device receives after its copies from this buffer
                     if len(buffer) < chunk.nbytes:
                         buffer = self._staging.buffer(chunk.nbytes)
                     payload = buffer[: chunk.nbytes]
@@ -205,7 +206,7 @@ def _backend_of(name: TransportName) -> Backend:
 
 
 def _why_no_pair(name: TransportName, offer: GroupOffer, device: Device) -> str:
-    """Returns why a process with its pool on this device cannot be the other end, or ""."""
+    """Returns why a process with its pool on this device cannot be the receiving end; "" if it can."""
     backend, uuid = offer.backend, offer.device_uuid
     if backend != _backend_of(name):
         return f"the prefill instance sends with {backend!r} over {name}, this one receives with {_backend_of(name)}"
@@ -227,7 +228,7 @@ def _tag(sequence: int) -> int:
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-    """See table.Transport."""
+    """See transport_table.Transport."""
     if name in device_group.BACKENDS and (problem := device_group.why_none(name, own)):
         return problem
     return _why_no_pair(name, decode_offer(peer, GroupOffer), own) if peer is not None else ""

@@ -1,7 +1,7 @@
-"""Passes images' features between processes of one host: a sealed memfd each, sent over an abstract Unix socket.
+"""Passes images' features between processes of one host: one sealed memfd per image, over an abstract Unix socket.
 
-A file is never written after it was handed over, so its reader does not depend on the other end. Knows nothing of
-images, nor of access rights.
+A file cannot change after it was handed over, so its reader does not depend on the other end. Knows nothing of images
+or of access rights.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pd_cluster.wire import TOKEN_NBYTES, TransportName
 SHM: TransportName = "shm"
 PAIRS: dict[TransportName, Backend] = {"dist": "gloo", "curve": "curve"}  # between hosts, in order of preference
 
-REACH_TOKEN = bytes(TOKEN_NBYTES)  # a token that only checks whether the socket can be reached
+REACH_TOKEN = bytes(TOKEN_NBYTES)  # this token only checks whether the socket can be reached
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 HERE = b"features"
 SOCKET_KIND = "socket for features"
 
 
 def ways(kv_transport: str) -> list[TransportName]:
-    """Returns how features may travel under a --kv-transport: files within a host, pairs between hosts."""
+    """Returns the transports for features that a --kv-transport allows: files within a host, pairs between hosts."""
     rows = [each for each in allowed(kv_transport) if each.choice]
     found = [SHM] if any(each.is_same_host for each in rows) else []
     return found + [name for name in PAIRS if any(each.name == name for each in rows)]
@@ -41,7 +41,7 @@ def ways(kv_transport: str) -> list[TransportName]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureEndpoint:
-    """The host where this process sends or receives, and its time limits."""
+    """The host on which this process sends or receives, and its time limits."""
 
     host: str
     connect_s: float
@@ -51,7 +51,7 @@ class FeatureEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """Features in a file that nobody can change, with their size and checksum."""
+    """Features in a file that no process can change, with their size and checksum."""
 
     fd: int
     nbytes: int
@@ -59,7 +59,7 @@ class SealedFile:
 
     @classmethod
     def of(cls, features: torch.Tensor, checksum: Checksum) -> SealedFile:
-        """Copies a contiguous tensor on the host. Raises OSError when no file or memory is left."""
+        """Copies a contiguous tensor on the host to a file. Raises OSError if descriptors or memory run out."""
         data = features.view(torch.uint8).reshape(-1)
         fd = os.memfd_create("pd-cluster-features", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -73,7 +73,7 @@ class SealedFile:
         return cls(fd, data.numel(), checksum.of(data))
 
     def duplicate(self) -> SealedFile:
-        """Returns another descriptor of the same file, which is closed separately."""
+        """Returns another descriptor of the same file. It must be closed separately."""
         return SealedFile(os.dup(self.fd), self.nbytes, self.checksum)
 
     def close(self) -> None:
@@ -81,7 +81,10 @@ class SealedFile:
 
 
 class FeatureServer(unix_server.UnixServer):
-    """Serves each file once, to a process of the same user with its token. Any thread may `offer` and `withdraw`."""
+    """Serves each file once, to a process of the same user that has the file's token.
+
+    Any thread may `offer` and `withdraw`.
+    """
 
     def __init__(self) -> None:
         self._files: dict[bytes, SealedFile] = {}
@@ -95,14 +98,14 @@ class FeatureServer(unix_server.UnixServer):
             self.withdraw(token)
 
     def offer(self, file: SealedFile) -> bytes:
-        """Takes ownership of the file; returns its token."""
+        """Takes ownership of a file. Returns its token."""
         token = secrets.token_bytes(TOKEN_NBYTES)
         with self._lock:
             self._files[token] = file
         return token
 
     def withdraw(self, token: bytes) -> None:
-        """Invalidates the token, unless it has been used."""
+        """Invalidates a token and closes its file, unless the token has been used."""
         if (file := self._take(token)) is not None:
             file.close()
 
@@ -126,7 +129,7 @@ class FeatureServer(unix_server.UnixServer):
 
 
 def reach(address: str, timeout_s: float) -> None:
-    """Asks whether the socket answers. Raises LinkError."""
+    """Checks that the socket answers. Raises LinkError."""
     _ask(address, REACH_TOKEN, timeout_s)
 
 

@@ -1,8 +1,8 @@
 """Sends images' features between hosts over a pair: an encoder sends, a prefill instance receives.
 
-The ends meet by keys that travel over their connection (meeting.py), so nobody else can take part. Payloads arrive in
-pieces, in the order in which the connection announces them; any fault or timeout ends the pair, so that payloads are
-never mixed up. Their content is checked against the announced checksum; gloo does not encrypt it.
+The ends meet by exchanging keys over their connection (meeting.py), so no other process can take part. Payloads arrive
+in pieces, in the order in which the connection announces them. Any fault or timeout ends the pair, so that payloads are
+never mixed up. Contents are checked against the announced checksums; gloo does not encrypt them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 class PairSender:
-    """The encoder's end. `post` sends a key of the meeting; `failed` gets the reason, on its thread, if one fails."""
+    """The encoder's end. `post` sends one of the meeting's keys.
+
+    If the pair fails, its thread calls `failed` with the reason.
+    """
 
     def __init__(
         self,
@@ -56,17 +59,17 @@ class PairSender:
         self.is_open = False
 
     def __len__(self) -> int:
-        """Counts files that have not been sent."""
+        """Counts files that have not been sent yet."""
         return self._num_waiting
 
     def open(self) -> None:
-        """Meets the other end and then starts to send; only the first call has an effect."""
+        """Meets the other end, and then starts to send. Only the first call has an effect."""
         if not self.is_open:
             self.is_open = True
             threading.Thread(target=self._run, name="feature-pair", daemon=True).start()
 
     def put(self, file: SealedFile) -> None:
-        """Sends a file after the earlier ones, and takes ownership of it."""
+        """Takes ownership of a file, and sends it after the earlier ones."""
         self._num_waiting += 1
         self._files.put(file)
 
@@ -111,7 +114,7 @@ class PairSender:
 
 
 class PairReceiver:
-    """The prefill instance's end, used by one thread."""
+    """The prefill instance's end. Only one thread uses it."""
 
     def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeatureEndpoint) -> None:
         """Waits until the other end is connected. Raises LinkError."""
@@ -119,7 +122,7 @@ class PairReceiver:
         self._group = _make(name, transport, meeting, RECEIVER, place)
 
     def receive(self, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of the next payload. Raises LinkError when the pair is unusable."""
+        """Returns the bytes of the next payload. Raises LinkError if the pair is unusable."""
         payload = torch.empty(nbytes, dtype=torch.uint8)
         try:
             for at, length in pieces(nbytes):

@@ -20,12 +20,12 @@ from pd_cluster.transport.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 1 << 31  # the features of an image
+MAX_NBYTES = 1 << 31  # the largest features of an image
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of an image's features; an encoder's answer must have as many bytes."""
+    """The shape of an image's features. An encoder's answer must have as many bytes."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Shape:
 
 
 class FeatureReader:
-    """Reads in order. `report` first gets whether the encoder is reached, then an event for each item.
+    """Reads features in order. First reports whether the encoder is reached, and then an event for each item.
 
     `post` sends a message to the encoder.
     """
@@ -57,11 +57,11 @@ class FeatureReader:
         threading.Thread(target=self._run, name="features", daemon=True).start()
 
     def read(self, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Reads features; `FeaturesRead` follows unless this reader is closed. `shape` None: nobody needs them now."""
+        """Reads features; `FeaturesRead` follows unless this reader is closed. `shape` None: they are not needed."""
         self._wanted.put((done, shape))
 
     def close(self) -> None:
-        """Stops reading; returns at once, although the thread may still wait."""
+        """Stops reading. Does not wait for the thread."""
         self._is_closed.set()
         self._wanted.put(None)
 
@@ -76,7 +76,7 @@ class FeatureReader:
                     self._fetch(done, shape)
         except LinkError as error:
             self._tell(EncoderUnreached(self._conn, str(error), error.retry))
-        except Exception as error:  # the link must not look alive when its thread is dead
+        except Exception as error:  # otherwise the link would look alive without its thread
             log.exception("the link to an encoder has failed")
             self._tell(EncoderUnreached(self._conn, f"the link has failed: {error}", True))
         finally:
@@ -84,7 +84,7 @@ class FeatureReader:
                 self._pair.close()
 
     def _open(self) -> wire.TransportName:
-        """Returns the transport of the features. Raises LinkError."""
+        """Reaches the encoder. Returns the transport for features. Raises LinkError."""
         address, group, place = self._answer.address, self._answer.group, self._place
         if address:
             try:
@@ -102,13 +102,13 @@ class FeatureReader:
         given = done.token, shape.sizes, shape.dtype, place.checksum, done.checksum
         try:
             features = fetch(self._answer.address, *given, place.connect_s)
-        except Exception as error:  # only this image fails: the next one has its own connection
+        except Exception as error:  # only this image fails, because each has its own connection
             self._tell(FeaturesRead(done.item, None, str(error) or type(error).__name__))
         else:
             self._tell(FeaturesRead(done.item, features))
 
     def _receive(self, pair: PairReceiver, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Receives the next payload from the pair, needed or not. Raises LinkError."""
+        """Receives the next payload from the pair, even if it is no longer needed. Raises LinkError."""
         if not 0 < done.nbytes <= MAX_NBYTES or (shape is not None and shape.nbytes != done.nbytes):
             raise LinkError(f"the encoder announces {done.nbytes} bytes of features", retry=True)
         payload = pair.receive(done.nbytes)

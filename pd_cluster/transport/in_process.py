@@ -1,4 +1,4 @@
-"""Connects two pools of one process on one device: the receiver looks up the sender's by name (see one_sided.py)."""
+"""Connects two pools of one process on one device: the receiver finds the sender's pool by name (see one_sided.py)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LocalReceiver(OneSidedReceiver):
 
 
 def offer_pool(pool: KVPool) -> str:
-    """Returns the name under which receivers in this process find the pool."""
+    """Offers a pool. Returns the name by which receivers in this process find it."""
     for name, known in _pools.items():
         if known is pool:
             return name
@@ -50,7 +50,7 @@ def offer_pool(pool: KVPool) -> str:
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-    """See table.Transport."""
+    """See transport_table.Transport."""
     is_here = peer is None or decode_offer(peer, PoolAddress).address in _pools
     return "" if is_here else "the prefill instance is in another process"
 

@@ -1,12 +1,12 @@
 """Pools on accelerators of one host, in different processes: D maps P's memory and copies from it (see one_sided.py).
 
-The driver's handle of P's pool is fetched over an abstract Unix socket (unix_server.py), whose name travels over the
-authenticated link, as a typed message of bounded size. Nothing in it is executed or looked up by name: D maps exactly
-as many bytes as P's layout and number of blocks require, or refuses. A layer-major pool, as on NPUs, has a handle for
-each layer.
+D fetches the driver's handle of P's pool over an abstract Unix socket (unix_server.py), whose name P sends over the
+authenticated link. The handle comes in a typed message of limited size, in which nothing is executed or looked up by
+name: D maps exactly as many bytes as P's layout and number of blocks require, or refuses. A layer-major pool, as on
+NPUs, has a handle for each layer.
 
-The socket stays open. When it closes, P's process has ended, and D may no longer read that memory: from then on it
-launches no copy.
+The socket stays open. When it closes, P's process has ended and D may no longer read P's memory, so D launches no
+further copy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
 MAX_EXPORT_NBYTES = 1024  # the largest PoolExport, per part
 MAX_EXPORT_PARTS = 1024
-# On CUDA, torch's handle consists of its version, a letter and the driver's handle. The letter is "c" for memory of
-# cudaMalloc, and "e" for an expandable segment. On NPUs it is only the driver's handle, which is opaque.
+# On CUDA, torch's handle consists of a version, a letter and the driver's handle. The letter is "c" for memory from
+# cudaMalloc and "e" for an expandable segment. On NPUs, torch's handle is only the driver's, which is opaque.
 HANDLE_NBYTES, KIND_AT, PLAIN_KIND = 66, 1, b"c"
 
 
 class PoolExport(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent from P to D over their Unix socket: how to map the pool's device memory.
+    """Tells D how to map the device memory of P's pool.
 
-    A block-major pool is one part; a layer-major one has a part for each layer, in order.
+    P sends it over their Unix socket. A block-major pool is one part; a layer-major pool has a part for each layer, in
+    order.
     """
 
     parts: Annotated[list[MemoryPart], msgspec.Meta(max_length=MAX_EXPORT_PARTS)]
@@ -51,12 +52,12 @@ _export_decoder = msgspec.msgpack.Decoder(PoolExport)
 
 
 def decode_export(data: bytes) -> PoolExport:
-    """Raises msgspec.DecodeError (ValidationError included)."""
+    """Raises msgspec.DecodeError, of which ValidationError is a subclass."""
     return _export_decoder.decode(data)
 
 
 class ExportServer(unix_server.UnixServer):
-    """Sends the handles that map the pool. Raises LinkError when this memory cannot be shared."""
+    """Sends the handles to map the pool. Raises LinkError if the pool's memory cannot be shared."""
 
     def __init__(self, pool: KVPool, memory: DeviceMemory) -> None:
         if setting := devices.expands_segments():
@@ -95,7 +96,7 @@ class IpcReceiver(OneSidedReceiver):
     def _source(self) -> Memory:
         self._check_device()
         layout = self.route.source
-        way = type(self._pool.memory)  # the class of P's memory, too, since both devices are of one kind
+        way = type(self._pool.memory)  # P's memory has the same class, because both devices are of one kind
         shapes = way.shapes(layout, self._num_blocks)
         self._peer = unix_server.connect(self._offer.address, "device memory", self._place.connect_s)
         export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), shapes)
@@ -108,7 +109,7 @@ class IpcReceiver(OneSidedReceiver):
         return way(layout, found)
 
     def _check_device(self) -> None:
-        """Checks that this device can read P's. Raises LinkError."""
+        """Checks that this device can read P's device. Raises LinkError."""
         own = self._pool.device
         other = devices.with_uuid(own.kind, self._offer.device_uuid)
         if other is None:
@@ -119,7 +120,7 @@ class IpcReceiver(OneSidedReceiver):
             raise LinkError(f"{own.torch_name} cannot read the prefill instance's device {self._offer.device_uuid}")
 
     def _checked(self, export: PoolExport, shapes: Sequence[tuple[int, ...]]) -> PoolExport:
-        """Checks an export against P's layout, whose parts have these shapes. Raises LinkError."""
+        """Checks an export against P's layout. `shapes`: those of the layout's parts. Raises LinkError."""
         source = self.route.source
         block_nbytes = source.block_nbytes
         if len(export.parts) != len(shapes):
@@ -151,7 +152,7 @@ def _read(peer: socket.socket, most_nbytes: int) -> PoolExport:
     try:
         nbytes = int.from_bytes(_read_exactly(peer, 4), "big")
         if nbytes > most_nbytes:
-            raise LinkError(f"the prefill instance describes its device memory in {nbytes} bytes, too many")
+            raise LinkError(f"the prefill instance describes its device memory in {nbytes} bytes, which is too many")
         return decode_export(_read_exactly(peer, nbytes))
     except (OSError, EOFError) as error:
         what = str(error) or "it hung up (another user?)"
@@ -172,7 +173,7 @@ def _read_exactly(peer: socket.socket, nbytes: int) -> bytes:
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-    """See table.Transport."""
+    """See transport_table.Transport."""
     return "" if own.is_accelerator else "this instance's pool is in host memory"
 
 
@@ -181,7 +182,7 @@ def ends(name: TransportName, place: LinkContext) -> IpcEnds:
 
 
 class IpcEnds:
-    """Exports the pool once, for any number of links."""
+    """Exports the pool only once, for any number of links."""
 
     def __init__(self, name: TransportName, place: LinkContext) -> None:
         self._name, self._place = name, place

@@ -1,4 +1,4 @@
-"""Tracks which chunks landed at D's end of a link, and checks their order. Knows nothing of threads or torch."""
+"""Tracks which chunks have landed at D's end of a link, and checks their order. Knows nothing of threads or torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from pd_cluster.types import Note, note_nothing
 
 @dataclass(slots=True)
 class Landing:
-    """`num_layers_of[t]`: landed layers of prompt token t. `free` is reached when no earlier launch uses the blocks."""
+    """`num_layers_of[t]`: how many layers of token t have landed.
+
+    `free`: reached once no earlier launch uses the blocks.
+    """
 
     block_ids: list[int]
     num_layers_of: array[int]
@@ -29,7 +32,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The bounds of pieces: the number of transferred layers, and the tokens per block at either end."""
+    """The bounds of pieces: the number of transferred layers, and the tokens per block at each end."""
 
     num_layers: int
     source_block_size: int
@@ -41,9 +44,10 @@ class Geometry:
 
 
 class Lander:
-    """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order.
+    """Checks that every token of a transfer lands once in every layer, layers in order; `receiver` moves the bytes.
 
-    `clear` gets the written blocks, to clear layers that are not transferred; it may get some blocks twice.
+    `clear` receives the blocks that are written, to clear their layers that are not transferred. It may receive a block
+    twice.
     """
 
     def __init__(
@@ -63,18 +67,18 @@ class Lander:
     def begin(
         self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int, free: Marker = REACHED
     ) -> None:
-        """Starts a landing. `block_ids` are the whole prompt's; blocks before `first_token` are not written."""
+        """Starts a landing. `block_ids`: those of the whole prompt. Blocks before `first_token` are not written."""
         here = array("H", [self._geometry.num_layers]) * first_token
         self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token), free)
 
     def forget(self, transfer_id: str) -> Drained:
-        """Forgets a transfer. Call it once no received data is being copied."""
+        """Forgets a transfer, and waits for the device's copies. No chunk may be landing during the call."""
         self._landings.pop(transfer_id, None)
         self._receiver.copies.drain()
         return Drained(transfer_id)
 
     def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Arrived | Landed | LandFault | None:
-        """Lands a chunk or an end. Raises LinkError when the link is unusable."""
+        """Lands a chunk or the end of a transfer. Raises LinkError if the link is unusable."""
         landing = self._landings.get(header.transfer_id)
         try:
             if isinstance(header, wire.KVChunk):
@@ -85,7 +89,7 @@ class Lander:
             return LandFault(header.transfer_id, str(error))
 
     def _land_chunk(self, sequence: int, chunk: wire.KVChunk, landing: Landing | None) -> bool:
-        """Returns whether it is the last chunk, which has the last layers of the last tokens."""
+        """Lands a chunk. Returns whether it is the last one, which has the last layers of the last tokens."""
         problem = self._problem(chunk, landing) if landing is not None else ""
         if landing is None or problem:
             self._receiver.receive(sequence, chunk, None)
@@ -108,7 +112,7 @@ class Lander:
         return (piece.stop_token, piece.stop_layer) == (num_tokens, num_layers)
 
     def _problem(self, chunk: wire.KVChunk, landing: Landing) -> str:
-        """Returns why this chunk is not the next one, or ""."""
+        """Returns why this chunk is invalid or not the next one; "" if it is the next one."""
         piece, geometry = chunk.piece, self._geometry
         size = geometry.source_block_size
         if chunk.index != landing.num_chunks:

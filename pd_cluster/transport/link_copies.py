@@ -1,4 +1,4 @@
-"""Copies at one end of a link, on its device alongside computation: a separate stream, in order.
+"""Orders the copies at one end of a link: they run on a separate stream of the device, alongside computation.
 
 On CPU a copy has ended when its call returns, so nothing here has an effect. Knows nothing of the copied data.
 docs/protocol/handover.md, "Blocks on devices", lists which wait protects which block.
@@ -33,16 +33,16 @@ class Copies:
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Runs the launches inside as copies, in order; they may still run when the context ends."""
+        """A context whose launches are copies. They run in order, and may still run when the context ends."""
         with self._stream:
             try:
                 yield
-            finally:  # launches before an error are under way, too
+            finally:  # also after an error, because earlier launches are under way
                 self._last = self._stream.mark()
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
-        """Makes this stream the current one, so that waits for the current stream do not wait for computation."""
+        """A context with this stream as the current one, so that waits for that stream do not wait for computation."""
         with self._stream:
             yield
 
@@ -56,8 +56,8 @@ class Copies:
         raise LinkError(f"the device has not copied KV cache within {self._settle_s:g} s", retry=True)
 
     def drain(self) -> None:
-        """Waits like `settle`, but without a limit: afterwards the blocks go to other requests."""
+        """Waits like `settle`, but without a limit, because other requests get the blocks afterwards."""
         try:
             self._last.wait()
-        except RuntimeError as error:  # the device is unusable and writes nothing more
+        except RuntimeError as error:  # the device is unusable and writes no more
             log.error("copying KV cache on the device failed: %s", first_line(error))

@@ -1,4 +1,4 @@
-"""Events from links' threads to the engine's thread, and a piece's figures for timelines."""
+"""Events that links' threads send to the engine's thread, and the figures of pieces for timelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """All KV cache of a transfer has arrived; its end follows, with the first tokens."""
+    """The whole KV cache of a transfer has arrived. The transfer's end follows, with the first tokens."""
 
     transfer_id: str
 
@@ -41,7 +41,7 @@ class LandFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Nothing can write to the landing blocks of this transfer any more."""
+    """The landing blocks of this transfer will not be written any more."""
 
     transfer_id: str
 
@@ -64,7 +64,7 @@ def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class EncoderReached:
-    """The encoder at the other end of this connection sends features over this transport."""
+    """The encoder at the other end of a connection is reached, and sends features over this transport."""
 
     conn: str
     transport: wire.TransportName
@@ -72,7 +72,7 @@ class EncoderReached:
 
 @dataclass(frozen=True, slots=True)
 class EncoderUnreached:
-    """The encoder sends no features, or no more. `retry`: a later attempt may succeed."""
+    """The encoder cannot send features, or can no longer send them. `retry`: a later attempt may succeed."""
 
     conn: str
     reason: str

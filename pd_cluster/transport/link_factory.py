@@ -1,4 +1,4 @@
-"""Builds the two ends of a link as this worker's configuration and its pool's device allow."""
+"""Builds the ends of links with the transports that this worker's configuration and its pools' device allow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Post = Callable[[wire.Body], None]
 
 
 class Transports:
-    """Holds the state that all links of one worker share: the transports that it allows, and their ends.
+    """Holds the state that all links of a worker share: the transports that the worker allows, and their `Ends`.
 
     `pools`: one for each group of layers, all on one device.
     """
@@ -50,7 +50,7 @@ class Transports:
     def send_thread(
         self, conn: str, key: LinkKey, post: Post, report: Report, note: Note = note_nothing, group: int = 0
     ) -> SendThread:
-        """Creates P's end of a lane with all transports that this worker allows; D chooses. Raises LinkError."""
+        """Creates P's end of a lane, with all transports that this worker allows. D chooses one. Raises LinkError."""
         try:
             senders = self._senders(group, key, post)
         except (OSError, RuntimeError) as error:
@@ -61,7 +61,7 @@ class Transports:
     def receive_thread(
         self, conn: str, opened: wire.LinkOpen, key: LinkKey, post: Post, report: Report, note: Note = note_nothing
     ) -> ReceiveThread:
-        """Creates D's end of lane `key.lane` with P's offers that D also allows, in D's order. Raises LinkError."""
+        """Creates D's end of lane `key.lane`, with all offers of P that D allows, in D's order. Raises LinkError."""
         lane = opened.lanes[key.lane]
         group = lane.group
         source = KVLayout.from_info(opened.layouts[group]).of_rank(lane.source_rank)
@@ -71,9 +71,9 @@ class Transports:
         for transport, problem in self._problems.items():
             if (offer := offers.get(transport.name)) is None:
                 continue
-            # Checked before P opens the transport, because P would wait.
+            # Checked here, because otherwise P would open the transport and wait.
             if why := problem or self._why_not(transport, offer):
-                if transport.choice:  # others cannot be requested by name
+                if transport.choice:  # other transports cannot be requested by name
                     impossible.append(f"{transport.name}: {why}")
                 continue
             peer = Peer(offer, source, opened.num_blocks[group])
@@ -92,7 +92,7 @@ class Transports:
         )
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Whether D would choose a transport with a process group. D takes its most preferred usable offer of P."""
+        """Whether the transport that D would choose (P's usable offer that D prefers most) needs a process group."""
         offers = {offer.transport: offer for offer in opened.lanes[0].offers}
         for transport, problem in self._problems.items():
             offer = offers.get(transport.name)
@@ -103,11 +103,11 @@ class Transports:
     def _why_not(self, transport: Transport, offer: wire.TransportOffer) -> str:
         try:
             return transport.why_not(self._device, offer)
-        except LinkError as error:  # an invalid offer does not affect the other transports
+        except LinkError as error:  # an invalid offer must not affect other transports
             return str(error)
 
     def _senders(self, group: int, key: LinkKey, post: Post) -> list[KVSender]:
-        """Returns the possible senders. Raises LinkError when there are none."""
+        """Returns the possible senders. Raises LinkError if there are none."""
         found: list[KVSender] = []
         for transport, problem in self._problems.items():
             try:
@@ -127,13 +127,16 @@ class Transports:
         return self._ends[group, transport.name]
 
     def _terms(self, transport: Transport, key: LinkKey, post: Post) -> tuple[Checksum, PostKey]:
-        """Returns a lane's own checksum, and the function that posts keys of its meeting."""
+        """Returns a lane's own checksum, and the function that posts its meeting's keys."""
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         return checksum, partial(_post_value, post, transport.name, key.lane)
 
 
 def _place_of(config: WorkerConfig, pool: KVPool, memory: DeviceMemory) -> LinkContext:
-    """Returns the shared settings of a pool's lanes. States are never sent as int8: all later tokens depend on them."""
+    """Returns the settings that a pool's lanes share.
+
+    States are never sent as int8, because all later tokens depend on them.
+    """
     times = config.timeouts
     return LinkContext(
         pool=pool,

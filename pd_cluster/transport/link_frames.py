@@ -1,7 +1,8 @@
-"""Frames around the headers of one link: numbered and authenticated, so that only its own frames pass, once, in order.
+"""Frames around the headers of one link.
 
-The receiver drops and counts all others. A link survives any fault but a missing frame, because the payload that the
-frame announced cannot be distinguished from the next.
+They are numbered and authenticated, so each of its frames passes once, in order. The receiver drops and counts all
+other frames. A link survives any fault except a missing frame, because the payload that the missing frame announced
+cannot be distinguished from the next one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class LinkKey:
     """The key of one lane of a link between two lives of instances."""
 
     key: bytes
-    is_on: bool = True  # off: frames are numbered, but do not prove their origin
+    is_on: bool = True  # False: frames are numbered but not authenticated
     lane: int = 0
 
     @classmethod
     def derive(
         cls, secret: bytes, link_id: str, sender: str, receiver: str, is_on: bool = True, lane: int = 0
     ) -> LinkKey:
-        """Derives the key; `sender` and `receiver` are name@epoch."""
+        """Derives the key. `sender` and `receiver`: name@epoch."""
         parts = [part.encode() for part in ("pd-cluster kv 2", link_id, str(lane), sender, receiver)]
         message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return cls(hmac.digest(secret, message, "sha256"), is_on, lane)
@@ -62,14 +63,14 @@ class Sealer:
 
 @dataclass(slots=True)
 class Opener:
-    """D's end: checks frames. `dropped` counts them by reason."""
+    """D's end: checks frames. `dropped`: counts of dropped frames by reason."""
 
     key: LinkKey
     next_sequence: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
     def open(self, frame: wire.KVFrame) -> wire.KVHeader | None:
-        """Returns the header; None for a dropped frame. Raises LinkError when an earlier frame is missing."""
+        """Returns a frame's header; None if the frame is dropped. Raises LinkError if an earlier frame is missing."""
         reason = self._reason_to_drop(frame)
         if reason == "out of order":
             self.dropped[reason] += 1

@@ -1,7 +1,7 @@
-"""Lets the ranks of a process group meet: a torch store at each end, whose keys travel over connections.
+"""Lets the ranks of a process group meet: each end has a torch store, and the ends exchange its keys over connections.
 
-No socket listens here. The connections prove each key's sender, so a group forms between the intended workers or not at
-all. The library (gloo, NCCL or HCCL) defines the keys.
+No socket listens here. The connections prove each key's sender, so a group forms only between the intended workers. The
+library (gloo, NCCL or HCCL) defines the keys.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore, Store
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 64  # keys that another end may set; a pair needs one or two
-POLL_S = 1e-3  # the interval of checks for keys that the library has written: its stores cannot wait for any key
+MAX_KEYS = 64  # keys that each other end may set; a pair needs one or two
+POLL_S = 1e-3  # between checks for new keys; the library's stores cannot wait for keys of unknown names
 
 
 class Meeting:
-    """One end's store. `post(key, value)` sends one key to the other ends, from any thread."""
+    """One end's store. `post(key, value)` sends a key to the other ends; any thread may call it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Meeting:
         self._theirs: set[str] = set()
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a key of another end, on any thread; drops keys that this end may not set."""
+        """Stores another end's key; any thread may call this. Drops keys that the other end must not set."""
         with self._lock:
             if key not in self._theirs:
                 if len(self._theirs) == self._most:
@@ -53,7 +53,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Sends each key that the library writes inside the context, the last ones when the context ends."""
+        """Sends each key that the library writes inside the context; sends the last ones when the context ends."""
         is_over = threading.Event()
         courier = threading.Thread(target=self._carry, args=(is_over,), name="kv-meeting", daemon=True)
         courier.start()

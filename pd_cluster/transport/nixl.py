@@ -1,8 +1,8 @@
-"""NIXL: the decode instance reads the prefill instance's memory over UCX, by RDMA, TCP or the host's own memory.
+"""NIXL: the decode instance reads the prefill instance's memory over UCX, by RDMA, TCP or shared memory.
 
-A pool in host memory or on a CUDA device is registered whole, and pools of equal layouts are read block by block. In
-all other cases (other heads, block sizes or dtypes, pools on NPUs) P packs pieces into a registered buffer, which D
-reads. docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
+A pool in host memory or on a CUDA device is registered as a whole. If the layouts of both pools are equal, D reads
+block by block. Otherwise (different heads, block sizes or dtypes, or pools on NPUs), P packs pieces into a registered
+buffer, which D reads. docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_PAYLOAD_NBYTES = 8 << 20
 
 
 class NixlSender:
-    """P's end: packs what D cannot read from the pool itself; D reads."""
+    """P's end: packs pieces that D cannot read from the pool itself. D does all reads."""
 
     name: TransportName = "nixl"
     meeting = None
@@ -66,7 +66,7 @@ class NixlSender:
         self._lane = secrets.token_bytes(16)
         self._kind = kind_of(place.pool.device)
         self._slots: list[int] = []
-        self._turn = 0  # the number of payloads so far
+        self._turn = 0  # the number of packed payloads so far
         self._route: PoolRoute | None = None
         self._staging: Staging | None = None
 
@@ -110,7 +110,7 @@ class NixlSender:
     def send(self, sequence: int, prepared: Prepared) -> None: ...
 
     def close(self) -> None:
-        """Returns the buffers. D may still read them, but its link has ended."""
+        """Returns the buffers to the agent. D may still read them, but its link has ended."""
         self._copies.drain()
         for turn in range(max(0, self._turn - NUM_LANE_BUFFERS), self._turn):
             self._agent.forget_notice(notice_of(self._lane, turn))
@@ -118,7 +118,7 @@ class NixlSender:
             self._agent.slots.release(self._slots.pop())
 
     def _next_buffer(self) -> torch.Tensor:
-        """Returns the buffer of the next payload, once D has read the previous one in it. Raises LinkError."""
+        """Returns the buffer for the next payload, once D has read the buffer's previous payload. Raises LinkError."""
         turn, limit_s = self._turn, self._place.transfer_s
         before = notice_of(self._lane, turn - NUM_LANE_BUFFERS) if turn >= NUM_LANE_BUFFERS else None
         if before is not None and not poll(lambda: self._agent.was_noticed(before), limit_s):
@@ -129,7 +129,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """D's end: reads into pool blocks, or into a buffer that it unpacks. `copies` also covers the reads."""
+    """D's end: reads into blocks of the pool, or into a buffer that it unpacks. `copies` also covers the reads."""
 
     name: TransportName = "nixl"
 
@@ -176,7 +176,7 @@ class NixlReceiver:
         self._reads.close()
 
     def _source(self, chunk: KVChunk) -> ReadSource:
-        """Checks a header; returns the location of its payload. Raises TransferFailed, LinkError."""
+        """Checks a header. Returns the location of its payload. Raises TransferFailed, LinkError."""
         piece, offer, layout = chunk.piece, self._offer, self.route.source
         problem = ""
         if not all(is_block(block, self._num_peer_blocks) for block in piece.block_ids):
@@ -195,25 +195,25 @@ class NixlReceiver:
         return ReadSource(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
 
     def _skip(self) -> None:
-        """Lets P fill the buffer of a payload that nobody needs. Raises LinkError."""
+        """Lets P reuse the buffer of a payload that is not needed. Raises LinkError."""
         if not self._reads_pool:
             turn, self._turn = self._turn, self._turn + 1
             self._reads.notice(notice_of(self._offer.lane, turn))
 
     def _receive_slots(self) -> list[int]:
-        """Waits until P names the buffers of this lane. Raises LinkError."""
+        """Waits for P's list of this lane's buffers. Raises LinkError."""
         try:
             value: bytes = self.meeting.store.get(SLOTS)
             slots = msgspec.msgpack.decode(value, type=LaneBuffers)
         except (RuntimeError, msgspec.DecodeError) as error:
-            raise LinkError(f"the prefill instance names no buffers: {first_line(error)}", retry=True) from error
+            raise LinkError(f"the prefill instance's buffers are unknown: {first_line(error)}", retry=True) from error
         if not all(0 <= slot < self._offer.num_buffers for slot in slots):
             raise LinkError(f"the prefill instance names buffers {slots}, but has {self._offer.num_buffers}")
         return slots
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-    """See table.Transport."""
+    """See transport_table.Transport."""
     package = BY_NAME[name].package
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed: pip install 'pd-cluster[{name}]'"
@@ -227,7 +227,7 @@ def ends(name: TransportName, place: LinkContext) -> NixlEnds:
 
 
 class NixlEnds:
-    """Starts one agent for the pool when the first link needs it; all links use it."""
+    """Starts one agent for the pool when the first link needs it. All links use this agent."""
 
     def __init__(self, place: LinkContext) -> None:
         self._place = place

@@ -1,7 +1,7 @@
 """The NIXL agent of a process: its registered memory, the remote agents that it reads from, and the reads' states.
 
-Only this module imports NIXL. All memory is registered before the metadata is sent, and stays registered: an agent
-whose metadata is loaded again loses track of the reads under way. Knows nothing of blocks, links or layouts.
+Only this module imports NIXL. All memory is registered before the metadata is sent, and stays registered, because
+reloading an agent's metadata would lose track of the reads under way. Knows nothing of blocks, links or layouts.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 API = "nixl_cu13._api"
 BACKEND = "UCX"
 NUM_SLOTS = 32
-ASK_S = 0.5  # seconds between two checks whether an agent lives
+ASK_S = 0.5  # between two checks whether an agent is alive
 DISCONNECT = "nixlRemoteDisconnectError"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Memory ranges of one process: [num_ranges, 3] of address, bytes and device, all of one kind."""
+    """Memory ranges of one process, all of one kind. `rows` [num_ranges, 3]: address, number of bytes, device."""
 
     kind: str
     rows: np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def ranges_at(base: int, places: ByteRanges, kind: str, device: int) -> Ranges:
-    """Returns the memory ranges at these byte ranges from a base address."""
+    """Returns the memory ranges for byte ranges that count from a base address."""
     rows = np.array([(base + offset, nbytes, device) for offset, nbytes in places], dtype=np.uint64)
     return Ranges(kind, rows.reshape(-1, 3))
 
@@ -56,10 +56,10 @@ class ReadState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class RemoteAgent:
-    """Another process's agent. It is removed when no read from it is under way and it is gone or has no lane left.
+    """Another process's agent. It is removed once no read from it is under way and it is gone or has no lane left.
 
-    `is_gone`: the channel to it is torn down, so that nothing can arrive from it. A read's error alone does not prove
-    that, and releasing a read or removing an agent does not cause it.
+    `is_gone`: the channel to the agent is torn down, so nothing can arrive from it any more. An error of a read alone
+    does not prove that, and neither releasing a read nor removing an agent tears the channel down.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RemoteAgent:
     has_failed: bool = False
     is_gone: bool = False
     is_removed: bool = False
-    asked_s: float = 0.0  # when this agent last checked whether it lives
+    asked_s: float = 0.0  # when this process last checked whether the agent is alive
 
 
 @dataclass(eq=False, slots=True)
@@ -82,13 +82,13 @@ class Read:
 
     @property
     def is_over(self) -> bool:
-        """Whether the read can write nothing any more."""
+        """Whether the read can no longer write anything."""
         is_cut_off = self.peer.is_gone and self.peer.is_removed
         return self.state is ReadState.DONE or (self.state is ReadState.FAILED and is_cut_off)
 
 
 class ReadBuffers:
-    """Buffers in registered host memory, [num_slots, slot_nbytes]. Release a taken buffer when no read writes it."""
+    """Buffers in registered host memory, [num_slots, slot_nbytes]. Release a buffer only once no read writes to it."""
 
     def __init__(self, slot_nbytes: int, is_pinned: bool) -> None:
         self.buffers = torch.empty(NUM_SLOTS, slot_nbytes, dtype=torch.uint8, pin_memory=is_pinned)
@@ -97,7 +97,7 @@ class ReadBuffers:
         self._lock = threading.Lock()
 
     def take(self, timeout_s: float) -> int:
-        """Raises LinkError when none is free in time."""
+        """Takes a free buffer. Raises LinkError if none becomes free in time."""
         found: list[int] = []
         if not poll(lambda: self._take_into(found), timeout_s):
             raise LinkError(f"all {NUM_SLOTS} buffers for converted KV cache are in use", retry=True)
@@ -108,7 +108,7 @@ class ReadBuffers:
             self._free.append(slot)
 
     def ranges(self, slot: int, places: ByteRanges) -> Ranges:
-        """Returns the memory ranges of byte ranges within a buffer."""
+        """Returns the memory ranges for byte ranges within a buffer."""
         return ranges_at(self.buffers[slot].data_ptr(), places, HOST, 0)
 
     def _take_into(self, found: list[int]) -> bool:
@@ -119,7 +119,7 @@ class ReadBuffers:
 
 
 def make_agent(name: str) -> Any:
-    """Returns a bare agent over UCX. Its errors have no common base."""
+    """Returns a bare agent over UCX. Its errors have no common base class."""
     api = importlib.import_module(API)
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[], sync_mode=sync))
@@ -128,10 +128,10 @@ def make_agent(name: str) -> Any:
 
 
 class Agent:
-    """This process's agent of NIXL. Threads of any number of links use it."""
+    """This process's NIXL agent. The threads of all links may use it."""
 
     def __init__(self, host: str, pool: Sequence[torch.Tensor], slots: ReadBuffers) -> None:
-        """`pool`: the allocations that others read, and that reads write. Raises LinkError."""
+        """`pool`: the allocations from which other processes read, and to which reads write. Raises LinkError."""
         bind_ucx(host)
         self.name = secrets.token_hex(16)
         self.slots = slots
@@ -151,7 +151,7 @@ class Agent:
     # ---- remote agents
 
     def attach(self, name: str, metadata: bytes) -> RemoteAgent:
-        """Adds a lane from this agent. Raises LinkError."""
+        """Adds a lane from the agent with this name. Raises LinkError."""
         if name.encode() not in metadata:
             raise LinkError("the name of the prefill instance's agent is not the one in its metadata")
         with self._lock:
@@ -178,9 +178,9 @@ class Agent:
             self._tidy(peer)
 
     def read(self, peer: RemoteAgent, remote: Ranges, local: Ranges, notice: bytes) -> Read:
-        """Begins a read. When it is done, the other agent gets the notice, unless that is empty.
+        """Begins a read. When it is done, the other agent gets the notice, unless the notice is empty.
 
-        Raises LinkError when the read has not begun; a later failure is the read's state.
+        Raises LinkError if the read cannot begin; later failures appear in the read's state.
         """
         agent = self._agent
         with self._lock:
@@ -216,7 +216,7 @@ class Agent:
         return read.state
 
     def _ask(self, peer: RemoteAgent) -> None:
-        """Finds out whether a peer is gone after a read from it has failed."""
+        """Checks, after a read from a peer has failed, whether the peer is gone."""
         with self._lock:
             now_s = time.monotonic()
             if peer.is_gone or peer.is_removed or now_s < peer.asked_s + ASK_S:
@@ -245,7 +245,7 @@ class Agent:
     def _tidy(self, peer: RemoteAgent) -> None:
         is_unused = peer.is_gone or (not peer.num_lanes and not peer.has_failed)
         if not peer.reads and not peer.is_removed and is_unused:
-            with contextlib.suppress(Exception):  # the agent may be gone already
+            with contextlib.suppress(Exception):  # the agent may already be gone
                 self._agent.remove_remote_agent(peer.name)
             peer.is_removed = True
             del self._peers[peer.name]
@@ -253,7 +253,7 @@ class Agent:
     # ---- notices of other agents' reads
 
     def await_notice(self, notice: bytes) -> None:
-        """Prepares `was_noticed` for this notice."""
+        """Registers a notice, so that `was_noticed` can report its arrival."""
         with self._lock:
             self._awaited.add(notice)
 
@@ -262,7 +262,7 @@ class Agent:
             self._awaited.discard(notice)
 
     def was_noticed(self, notice: bytes) -> bool:
-        """Whether the notice has arrived. Raises LinkError."""
+        """Whether a registered notice has arrived. Raises LinkError."""
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:
@@ -277,4 +277,4 @@ class Agent:
         try:
             self._agent.send_notif(peer.name, notice)
         except Exception as error:
-            raise LinkError(f"the prefill instance's agent gets no notice: {first_line(error)}", retry=True) from error
+            raise LinkError(f"cannot notify the prefill instance's agent: {first_line(error)}", retry=True) from error

@@ -1,4 +1,4 @@
-"""Keeps UCX on the cluster's own network interface. UCX variables of the environment take precedence."""
+"""Restricts UCX to the cluster's network interface. UCX variables in the environment take precedence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bind_ucx(host: str) -> None:
 
 
 def devices_at(host: str, net: Path = Path("/sys/class/net")) -> list[str]:
-    """Returns UCX's names of the interface with this address, and of its RDMA devices. Raises LinkError."""
+    """Returns UCX's names of the network interface with this address and of its RDMA devices. Raises LinkError."""
     interface = interface_of(host)
     folder = net / interface / "device" / "infiniband"
     port = net / interface / "dev_port"

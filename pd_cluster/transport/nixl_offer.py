@@ -1,4 +1,4 @@
-"""Describes the memory of both ends of a lane over NIXL, and the byte ranges that hold a piece. Does not need NIXL."""
+"""Describes the memory at both ends of a lane over NIXL, and the byte ranges of a piece. Does not need NIXL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.wire import KVPiece
 
 HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names for kinds of memory
 PACKED = ""  # the kind of a pool that is not registered
-NUM_LANE_BUFFERS = 2  # buffers of a lane that packs its payloads: one is packed while the other is read
+NUM_LANE_BUFFERS = 2  # buffers of a lane with packed payloads: one is filled while the other is read
 SLOTS = "slots"  # the key under which P sends the numbers of a lane's buffers
 
 ByteRanges = list[tuple[int, int]]  # (offset, bytes)
@@ -21,8 +21,8 @@ ByteRanges = list[tuple[int, int]]  # (offset, bytes)
 class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
     """P's agent, and the addresses of its pool and buffers.
 
-    Addresses are valid for P's agent only. D derives the ranges that it reads at P from them, within the bounds of P's
-    layout, and never writes there; D's own memory determines where D writes.
+    These addresses are used only with P's agent: D computes from them which ranges to read at P, within the bounds of
+    P's layout. D never writes to P's memory, and never takes a local address from the offer.
     """
 
     agent: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -40,17 +40,17 @@ LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_LANE_BUFFERS, max
 
 
 def kind_of(device: Device) -> str:
-    """Returns NIXL's kind of memory for pools on this device; PACKED: payloads are packed in host memory."""
+    """Returns NIXL's kind of memory for pools on this device; PACKED if payloads must be packed in host memory."""
     return {"cpu": HOST, "cuda": DEVICE}.get(device.kind, PACKED)
 
 
 def notice_of(lane: bytes, turn: int) -> bytes:
-    """Returns the notice that a lane's payload, counted from 0, has been read; all notices have the same length."""
+    """Returns the notice that a lane's payload number `turn` has been read. All notices have the same length."""
     return lane + turn.to_bytes(8, "big")
 
 
 def byte_ranges_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> ByteRanges:
-    """Returns the byte ranges of the piece's layers in these blocks of a block-major pool, in the payload's order."""
+    """Returns the byte ranges of a piece's layers in these blocks of a block-major pool, in the payload's order."""
     at = layout.layers_nbytes(0, piece.first_layer)
     nbytes = layout.layers_nbytes(piece.first_layer, piece.stop_layer)
     places: ByteRanges = []
@@ -64,7 +64,7 @@ def byte_ranges_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> ByteR
 
 
 def cut(source: ByteRanges, target: ByteRanges) -> tuple[ByteRanges, ByteRanges]:
-    """Cuts two lists of byte ranges, equal in total length, so that corresponding ranges have equal lengths."""
+    """Cuts two lists of byte ranges of equal total length so that corresponding ranges have equal lengths."""
     pairs: tuple[ByteRanges, ByteRanges] = ([], [])
     rest, others = list(reversed(source)), list(reversed(target))
     while rest:

@@ -1,6 +1,6 @@
-"""Reads under way in one lane over NIXL, until their bytes are in place. Knows nothing of links or headers.
+"""Tracks the reads of one lane over NIXL until their bytes are in place. Knows nothing of links or headers.
 
-Only the lane's thread calls this.
+Only the lane's thread uses this.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pd_cluster.transport.staging import Staging
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.wire import KVChunk
 
-NUM_UNDER_WAY = 4  # concurrent reads into the pool; P's buffers are read one at a time
+NUM_UNDER_WAY = 4  # concurrent reads into the pool; reads into buffers run one at a time
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """The location of a payload at P; P gets `notice` when it has been read (b"": P does not wait for it)."""
+    """The location of a payload at P. P gets `notice` when it has been read; b"": P does not wait for that."""
 
     base: int
     places: ByteRanges
@@ -38,7 +38,7 @@ class ReadSource:
 
 @dataclass(eq=False, slots=True)
 class ReadLanding:
-    """A payload on its way into pool blocks, directly or through a buffer. `into` None: it stays in the buffer."""
+    """A payload that is read into blocks of the pool, directly or through a buffer. `into` None: only into a buffer."""
 
     read: Read
     chunk: KVChunk
@@ -47,12 +47,12 @@ class ReadLanding:
 
 
 class Reads(Copies):
-    """The copies of a lane, and the reads before them: both are settled and drained together."""
+    """The copies of a lane, with the reads that precede them. Both are settled and drained together."""
 
     def __init__(
         self, agent: Agent, pool: KVPool, route: PoolRoute, checksum: Checksum, kind: str, settle_s: float
     ) -> None:
-        """`kind`: NIXL's kind of the pool memory that reads write; "": reads write buffers, and copies the pool."""
+        """`kind`: NIXL's kind of memory of the pool, if reads write to the pool; "": they write to buffers."""
         super().__init__(pool.device, settle_s)
         self._agent, self._pool, self._route, self._checksum = agent, pool, route, checksum
         self._kind = kind
@@ -80,7 +80,7 @@ class Reads(Copies):
         self._finish_all_but(NUM_UNDER_WAY - 1)
         if not self._is_free.wait(self._settle_s):
             raise LinkError(f"the device still uses blocks for KV cache after {self._settle_s:g} s", retry=True)
-        super().settle()  # a read is not ordered after any stream
+        super().settle()  # reads are not ordered after the work of any stream
         target = byte_ranges_of(self._route.target, chunk.piece, into)
         remote, local = cut(source.places, target)
         own = self._pool.memory.parts[0].data_ptr()
@@ -90,13 +90,13 @@ class Reads(Copies):
     def fetch(self, source: ReadSource, chunk: KVChunk, timeout_s: float) -> ReadLanding:
         """Reads a payload into a buffer, and waits for it. Raises LinkError."""
         landing = self._into_buffer(source, chunk, None)
-        self._under_way.append(landing)  # drained if it takes too long
+        self._under_way.append(landing)  # so that `drain` covers it if it takes too long
         self._wait(landing, timeout_s)
         self._under_way.remove(landing)
         return landing
 
     def land(self, landing: ReadLanding) -> None:
-        """Copies a payload that has been read to its blocks. Raises LinkError."""
+        """Checks a payload that has been read, and copies it from its buffer to its blocks. Raises LinkError."""
         try:
             if landing.into is not None:
                 self._check_and_copy(landing, landing.into)
@@ -105,12 +105,12 @@ class Reads(Copies):
                 self._agent.slots.release(landing.slot)
 
     def settle(self) -> None:
-        """Waits until all payloads are in their blocks. Raises LinkError."""
+        """Waits until all payloads are in their blocks, within the time limit. Raises LinkError."""
         self._finish_all_but(0)
         super().settle()
 
     def drain(self) -> None:
-        """Waits, without a limit, until nothing can be written any more."""
+        """Waits, without a time limit, until no read or copy can write any more."""
         while self._under_way:
             landing = self._under_way[0]
             poll(partial(self._is_over, landing.read), float("inf"))
@@ -125,7 +125,7 @@ class Reads(Copies):
         super().drain()
 
     def notice(self, notice: bytes) -> None:
-        """Tells P that a payload is not needed. Raises LinkError."""
+        """Notifies P that a payload is not needed. Raises LinkError."""
         assert self._peer is not None
         self._agent.notice(self._peer, notice)
 
@@ -143,7 +143,7 @@ class Reads(Copies):
         remote, local = cut(source.places, [(0, chunk.nbytes)])
         try:
             read = self._read(source, remote, slots.ranges(slot, local))
-        except LinkError:  # the read has not begun
+        except LinkError:  # the read did not begin
             slots.release(slot)
             raise
         return ReadLanding(read, chunk, into, slot)

@@ -1,7 +1,8 @@
-"""Transports without payloads in transit: D reads P's pool itself and copies from block to block.
+"""Transports in which P sends no payloads: D itself reads P's pool, and copies from block to block.
 
-Payloads of pools on a device have no checksum, since the host would have to fetch them to hash them. They are copied
-once, within the device's memory; the probe proves that it is the right memory, and `Confirm` that it did not change.
+Payloads of pools on a device have no checksum, because the host would have to fetch them to compute it. They are copied
+only once, from device memory to device memory. The probe proves that D reads the right memory, and `Confirm` that P did
+not change it in the meantime.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pd_cluster.transport.transport_interface import Checksum, LinkContext, Peer
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
-MAX_DEVICE_PAYLOAD_NBYTES = 256 << 20  # a launch and its header should cost little compared to the copy
+MAX_DEVICE_PAYLOAD_NBYTES = 256 << 20  # so that a launch and its header cost little compared to the copy
 
 
 class PoolAddress(msgspec.Struct, frozen=True):
-    """Identifies P's pool for D: a random name, and its accelerator ("" for host memory)."""
+    """Identifies P's pool for D: by a random name, and by its accelerator ("" for host memory)."""
 
     address: str
     device_uuid: str = ""
@@ -35,7 +36,7 @@ class PoolAddress(msgspec.Struct, frozen=True):
 
 
 class OneSidedSender:
-    """P's end: sends nothing; D reads. `device_uuid`: the accelerator of the pool."""
+    """P's end. It sends no payloads, because D reads them. `device_uuid`: the accelerator of the pool."""
 
     meeting = None
 
@@ -74,7 +75,7 @@ class OneSidedSender:
 
 
 class OneSidedReader:
-    """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
+    """Copies from P's pool, once D can read it: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
 
     def __init__(self, source: Memory, route: PoolRoute, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
         self._source, self._route = source, route
@@ -100,7 +101,7 @@ class OneSidedReader:
             raise TransferFailed("checksum of a KV chunk is wrong")
 
     def _move(self, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies a piece; `Confirm`, not the checksum, proves that the source did not change in between."""
+        """Copies a piece. `Confirm` proves that the source did not change in the meantime; the checksum does not."""
         target = self._pool.memory
         if self._route.is_verbatim:
             target.copy_from(self._source, piece, into, seen)
@@ -112,7 +113,7 @@ class OneSidedReader:
 
 
 class OneSidedReceiver(abc.ABC):
-    """D's end; its source exists once it is open."""
+    """D's end. It can read P's pool once it is open."""
 
     name: TransportName
     meeting = None
@@ -146,7 +147,7 @@ class OneSidedReceiver(abc.ABC):
             self._reader.receive(chunk, into)
 
     def close(self) -> None:
-        """Releases P's pool, once no copy reads it."""
+        """Releases P's pool once no copy reads it any more."""
         self.copies.drain()
-        with self.copies.as_current():  # torch unmaps after the current stream
+        with self.copies.as_current():  # torch unmaps the pool after the work of the current stream
             self._reader = None

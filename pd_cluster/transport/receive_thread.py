@@ -1,6 +1,6 @@
-"""D's end of a link: the thread that proves a transport and then lands chunks, one at a time and in order.
+"""D's end of a lane: the thread that proves a transport and then lands chunks, one at a time and in order.
 
-The engine's thread queues work and gets events through `report`; it never waits for this thread.
+The engine's thread queues work and receives events through `report`; it never waits for this thread.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The expected content of P's probe block after its transfer to D."""
+    """Checks the content of P's probe block after its transfer to D."""
 
     pool: KVPool
     source: KVLayout
     seed: int
 
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
-        """Receives the probe; returns "" if it is correct, otherwise the problem. Raises LinkError, TransferFailed."""
+        """Receives the probe. Returns what is wrong with it; "" if it is correct. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
         num_layers = num_common_layers(probe_layout(self.source), probe_layout(layout))
         wanted = 0, min(layout.block_size, self.source.block_size), 0, num_layers
         if (piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) != wanted:
             return "the probe does not have the expected shape"
         receiver.arrive(sequence, chunk, timeout_s)
-        with self.pool.probe_lock:  # held during a copy, never during a wait for a peer
+        with self.pool.probe_lock:  # held only during copies, never while waiting for a peer
             with receiver.copies.launch():
                 self.pool.clear([self.pool.landing_probe_block])
             receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
@@ -87,21 +87,21 @@ Item = wire.KVFrame | ForgetTransfer | None
 
 @dataclass(slots=True)
 class Incoming:
-    """Opens frames in order, some of them early, so that their payloads arrive meanwhile."""
+    """Opens frames in order, and as early as possible, so that their payloads can already be received."""
 
     opener: Opener
     queue: queue.SimpleQueue[Item] = field(default_factory=queue.SimpleQueue)
     ahead: deque[tuple[int, wire.KVHeader] | ForgetTransfer | None] = field(default_factory=deque)
-    error: LinkError | None = None  # found while opening early; raised when its frame is next
+    error: LinkError | None = None  # found when a frame was opened early; raised when that frame is next
 
     def next(
         self, receiver: KVReceiver | None, timeout_s: float | None
     ) -> tuple[int, wire.KVHeader] | ForgetTransfer | None:
-        """Returns the next item; None at the end. Raises LinkError, or queue.Empty after the timeout."""
+        """Returns the next item; None when the thread must end. Raises LinkError, or queue.Empty after the timeout."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.ahead and self.error is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:  # dropped frames do not extend the timeout
+            if left_s is not None and left_s <= 0:  # so that dropped frames do not extend the timeout
                 raise queue.Empty
             self._take(self.queue.get(timeout=left_s), receiver)
         while self.error is None and not self.queue.empty():
@@ -139,7 +139,7 @@ class AllowedTransports:
 
 
 class ReceiveThread:
-    """Tries the transports that P offers in D's order of preference, then lands chunks."""
+    """Tries the transports that both ends allow, in D's order of preference, and then lands chunks."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class ReceiveThread:
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {context.conn}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Call it once frames of the connection reach `put`: its answer prompts the first frame."""
+        """Starts the thread. Call this once frames of the connection reach `put`, because P answers with frames."""
         self._thread.start()
 
     @property
@@ -179,7 +179,7 @@ class ReceiveThread:
 
     @property
     def precision(self) -> str:
-        """Returns the precision of KV that lands over this link; "" is exact. Known once the link is ready."""
+        """Returns the precision of KV that lands over this link, once the link is ready. "": exact."""
         return self._receiver.route.precision if self._receiver is not None else ""
 
     # ---- called by other threads
@@ -188,20 +188,24 @@ class ReceiveThread:
         self._incoming.queue.put(frame)
 
     def meet(self, value: wire.LinkValue) -> None:
-        """Stores a key from the other end. The mailbox's thread calls it, because this thread waits for the key."""
+        """Stores a key from the other end.
+
+        The mailbox's thread calls this, because this class's thread waits for the key.
+        """
         if (meeting := self._meetings.get(value.transport)) is not None:
             meeting.put(value.key, value.value)
 
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Prepares a landing. It is called before the credit leaves, so before any chunk of this transfer can arrive.
+        """Prepares a landing.
 
-        The blocks are written after the engine's last launch that uses them for another request.
+        Call this before the credit is sent, so that no chunk of this transfer can arrive earlier. The blocks are
+        written only after the engine's last launch that uses them for another request.
         """
         if self._lander is not None:
             self._lander.begin(transfer_id, block_ids, first_token, num_tokens, mark(self._probe.pool.device))
 
     def forget(self, transfer_id: str) -> None:
-        """Stops landing a transfer; `Drained` follows."""
+        """Stops the landing of a transfer; `Drained` follows."""
         self._incoming.queue.put(ForgetTransfer(transfer_id))
 
     def close(self) -> None:
@@ -260,13 +264,16 @@ class ReceiveThread:
         return self._geometry.num_layers < self._probe.pool.layout.num_layers
 
     def _clear_others(self, blocks: list[int]) -> None:
-        """Clears these blocks in the layers that are not transferred, so that they hold no other request's KV."""
+        """Clears these blocks in the layers that are not transferred, so that no other request's KV remains in them."""
         assert self._receiver is not None
         with self._receiver.copies.launch():
             self._probe.pool.clear(blocks, self._geometry.num_layers)
 
     def _await_probe(self, receiver: KVReceiver) -> None:
-        """Checks a block of known content through this transport. Raises LinkError, TransferFailed."""
+        """Waits for the probe, a block of known content, over this transport, and checks it.
+
+        Raises LinkError, TransferFailed.
+        """
         deadline_s = time.monotonic() + self._connect_timeout_s
         while True:
             try:
@@ -287,7 +294,7 @@ class ReceiveThread:
             raise LinkError(problem, retry=True)
 
     def _land(self, sequence: int, header: wire.KVHeader) -> bool:
-        """Lands a frame. Returns False when the link is unusable; the thread then still reports `Drained`."""
+        """Lands a frame. Returns False if the link is unusable; the thread then only reports `Drained`."""
         assert self._receiver is not None
         assert self._lander is not None
         try:
@@ -305,7 +312,10 @@ class ReceiveThread:
         return True
 
     def _is_settled(self) -> bool:
-        """Waits for copies under way before a drain, which has no time limit; False when the link is unusable."""
+        """Waits for the copies under way, within a time limit that a drain does not have.
+
+        Returns False if the link is unusable.
+        """
         assert self._receiver is not None
         try:
             self._receiver.copies.settle()

@@ -1,6 +1,6 @@
-"""P's end of a link: the thread that sends chunks, one at a time and in order. It keeps no state of finished requests.
+"""P's end of a lane: the thread that sends chunks, one at a time and in order. It keeps no state of finished requests.
 
-The engine's thread queues work and gets events through `report`; it never waits for this thread.
+The engine's thread queues work and receives events through `report`; it never waits for this thread.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class RateLimit:
-    """Limits payloads to a rate, as a link of that speed would. 0: no limit."""
+    """Delays payloads as a link of this speed would. 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # when all earlier payloads have passed
+        self._free_s = 0.0  # when all earlier payloads would have passed
 
     def wait(self, nbytes: int) -> None:
         if self._bytes_per_s:
@@ -40,12 +40,12 @@ class RateLimit:
 
 
 class SendThread:
-    """P's end of a lane. It posts a frame over the link's connection, and sends its payload at once."""
+    """P's end of a lane. It posts each frame over the link's connection, and then sends the frame's payload at once."""
 
     def __init__(
         self, context: LaneContext, senders: list[KVSender], sealer: Sealer, pool: KVPool, bytes_per_s: float = 0.0
     ) -> None:
-        """Call it when all writes to the pool so far have been launched."""
+        """Create it only when all earlier writes to the pool have been launched."""
         self._meetings = {each.name: each.meeting for each in senders if each.meeting is not None}
         self._conn, self._post, self._report, self._note = context.conn, context.post, context.report, context.note
         self._device = pool.device
@@ -59,7 +59,7 @@ class SendThread:
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.probe_seed = pool.probe_seed
-        self.max_payload_nbytes = 0  # the open transport's
+        self.max_payload_nbytes = 0  # of the open transport
         self.sent_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kv-send {context.conn}", daemon=True)
         self._thread.start()
@@ -74,32 +74,35 @@ class SendThread:
         return {name: sender.max_payload_nbytes for name, sender in self._senders.items()}
 
     def meet(self, value: wire.LinkValue) -> None:
-        """Stores a key from the other end. The mailbox's thread calls it, because this thread waits for the key."""
+        """Stores a key from the other end.
+
+        The mailbox's thread calls this, because this class's thread waits for the key.
+        """
         if (meeting := self._meetings.get(value.transport)) is not None:
             meeting.put(value.key, value.value)
 
     # ---- called by the engine's thread
 
     def open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout) -> None:
-        """Opens this transport, and sends the probe through it."""
+        """Opens a transport, and sends the probe over it."""
         self._queue.put(lambda: self._open(transport, own, peer))
 
     def settle(self) -> None:
-        """Keeps the transport that was opened last; closes the others and their listening ports."""
+        """Keeps the transport that was opened last, and closes the others with their listening ports."""
         self._queue.put(self._settle)
 
     def probe(self) -> None:
-        """Keeps an idle link alive, and detects a dead link."""
+        """Sends a probe, which keeps an idle link alive and detects a dead one."""
         self._queue.put(self._probe)
 
     def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Queues a piece, which is in the pool once the engine's launches so far have ended."""
+        """Queues a piece, which is in the pool once all earlier launches of the engine have ended."""
         self._live.add(transfer_id)
         written = mark(self._device)
         self._queue.put(lambda: self._ship(transfer_id, index, piece, written))
 
     def ship_end(self, end: wire.KVEnd) -> None:
-        self._live.add(end.transfer_id)  # there may have been no piece to ship
+        self._live.add(end.transfer_id)  # there may be no piece to ship
         self._queue.put(lambda: self._end(end))
 
     def drop(self, transfer_id: str) -> None:
@@ -137,7 +140,7 @@ class SendThread:
             if len(self._senders) == 1:
                 raise
             log.warning("link %s: %s does not open: %s", self._conn, transport, error)
-            self._sender.close()  # D gets no probe there, and chooses another transport
+            self._sender.close()  # D gets no probe over it, and chooses another transport
             del self._senders[transport]
             self._sender = None
             return
@@ -161,7 +164,7 @@ class SendThread:
         sender.send(frame.sequence, prepared)
 
     def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece, written: Marker) -> None:
-        written.wait()  # a header only announces what the device has written; the engine does not wait for it
+        written.wait()  # so that headers only announce what the device has written; the engine does not wait
         if transfer_id not in self._live:
             return
         sender, started_s = self._opened(), time.monotonic()

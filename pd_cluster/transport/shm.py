@@ -1,7 +1,7 @@
-"""Transport within a host: D maps P's pool, read-only, and copies the blocks that the headers name (see one_sided.py).
+"""Transport within a host: D maps P's pool read-only, and copies the blocks that the headers name (see one_sided.py).
 
-The pool's memfd is passed over an abstract Unix socket (unix_server.py), whose name travels over the authenticated
-link.
+P passes the pool's memfd over an abstract Unix socket (unix_server.py), and sends the socket's name over the
+authenticated link.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class ShmReceiver(OneSidedReceiver):
             raise LinkError(f"the prefill instance's pool is {os.fstat(fd).st_size} bytes, not {nbytes}")
         view = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, which is intended
+            warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, as it should be
             return view_blocks(view, self.route.source, self._num_blocks)
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-    """See table.Transport."""
+    """See transport_table.Transport."""
     return f"this instance's pool is on {own.torch_name}, not in host memory" if own.is_accelerator else ""
 
 
@@ -80,7 +80,7 @@ def ends(name: TransportName, place: LinkContext) -> ShmEnds:
 
 
 class ShmEnds:
-    """Runs one server for the pool, for any number of links."""
+    """Runs a single server for the pool, for any number of links."""
 
     def __init__(self, name: TransportName, place: LinkContext) -> None:
         self._name, self._place = name, place

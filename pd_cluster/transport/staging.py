@@ -1,6 +1,6 @@
-"""Moves payloads between a pool and the buffers that a process group sends from and receives into.
+"""Moves payloads between a pool and the buffers from which a process group sends and into which it receives.
 
-Knows whether both are on the host or a device, and the order of copies. Knows nothing of groups or of payloads' timing.
+Handles which of them is on a device, and the order of copies. Knows nothing of groups or of when payloads are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.wire import KVPiece
 
 
 class Staging:
-    """Buffers are in host memory with `in_host_memory`, otherwise on the pool's device."""
+    """Buffers are in host memory if `in_host_memory`, otherwise on the pool's device."""
 
     def __init__(self, pool: KVPool, route: PoolRoute, copies: Copies, in_host_memory: bool) -> None:
         self._pool = pool
@@ -33,10 +33,10 @@ class Staging:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._place, pin_memory=self._is_pinned)
 
     def packed(self, piece: KVPiece) -> torch.Tensor:
-        """Returns the payload, [payload_nbytes] uint8; in host memory it is complete, on a device only launched in
-        `copies`.
+        """Returns the payload, [payload_nbytes] uint8.
 
-        It is a view of the pool where the blocks are contiguous. Raises LinkError.
+        A payload in host memory is complete; on a device, its copy is only launched in `copies`. The payload is a view
+        of the pool if the blocks are contiguous. Raises LinkError.
         """
         if not self._pool.device.is_accelerator:
             return pack(self._pool.memory, piece, self._route)
@@ -52,23 +52,23 @@ class Staging:
         return payload
 
     def _in_place(self, piece: KVPiece) -> torch.Tensor | None:
-        """Returns a view of the piece's bytes in the pool, if they have the payload's order; otherwise None.
+        """Returns a view of the piece's bytes in the pool if they have the payload's order; otherwise None.
 
-        The receiver commits only blocks that P has held until then. So blocks may be rewritten after a transfer was
-        abandoned, as with transports that read the pool.
+        A view is safe, although P may rewrite blocks after a transfer was abandoned: the receiver commits only blocks
+        that P has held until then, as with transports that read the pool.
         """
         return self._pool.memory.view_of(piece) if self._route.is_verbatim else None
 
     def unpack(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        """Copies from a buffer to the blocks; on return, the buffer may be used again in `copies`.
+        """Copies from a buffer to the blocks.
 
-        Raises LinkError.
+        Afterwards, later work in `copies` may reuse the buffer. Raises LinkError.
         """
         if self._pool.device.is_accelerator:
             with self._copies.launch():
                 on_device = payload.to(self._pool.memory.device, non_blocking=True)
                 unpack(on_device, piece, self._route, self._pool.memory, into)
             if self._crosses:
-                self._copies.settle()  # the host refills the buffer
+                self._copies.settle()  # because the host refills the buffer
         else:
             unpack(payload, piece, self._route, self._pool.memory, into)

@@ -1,7 +1,7 @@
 """The interface of transports, which move the bytes of blocks from one process's pool into another's.
 
-A link has one sender and one receiver, each used only by the link's own thread, in order. The layer above decides who
-may send what and when, and whether an arrival still counts (engine/handover, exports.py and imports.py).
+A lane has one sender and one receiver. Only the lane's own thread at each end uses them, and in order. The layer above
+(exports.py and imports.py in engine/handover) decides what may be sent when, and whether an arrival still counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_CHECKSUM = 0
 
 
 class KVSender(Protocol):
-    """P's end of a link. A piece of more than `max_payload_nbytes` is sent in several payloads."""
+    """P's end of a lane. A piece of more than `max_payload_nbytes` is sent in several payloads."""
 
     name: TransportName
     max_payload_nbytes: int
@@ -40,25 +40,26 @@ class KVSender(Protocol):
         """Returns the meeting that receives the other end's keys; None if the transport has no keys."""
 
     def offer(self) -> TransportOffer:
-        """Returns the data by which the receiver finds this end."""
+        """Returns the data with which the receiver finds this end."""
 
     def open(self, peer: KVLayout) -> None:
         """Waits until the receiver, whose pool has this layout, is connected. Raises LinkError."""
 
     def prepare(self, piece: KVPiece) -> Prepared:
-        """Prepares a payload, once the piece is in the pool and before its header leaves. Raises LinkError."""
+        """Prepares a payload, once its piece is in the pool and before its header is sent. Raises LinkError."""
 
     def send(self, sequence: int, prepared: Prepared) -> None:
-        """Sends one payload after its header; may wait for an earlier payload, and return before this one has arrived.
+        """Sends one payload, whose header was sent before.
 
-        Raises LinkError: the link is then unusable.
+        May wait until an earlier payload has arrived; does not wait for this one. Raises LinkError if the link is
+        unusable.
         """
 
     def close(self) -> None: ...
 
 
 class KVReceiver(Protocol):
-    """D's end of a link. Received payloads are in their blocks once `copies` have settled."""
+    """D's end of a lane. Received payloads are in their blocks once `copies` have settled."""
 
     name: TransportName
     route: PoolRoute
@@ -72,22 +73,28 @@ class KVReceiver(Protocol):
         """Raises LinkError."""
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
-        """Announces the payload of frame `sequence`, after those announced before: it may be received from now on."""
+        """Announces the payload of frame `sequence`, which may be received from now on.
+
+        Payloads are announced in order.
+        """
 
     def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
-        """Waits until the next payload for `receive` has arrived; otherwise `receive` waits. Raises LinkError."""
+        """Waits until the payload of the next `receive` has arrived. Without this call, `receive` waits.
+
+        Raises LinkError.
+        """
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        """Copies a payload into the local blocks `into`; None: receives it and drops it.
+        """Copies a payload into the local blocks `into`; None: receives the payload and drops it.
 
-        On a device the copy is launched in `copies`, and may still run on return. Raises TransferFailed when this
-        payload is wrong (the link stays usable), LinkError when the link is unusable.
+        On a device, the copy is launched in `copies` and may still run afterwards. Raises TransferFailed if this
+        payload is wrong and the link remains usable, LinkError if the link is unusable.
         """
 
     def close(self) -> None: ...
 
 
-PostKey = Callable[[str, bytes], None]  # sends one key of a meeting to the link's other end, from any thread
+PostKey = Callable[[str, bytes], None]  # sends one of a meeting's keys to the other end; any thread may call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class LaneContext:
-    """The connection of a lane's end: `post` sends over it, `report` passes events to the engine."""
+    """The connection of a lane's end. `post` sends a message over it; `report` passes an event to the engine."""
 
     conn: str
     post: Callable[[Body], None]
@@ -125,14 +132,14 @@ class Ends(Protocol):
     """Creates both ends of one transport for one LinkContext."""
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
-        """Raises LinkError if this process cannot offer it, OSError or RuntimeError for a temporary failure."""
+        """Raises LinkError if this process cannot offer the transport, OSError or RuntimeError for a brief failure."""
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
         """Raises LinkError."""
 
 
 class Implementation(Protocol):
-    """The interface of a transport's module; one module may implement several transports, by name."""
+    """The interface of a transport's module. A module may implement several transports, which differ in name."""
 
     def why_not(self, name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
         """See transport_table.Transport. Raises LinkError for an invalid offer."""
@@ -144,7 +151,7 @@ _Own = TypeVar("_Own", bound=msgspec.Struct)
 
 
 def decode_offer(offer: TransportOffer, own: type[_Own]) -> _Own:
-    """Decodes the offer of P's end of a transport to D's. Raises LinkError."""
+    """Decodes what P's end of a transport offers. Raises LinkError."""
     try:
         return msgspec.msgpack.decode(offer.data, type=own)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -162,13 +169,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """XXH3-64 of payloads with a link's own seed; when off, every payload passes."""
+    """XXH3-64 of payloads, with a link's own seed. If it is off, every payload passes."""
 
     is_on: bool = True
     seed: int = 0
 
     def of(self, *parts: torch.Tensor) -> int:
-        """Returns the checksum of contiguous bytes, in order; 0 only when it is off."""
+        """Returns the checksum of contiguous parts, in order. It is 0 only if checksums are off."""
         if not self.is_on:
             return NO_CHECKSUM
         if len(parts) == 1:

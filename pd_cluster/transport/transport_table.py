@@ -1,7 +1,7 @@
 """Lists the transports for KV cache in decode instances' order of preference. Needs no torch.
 
-A transport is a row of this table and a module of this package, which is imported on its first use.
-transport_interface.py defines the module's interface.
+A transport is a row of this table and a module of this package, which is imported on first use. transport_interface.py
+defines the interface of such modules.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pd_cluster.wire import TransportName, TransportOffer
 if TYPE_CHECKING:
     from pd_cluster.transport.transport_interface import Ends, Implementation, LinkContext
 
-AUTO = "auto"  # the --kv-transport that allows all transports
+AUTO = "auto"  # the --kv-transport that allows all transports without an extra
 MEMORY_NBYTES_PER_S = 4e9
 GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks.md, rounded down
-CURVE_NBYTES_PER_S = 2.5e8  # one core encrypts at this rate
+CURVE_NBYTES_PER_S = 2.5e8  # the rate at which one core encrypts
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """`choice`: the --kv-transport, besides auto, that allows it; "" if it cannot be requested by name.
+    """A transport.
 
-    `pools`: the kinds of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and
-    `title` describe the choice to users. `package`: the module that it needs, from the extra that has the choice's
-    name; such a transport is used only if requested by name. `needs_trust`: between hosts it is used only with
-    --trust-network, because its payload is checked but not encrypted.
+    `choice`: the --kv-transport, besides auto, that allows it; "" if it cannot be requested by name. `pools`: the kinds
+    of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and `title` describe the
+    choice to users. `package`: the module that it needs, from the extra of the choice's name; such a transport is used
+    only if it is requested by name. `needs_trust`: between hosts it is used only with --trust-network, because its
+    payloads are checked but not encrypted.
     """
 
     name: TransportName
@@ -51,11 +52,11 @@ class Transport:
         return self.module == "dist"
 
     def why_not(self, own: Device, peer: TransportOffer | None = None) -> str:
-        """Returns why a pool on this device cannot use it, or cannot pair with the end that P offers; "" if it can."""
+        """Returns why a pool on this device cannot use the transport, or cannot use what P offers; "" if it can."""
         return self._implementation().why_not(self.name, own, peer)
 
     def ends(self, place: LinkContext) -> Ends:
-        """Creates both ends of links for this context."""
+        """Creates the object that makes both ends for this context."""
         return self._implementation().ends(self.name, place)
 
     def _implementation(self) -> Implementation:
@@ -125,7 +126,7 @@ def same_host_choice(kind: str) -> str:
 
 
 def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
-    """Returns the rate that routing assumes for a link over these transports; that of memory if there are none."""
+    """Returns the rate that routing assumes for a link over these transports; the rate of memory if there are none."""
     return min((BY_NAME[name].nbytes_per_s for name in names if name in BY_NAME), default=MEMORY_NBYTES_PER_S)
 
 

@@ -1,6 +1,6 @@
-"""Passes data to processes of the same user and host that know a random name: an abstract Unix socket.
+"""Serves data over an abstract Unix socket to processes of the same user and host that know the socket's random name.
 
-The socket is in no file system, and disappears with the process. Knows nothing of the data.
+The socket is in no file system, and disappears with its process. Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from collections import deque
 from pd_cluster.errors import LinkError
 
 ACCEPT_PAUSE_S = 0.1
-MAX_KEPT = 1024  # connections that are kept open; the oldest is dropped first
+MAX_KEPT = 1024  # the most connections that are kept open; the oldest is dropped first
 
 
 class UnixServer(abc.ABC):
-    """Serves with one thread. `keeps`: connections stay open while this process lives, so that peers notice its end."""
+    """Serves with one thread.
+
+    `keeps`: connections stay open as long as this process lives, so that peers notice its end.
+    """
 
     def __init__(self, keeps: bool = False) -> None:
         self.name = f"pd-cluster-kv-{secrets.token_hex(16)}"
@@ -50,7 +53,7 @@ class UnixServer(abc.ABC):
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed, or no descriptor is free at the moment
+            except OSError:  # the listener is closed, or no descriptor is free at the moment
                 if self._closing.wait(ACCEPT_PAUSE_S):
                     return
                 continue
@@ -72,7 +75,7 @@ class UnixServer(abc.ABC):
 
 
 def connect(name: str, what: str, timeout_s: float, role: str = "prefill instance") -> socket.socket:
-    """Connects to the server with this name. Raises LinkError that names `what` it serves, and its `role`."""
+    """Connects to the server with this name. Raises a LinkError that names what the server serves and its role."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(timeout_s)
@@ -80,7 +83,7 @@ def connect(name: str, what: str, timeout_s: float, role: str = "prefill instanc
         uid = peer_uid(peer)
     except OSError as error:
         peer.close()
-        other_host = isinstance(error, ConnectionRefusedError)  # or another network namespace
+        other_host = isinstance(error, ConnectionRefusedError)  # or it is in another network namespace
         raise LinkError(f"the {role}'s {what} cannot be reached: {error}", retry=not other_host) from error
     if uid != os.getuid():
         peer.close()
@@ -89,7 +92,7 @@ def connect(name: str, what: str, timeout_s: float, role: str = "prefill instanc
 
 
 def has_hung_up(peer: socket.socket) -> bool:
-    """Whether the other end is closed or its process dead; it never sends more."""
+    """Whether the other end is closed or its process is dead. The other end must not send anything any more."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)

@@ -1,4 +1,4 @@
-"""Types that the whole project shares: a request, how it samples, and its output.
+"""Types that the whole project shares: a request, its sampling parameters, and its output.
 
 Imports nothing of devices, sockets or HTTP. Units are in the names; `_s` is seconds of a monotonic clock.
 """

@@ -25,7 +25,7 @@ class Status(enum.Enum):
 
 
 class Retention(NamedTuple):
-    """Asks that cached blocks outlive others until a time by the engine's clock. Owners have equal shares."""
+    """Keeps cached blocks longer than others until a time by the engine's clock. Owners have equal shares of this."""
 
     owner: str
     until_s: float
@@ -38,8 +38,8 @@ OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its s
 class Request:
     """One sequence in one engine. `order` and the output tokens suffice to resume it elsewhere.
 
-    Other parts of the engine store state that they derive from it (masks, guides, beam searches), keyed weakly by
-    request.
+    Other parts of the engine derive state from a request (masks, guides, beam searches), and store it keyed weakly by
+    the request.
 
     With `sampling.n` above 1 the sequence of index 0 computes the prompt; the others are forked from it. Fields of the
     request spec that every step reads are repeated here.
@@ -55,7 +55,7 @@ class Request:
     rope_positions: RopePositions | None = field(init=False)
     gathers: bool = field(init=False)  # several of its tokens may be sent together, as its request spec allows
     num_virtual_tokens: int = field(init=False)  # the prompt's first tokens that an adapter provides
-    batch: str = field(init=False)  # sequences with the same name, those of one batch and priority, wait for each other
+    batch: str = field(init=False)  # sequences of one batch and priority have the same name, and wait for each other
 
     attempt: int = 0
     arrival_s: float = 0.0
@@ -70,7 +70,7 @@ class Request:
 
     index: int = field(default=0, metadata=OWN)
     output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
-    num_unsent: int = field(default=0, metadata=OWN)  # its last output tokens that have not been sent
+    num_unsent: int = field(default=0, metadata=OWN)  # how many of its last output tokens have not been sent
     draft_report: DraftReport | None = field(default=None, metadata=OWN)  # drafts since its last output
     num_draft_tokens: int = field(default=0, metadata=OWN)  # tokens drafted here
     num_accepted_tokens: int = field(default=0, metadata=OWN)  # drafted tokens that were right
@@ -81,7 +81,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # the blocks of its table that the prefix cache knows
     num_preemptions: int = field(default=0, metadata=OWN)  # how often it was preempted here
-    is_resumed: bool = field(default=False, metadata=OWN)  # its siblings were resumed with it, not forked from it
+    is_resumed: bool = field(default=False, metadata=OWN)  # it and its siblings were resumed separately, not forked
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they were forked
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class Request:
     def num_logit_rows(self, num_tokens: int) -> int:
         """Returns how many of the next `num_tokens` tokens to compute, counted from their end, need logits.
 
-        A token that only the device knows follows the tokens that are known here.
+        `num_tokens` may include a token after those known here, whose value only the device knows yet.
         """
         if self.pooling is not None and self.pooling.kind != "logits":
             return 0
@@ -162,7 +162,9 @@ class Request:
 
     @property
     def lacks_pixels(self) -> bool:
-        """Whether this engine must compute images whose pixels were left out because a peer would send their KV."""
+        """Whether this engine must compute images whose pixels were left out because a peer was expected to send their
+        KV.
+        """
         order = self.order
         if not order.images or self.num_computed_tokens >= order.spans[-1].stop:
             return False
@@ -205,7 +207,7 @@ def sibling(request: Request, **own: Any) -> Request:
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """Returns this sequence of the request with the tokens that it had elsewhere. Siblings share only the prompt."""
+    """Returns the request as this sequence, with the tokens that it had elsewhere. Siblings share only the prompt."""
     return sibling(
         request,
         index=resumed.index,

@@ -46,8 +46,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
     `score`: the accumulated log-probability of a beam search's candidate that is handed over. `earlier`: the preceding
-    tokens that are sent together with this one, of one step, or of many steps when nobody reads single tokens;
-    `earlier_logprobs` are their log-probabilities, if requested. `drafts`: None when there is nothing to report.
+    tokens that are sent together with this one, from the same step, or from many steps if the client does not read
+    tokens one by one; `earlier_logprobs` are their log-probabilities, if requested. `drafts`: None when there is
+    nothing to report.
     """
 
     request_id: str
@@ -82,7 +83,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Candidate(NamedTuple):
-    """A possible next token of a beam. `logprob` includes masks and penalties; `told` is what clients receive."""
+    """A possible next token of a beam. `logprob` includes masks and penalties; clients receive `told`."""
 
     token_id: int
     logprob: float

@@ -1,4 +1,4 @@
-"""How tokens are chosen, as a client asks for it."""
+"""The parameters by which a client determines how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt and are distinguished by their index. Stop strings are not here: the process that detokenizes checks them.
 
     With a `beam_width` the `n` sequences are the best hypotheses of a beam search. Scores are divided by the
-    hypothesis' length to the power of `length_penalty`. `early_stopping` ends the search at `beam_width` hypotheses
-    (True), when a better one is unlikely (False) or impossible ("never").
+    hypothesis' length to the power of `length_penalty`. `early_stopping` ends the search when there are `beam_width`
+    hypotheses (True), or when a better one is unlikely (False) or impossible ("never").
     """
 
     n: int = 1
@@ -75,12 +75,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Annotated[float, Range()] = 0.0
     repetition_penalty: Annotated[float, Range(0, excludes_low=True)] = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a sequence is never chosen after the others
+    bad_words: tuple[tuple[int, ...], ...] = ()  # a bad word's last token is never chosen after its others
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     logprobs: int | None = None  # the number of most likely tokens that are returned with each chosen token
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # returned with each chosen token in place of the most likely ones
-    # For each prompt token but the first: tokens whose logprobs there follow those of its most likely ones.
+    # For each prompt token but the first: tokens whose logprobs are returned after those of the most likely tokens
+    # there.
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     beam_width: int = 0  # 0: no beam search
     length_penalty: float = 1.0

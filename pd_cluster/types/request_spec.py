@@ -21,9 +21,9 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `kind`: the final hidden state (after the last norm) of the last token, or the mean over all tokens. `dimensions`:
     how many of the first elements are kept; None: all. Then `normalizes` divides the vector by its length (L2).
 
-    For kind "logits" the vector has the logits of `token_ids` as the token after the prompt, in this order; the caller
-    compares their likelihoods. This vector is neither cut nor normalized. `tells_total`: the vector ends with the
-    logarithm of the sum of exp(logit) over the whole vocabulary.
+    For kind "logits", the vector has the logits that `token_ids`, in this order, have as the token after the prompt;
+    the caller compares their likelihoods. This vector is neither cut nor normalized. `tells_total`: the vector ends
+    with the logarithm of the sum of exp(logit) over the whole vocabulary.
     """
 
     kind: PooledKind = "last"
@@ -34,7 +34,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens [start, stop) that stand for other content, whose hash is `digest`."""
+    """Prompt tokens [start, stop) that are placeholders for other content, whose hash is `digest`."""
 
     start: int
     stop: int
@@ -80,9 +80,9 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     A field that is added here reaches every sequence of every attempt. Requests share cached KV only with requests of
     the same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
-    itself. `spans`, in order and disjoint, are shared only if their contents are equal. `images` has the image of each
-    span; without images, the tokens of spans are computed as they are. `rope_positions` None: each token's rotary
-    position is its index; blocks are shared only if their positions are equal.
+    itself. `spans` are in order and disjoint; requests share their cached KV only if their contents are equal. `images`
+    has the image of each span; without images, the tokens of spans are computed as they are. `rope_positions` None:
+    each token's rotary position is its index; blocks are shared only if their positions are equal.
     """
 
     prompt_token_ids: list[int]
@@ -99,7 +99,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; wrong tokens cost only time
     may_draft: bool = True  # False: each step computes one token of the request
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
-    retention_s: float = 0.0  # how long its cached blocks are evicted only after others
+    retention_s: float = 0.0  # during this time its cached blocks are evicted only after others
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: generation
 
     @property

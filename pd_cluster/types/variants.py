@@ -1,8 +1,8 @@
-"""Names of adapted forms of a model, as in `RequestSpec.variant`: they determine what a request's tokens mean.
+"""Defines the names of adapted forms of a model, as in `RequestSpec.variant`: the form determines what a request's
+tokens mean.
 
-"" is the model itself; the digest of a LoRA adapter (64 hex digits) is the model with this adapter. A prompt adapter
-is KIND-N-DIGEST: N virtual tokens precede the prompt, as embeddings (`prompt`) or as computed keys and values
-(`prefix`).
+"" is the model itself; the digest of a LoRA adapter (64 hex digits) is the model with this adapter. A prompt adapter is
+KIND-N-DIGEST: N virtual tokens precede the prompt, as embeddings (`prompt`) or as computed keys and values (`prefix`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 PromptKind = Literal["prompt", "prefix"]
 ADAPTER = "^((prompt|prefix)-[1-9][0-9]{0,4}-)?[0-9a-f]{64}$"  # the name of any adapter
 PROMPT = re.compile("(?:prompt|prefix)-([1-9][0-9]{0,4})-[0-9a-f]{64}")
-PLACEHOLDER = 0  # the token id that stands for a virtual token
+PLACEHOLDER = 0  # the token id in place of a virtual token
 
 
 def prompt_variant(kind: PromptKind, num_tokens: int, digest: str) -> str:

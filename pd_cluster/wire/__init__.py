@@ -1,4 +1,4 @@
-"""Every message between processes: msgspec structs, msgpack on the wire, nothing else.
+"""Defines every message between processes, as msgspec structs that are encoded as msgpack.
 
 The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; the mailbox
 drops a frame that raises `msgspec.DecodeError`.

@@ -16,7 +16,7 @@ FileToken = Annotated[bytes, msgspec.Meta(min_length=TOKEN_NBYTES, max_length=TO
 
 
 class EncoderOpen(Message, frozen=True):
-    """Opens a connection to an encoder: names the model that both must serve and the transports that P allows."""
+    """Opens a connection to an encoder: states the model that both must serve and the transports that P allows."""
 
     model_identity: str
     numerics: Numerics
@@ -24,10 +24,10 @@ class EncoderOpen(Message, frozen=True):
 
 
 class EncoderAnswer(Message, frozen=True):
-    """`problem`: why the two cannot work together; otherwise the message says how features travel.
+    """`problem`: why the two cannot work together; if empty, the other fields say how features are sent.
 
-    `address` names the socket that serves features on the same host; `group` names a pair over `transport`. An empty
-    string means that this way is not allowed.
+    `address`: the socket that serves features on the same host. `group`: the name of a pair over `transport`. If one of
+    them is "", features are not sent that way.
     """
 
     problem: str = ""
@@ -43,7 +43,7 @@ class EncoderMeet(Message, frozen=True):
 class Encode(Message, frozen=True):
     """Asks for an image's features. `item` is a number that the sender uses only once.
 
-    `deadline_s`: the seconds after which nobody waits for them.
+    `deadline_s`: the seconds after which the sender stops waiting for them.
     """
 
     item: int
@@ -53,7 +53,7 @@ class Encode(Message, frozen=True):
 
 
 class EncodeDone(Message, frozen=True):
-    """The features are ready. The socket serves them once for `token`; over a pair they are the next payload.
+    """The features are ready. The socket serves them once, for `token`; over a pair, they are the next payload.
 
     `checksum`: as in transport/transport_interface.py.
     """

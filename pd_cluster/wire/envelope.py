@@ -1,4 +1,4 @@
-"""Messages as bytes: sealed, encoded and decoded."""
+"""Encodes, seals and decodes messages."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def encode_body(body: Body) -> msgspec.Raw:
-    """Encodes a body in its sender's thread, so that an encoding error reaches the sender and not the mailbox."""
+    """Encodes a body. The sender's thread calls it, so that an encoding error reaches the sender, not the mailbox."""
     return msgspec.Raw(_encoder.encode(body))
 
 

@@ -17,7 +17,7 @@ from pd_cluster.wire.message_base import (
     TransportName,
 )
 
-RuleName = Literal["all", "window", "state"]  # which tokens of a request a group of layers keeps; see kv/group_rule.py
+RuleName = Literal["all", "window", "state"]  # which tokens a group of layers keeps; see kv/group_rule.py
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
@@ -89,14 +89,14 @@ class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """The transport alone reads `data`: what D's end must know about P's end (see pd_cluster/transport)."""
+    """`data`: the facts about P's end that D's end needs; only the transport reads it (see pd_cluster/transport)."""
 
     transport: TransportName
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER_NBYTES)] = b""
 
 
 class LinkAnswer(Message, frozen=True):
-    """D tries this transport in a lane; `layout` describes its rank's pool for the lane's group of layers."""
+    """D tries this transport in a lane; `layout` describes the pool of D's rank for the lane's group of layers."""
 
     link_id: str
     transport: TransportName
@@ -114,7 +114,9 @@ class LinkReady(Message, frozen=True):
 
 
 class LinkValue(Message, frozen=True):
-    """A key that a library has set at the sender's end of a lane, for the other end; see transport/meeting.py."""
+    """A key that a library has set at the sender's end of a lane and that the other end needs; see
+    transport/meeting.py.
+    """
 
     transport: TransportName
     key: Annotated[str, msgspec.Meta(max_length=256)]
@@ -123,13 +125,15 @@ class LinkValue(Message, frozen=True):
 
 
 class LinkRest(Message, frozen=True):
-    """P says that its end of the link is closed. D says that its end is closed, or will not be opened now."""
+    """From P: its end of the link is closed. From D: its end is closed, or will not be opened now."""
 
     link_id: str
 
 
 class LinkYield(Message, frozen=True):
-    """D needs this link's capacity for another link: P lets this link rest when its transfers have ended."""
+    """D needs this link's capacity for another link, so P closes this link (lets it rest) when its transfers have
+    ended.
+    """
 
     link_id: str
 

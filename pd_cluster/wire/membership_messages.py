@@ -22,9 +22,8 @@ SleepLevel = Literal[0, 1, 2]  # 0: awake; 1: without KV cache; 2: also without 
 
 
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
-    """The weights that an instance shall have. `epoch` counts the cluster's changes; 0: the weights of the start.
-
-    `name`: the version's name for clients. `digest`: of every byte of the files in the folder `path`.
+    """The weights that an instance must have. `epoch` counts the cluster's changes; 0: the weights at the start.
+    `name`: the version's name for clients. `digest`: the digest of all bytes of the files in the folder `path`.
     """
 
     epoch: int = 0
@@ -36,7 +35,7 @@ class WeightVersion(msgspec.Struct, frozen=True, array_like=True):
 class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
     """`held`: the version that an instance computes with. `checked`: the last epoch whose files it has checked.
 
-    `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it shall have.
+    `problem`: why it cannot load them; "" if it can. `lacks`: why it has not loaded the version that it must have.
     """
 
     held: WeightVersion = WeightVersion()
@@ -46,7 +45,7 @@ class WeightStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
-    """How many integers fell into each bucket, and their sum. No `counts`: nothing was counted."""
+    """How many integers fell into each bucket, and their sum. `counts` is empty if nothing was counted."""
 
     counts: tuple[int, ...] = ()
     total: int = 0
@@ -66,7 +65,7 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of a further group of layers, with windows or one state each. Cached states are checkpoints."""
+    """The blocks of a group of layers after the first: a window or state group. Cached states are checkpoints."""
 
     rule: RuleName
     num_free: int
@@ -82,16 +81,16 @@ class PromptCosts(NamedTuple):
     """An instance's costs of computing prompts, from its recent steps. `step_tokens` 0: it has computed no prompts."""
 
     step_tokens: int  # prompt tokens of a step
-    overhead_s: float  # the time of such a step without the part that its prompt tokens cost
+    overhead_s: float  # the part of such a step's time that does not depend on its prompt tokens
     token_s: float
     pair_s: float
-    num_earlier: float  # how many tokens a prompt token attends to
+    num_earlier: float  # the mean number of tokens that a prompt token attends to
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group.
 
-    Rates are derived once and cached, because each request reads them of every instance.
+    Rates are derived once and cached, because every request reads them for every instance.
     """
 
     num_running: int = 0
@@ -116,7 +115,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_shared_hit_tokens: int = 0  # tokens whose blocks were loaded from the shared store to host memory
     num_lower_written: int = 0  # blocks written to disk and to the shared store
     num_lower_dropped: int = 0  # blocks not written, because too many waited or writing failed
-    num_lower_bad: int = 0  # blocks that a lower tier returned with another content than written
+    num_lower_bad: int = 0  # blocks that a lower tier returned with content that was not written
     tier_token_s: dict[Tier, float] = {}  # measured time to load the KV of a token from each tier, where known
     num_queued_tokens: int = 0  # prompt tokens that wait here to be computed
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: no fit yet
@@ -127,7 +126,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
     num_landings: int = 0
-    num_rounds: int = 0  # rounds of its unit that it took part in
+    num_rounds: int = 0  # rounds of its unit in which it took part
     num_idle_rounds: int = 0  # rounds in which it had no rows to compute
     exchange_s: float = 0.0  # the seconds that these rounds spent exchanging rows
     kv_sent_nbytes: int = 0
@@ -159,10 +158,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sleep_level: SleepLevel = 0  # the level that the worker has reached
     weights: WeightStatus = WeightStatus()
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the summed weights of its unfinished legs
-    links: dict[str, LinkState] = {}  # by the peer's name@epoch; a message has only those that have changed
+    links: dict[str, LinkState] = {}  # by the peer's name@epoch; a message has only links that have changed
     gone_links: tuple[str, ...] = ()  # links that no longer exist
     links_number: int = 0  # the number of this change on its connection: 1 lists all links, 0 none
-    adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all existing ones
+    adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all are in memory
 
     def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
         """Returns this load with constant rates for all steps, for tests; 0: unknown."""
@@ -183,7 +182,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def prompt_costs(self) -> PromptCosts:
-        """Returns the costs of computing prompts here, as one value, because predictions read it of each instance."""
+        """Returns the costs of computing prompts here, as one value, because predictions read it for every instance."""
         work, cost = self.prompt_work, self.step_cost
         overhead_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
         num_earlier = work.num_prompt_pairs / work.num_prompt_tokens if work.num_prompt_tokens else 0.0
@@ -198,7 +197,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def shown_now(self) -> tuple[object, ...]:
         """Returns the figures whose changes are reported at once; block counts are in thousandths of the pool."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
-        part = max(1, self.num_blocks // 1000)  # block counts grow with nearly every step
+        part = max(1, self.num_blocks // 1000)  # exact block counts change in nearly every step
         used = self.num_held_blocks // part, self.num_cached_blocks // part, self.num_free_swap_blocks
         blocks = *used, self.num_leaked_blocks, self.num_quarantined_blocks
         groups = [each.num_held // max(1, each.num_blocks // 1000) for each in self.groups]
@@ -242,8 +241,8 @@ class Welcome(Message, frozen=True):
     node_proofs: NodeProofs = ()
 
 
-GIVEN_UP = "the other end has given the connection up"  # sent by a process that still lives
-PAUSED = "this process itself stood still for too long"  # the other end did nothing wrong
+GIVEN_UP = "the other end has given up the connection"  # sent by a process that is still alive
+PAUSED = "this process itself was stalled for too long"  # the other end did nothing wrong
 
 
 class Gone(Message, frozen=True):
@@ -303,50 +302,52 @@ class AdapterLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WantedAdapters(Message, frozen=True):
-    """All adapters that the receiver must have; it drops others once no request uses them."""
+    """All adapters that the receiver must have; it drops its other adapters once no request uses them."""
 
     adapters: list[AdapterLocation]
 
 
 class AdapterStates(Message, frozen=True):
-    """Digests of the last `WantedAdapters` that requests may use now, and why others cannot be loaded."""
+    """The digests out of the last `WantedAdapters` that requests may use now, and why others cannot be loaded."""
 
     loaded: list[str]
     problems: dict[str, str] = {}
 
 
 class ResetCache(Message, frozen=True):
-    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load confirms it.
+    """The receiver empties its prefix cache; `num_cache_resets` in its load confirms this.
 
-    `is_external`: it also has the store that instances share emptied.
+    `is_external`: the store that instances share is emptied, too.
     """
 
     is_external: bool = False
 
 
 class Sleep(Message, frozen=True):
-    """The sleep level that the receiver must reach; `sleep_level` of its load confirms it. Level 0 wakes it up."""
+    """The sleep level that the receiver must reach; `sleep_level` in its load confirms it. Level 0 wakes the receiver
+    up.
+    """
 
     level: SleepLevel
 
 
 class CheckWeights(Message, frozen=True):
-    """The receiver checks the files of a version, without changing anything; `weights` of its load has the result."""
+    """The receiver checks the files of a version, without changing anything; `weights` in its load has the result."""
 
     version: WeightVersion
 
 
 class ChangeWeights(Message, frozen=True):
-    """The receiver loads this version once it has no requests; `weights` of its load confirms it."""
+    """The receiver loads this version once it has no requests; `weights` in its load confirms this."""
 
     version: WeightVersion
 
 
 class Peers(Message, frozen=True):
-    """All live workers, including the receiver: roles may change. If a worker is absent or has a new epoch, its earlier
-    process is dead.
+    """Lists all live workers, including the receiver, whose role may have changed. If a worker is absent or has a new
+    epoch, its earlier process is dead.
 
-    A forming worker is listed for its unit alone: it does not send or receive KV cache yet.
+    A forming worker is listed only for its unit: it does not send or receive KV cache yet.
 
     `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler. `number` counts
     the lists of this term on this connection. Only list 1 has all workers. A later list has the changed workers, and

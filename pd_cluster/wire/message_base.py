@@ -11,7 +11,7 @@ PROTOCOL_VERSION = 34
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # the size of a transport's data in an offer
 KEY_NBYTES = 32
-MAX_GROUPS = 3  # groups of layers of a model, each with its own pool
+MAX_GROUPS = 3  # the most groups of layers of a model; each has its own pool
 OWNER_NBYTES = 8  # the size of a client's pseudonym
 Owner = Annotated[bytes, msgspec.Meta(max_length=OWNER_NBYTES)]
 PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # a key of CURVE; b"": unknown
@@ -29,7 +29,7 @@ def owner_of(client: str) -> bytes:
 
 
 class NodeProof(msgspec.Struct, frozen=True, array_like=True):
-    """Proves that the sender has the private key of a node's public one; net/node_proofs.py computes it."""
+    """Proves that the sender has the private key of a node's public key; net/node_proofs.py computes it."""
 
     public_key: PublicKey
     mac: Annotated[bytes, msgspec.Meta(max_length=32)]

@@ -34,8 +34,8 @@ class Submit(Message, frozen=True):
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
     `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
     record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
-    adapters are loaded for clients in turn. `pull`: where the prompt's beginning may come from. `weights_epoch`: the
-    version of both legs; an instance with another version refuses the leg.
+    clients take turns in having adapters loaded. `pull`: the peer whose caches may have the prompt's prefix.
+    `weights_epoch`: the version of both legs; an instance with another version refuses the leg.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class Submit(Message, frozen=True):
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
-    index: int = -1  # one sequence of the leg; -1: all
+    index: int = -1  # the sequence of the leg to abort; -1: all
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +85,8 @@ class Outputs(Message, frozen=True):
 
 
 class CacheKeys(Message, frozen=True):
-    """The full blocks that a worker can share since its last message (`added`), or no longer (`removed`).
+    """The full blocks that a worker can share since its last message (`added`), and those that it no longer can
+    (`removed`).
 
     A key is the first 8 bytes of a block's hash (kv/prefix_index.py); keys are concatenated. `is_whole`: the message
     replaces all earlier ones. `tier`: the fastest tier that has the added blocks.

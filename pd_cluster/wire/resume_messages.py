@@ -16,9 +16,9 @@ PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # approximate 
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Asks the instance that decodes for a record. `digest`: the hash of the stream's token and its API key's tenant.
+    """Asks the decoding instance to keep a record. `digest`: the hash of the stream's token and its API key's tenant.
 
-    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit of all records of that
+    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit for all records of that
     instance. `recipe`: what a scheduler needs in addition to the request spec to write the same answer. `prompt` and
     `tokens`: results of the request's earlier attempts. `owner`: the tenant's pseudonym; tenants share the capacity.
     """

@@ -1,4 +1,4 @@
-"""Messages of one transfer of KV cache, and what its payloads announce."""
+"""Messages of one transfer of KV cache, and the headers that announce its payloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Offer(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Asks a prefill instance for the KV cache of the first `num_tokens` tokens of a request's prompt, if it has it.
+    """Asks a prefill instance for the KV cache of the first `num_tokens` tokens of a request's prompt, if its caches
+    have it.
 
     The answer is an `Offer` of at most this many tokens, or `Revoke`.
     """
@@ -85,7 +86,7 @@ class KVChunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVEnd(msgspec.Struct, frozen=True, tag=True):
-    """All chunks of a transfer have left in this lane.
+    """All chunks of a transfer have been sent in this lane.
 
     `num_tokens`: the prompt tokens that the lane's group of layers has, including cached ones; 1 for a state.
     """

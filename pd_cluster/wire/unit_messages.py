@@ -21,7 +21,7 @@ class UnitTerms(Message, frozen=True):
 
 
 class UnitKey(Message, frozen=True):
-    """A key by which ranks with the same tensor-parallel index meet; see transport/meeting.py."""
+    """A key by which ranks with the same tensor-parallel index find each other; see transport/meeting.py."""
 
     tp_rank: Annotated[int, msgspec.Meta(ge=0)]
     key: ShortText

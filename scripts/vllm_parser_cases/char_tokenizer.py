@@ -1,4 +1,4 @@
-"""A real tokenizer, made on the spot in place of a model hub's: a token for each character and each format's marker."""
+"""A real tokenizer, built here in place of a model hub's: a token for each character and each format's marker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ alphabet: set[str] = set(string.printable)
 
 
 def learn(folder: Path) -> None:
-    """Adds the characters of all tests in this folder. Tokenizers made before lack them."""
+    """Adds the characters of all tests in this folder to tokenizers that are made later."""
     for path in folder.rglob("*.py"):
         text = path.read_text()
         alphabet.update(text)
@@ -43,7 +43,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class MistralTokenizer:
-    """The same tokenizer with the methods of Mistral's."""
+    """The same tokenizer with the methods of Mistral's tokenizer."""
 
     def __init__(self) -> None:
         self._inner = char_tokenizer()
@@ -69,7 +69,7 @@ def from_pretrained(*names: Any, **settings: Any) -> PreTrainedTokenizerFast:
 def detokenize_incrementally(
     tokenizer: Any, all_input_ids: list[int], prev_tokens: Any, prefix_offset: int, read_offset: int, **settings: Any
 ) -> tuple[list[str], str, int, int]:
-    """Returns the last token and its text, in the form of vLLM's function."""
+    """Returns the last token and its text, in the format of vLLM's function."""
     text = tokenizer.decode(all_input_ids[-1:])
     return [text], text, read_offset, len(all_input_ids)
 

@@ -1,10 +1,10 @@
-"""vLLM's names of classes and of constants, with the formats and texts of this project that they stand for."""
+"""Maps vLLM's names of classes and constants to this project's formats and texts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# vLLM's class: our call format and our reasoning format
+# vLLM's class -> our call format and our reasoning format
 CLASSES = {
     "ApertusToolParser": ("apertus", ""),
     "CohereCommand3ReasoningParser": ("", "cohere_command3"),
@@ -50,7 +50,7 @@ CLASSES = {
     "Step3p5ToolParser": ("step3p5", ""),
     "xLAMToolParser": ("xlam", ""),
 }
-# vLLM's class of a format's calls and reasoning, which has an adapter for each: its name in vLLM, our formats
+# vLLM's class for calls and reasoning, which has an adapter for each -> the format's name in vLLM, our formats
 ENGINES = {
     "DeepSeekV32Parser": ("deepseek_v32", "deepseek_v32", "deepseek_v3"),
     "DeepSeekV4Parser": ("deepseek_v4", "deepseek_v4", "deepseek_v4"),
@@ -71,7 +71,7 @@ ENGINES = {
 }
 PLAMO, DSML, TOOL_CALL, THINK = "plamo", "｜DSML｜", ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
 MINIMAX = "]<]minimax[>["
-# module: the texts of its constants
+# module -> the texts of its constants
 CONSTANTS: dict[str, dict[str, Any]] = {
     "vllm.parser.deepseek_v32": {
         "DSML_FUNC_START": f"<{DSML}function_calls>",

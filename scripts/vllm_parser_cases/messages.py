@@ -1,7 +1,7 @@
 """Requests and messages with the field names of vLLM's protocol. Knows nothing of formats.
 
-Two texts are equal if they differ only in blanks at their ends, and arguments if they are the same JSON value: vLLM's
-formats disagree about both. `loose` counts such comparisons.
+Texts that differ only in leading or trailing blanks are equal, and so are arguments with the same JSON value, because
+vLLM's formats disagree about both. `loose` counts such comparisons.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Text(str):
 
 
 class Arguments(str):
-    """A call's arguments: JSON, or its beginning."""
+    """A call's arguments: JSON, or the beginning of JSON."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str) or str.__eq__(self, other):

@@ -1,6 +1,6 @@
-"""Stand-ins for the modules that vLLM's tests import: its names, with this project's parsers behind them.
+"""Stand-ins for the modules that vLLM's tests import: vLLM's names, implemented by this project's parsers.
 
-A name that is in no table is an `Internal`, which collects but fails every test that uses it.
+A name that is in no table becomes an `Internal`: tests that use it can be collected, but fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAND_INS = ("vllm", "mistral_common", "openai_harmony", "partial_json_parser", 
 
 
 class InternalUsed(Exception):
-    """A test used a name of vLLM's that stands for no behaviour."""
+    """A test used an internal name of vLLM's that this project does not implement."""
 
 
 class _InternalType(type):
@@ -43,7 +43,7 @@ class _InternalType(type):
 
 
 class Internal(metaclass=_InternalType):
-    """A name of vLLM's own. Its instances, made while tests are collected, have any attribute."""
+    """An internal name of vLLM's. Has any attribute while tests are collected."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not _InternalType.is_collecting:
@@ -56,13 +56,13 @@ def internal(name: str) -> Any:
 
 
 def tests_begin() -> None:
-    """From now on, using an `Internal` is an error."""
+    """Makes every later use of an `Internal` an error."""
     _InternalType.is_collecting = False
 
 
 @dataclasses.dataclass
 class EngineConfig:
-    """A format's names and markers, in place of the tables of vLLM's engine."""
+    """A format's names and markers; replaces the tables of vLLM's parser engine."""
 
     name: str
     calls: str
@@ -87,7 +87,7 @@ class EngineConfig:
 
 
 class ParserEngine(ReplyParser):
-    """A parser whose formats are in its configuration."""
+    """A parser that takes its formats from a configuration."""
 
     def __init__(self, tokenizer: Any, tools: Any = None, *others: Any, **settings: Any) -> None:
         config = settings.get("parser_engine_config", self.parser_engine_config)
@@ -106,7 +106,7 @@ class ReasoningAdapter(ReplyParser):
 
 
 class DelegatingParser(ReplyParser):
-    """A parser of the formats of two classes, of which either may be missing."""
+    """A parser for the formats of two classes; either class may be missing."""
 
     tool_parser_cls: Any = None
     reasoning_parser_cls: Any = None
@@ -118,7 +118,7 @@ class DelegatingParser(ReplyParser):
 
 
 def _engines() -> dict[str, Any]:
-    """Returns each engine's class, the classes of its two adapters, and its function of configurations."""
+    """Returns each engine's class, the classes of its two adapters, and the function that makes its configuration."""
     made: dict[str, Any] = {}
     for name, (vllm_name, calls, thinking) in ENGINES.items():
         config = EngineConfig(vllm_name, calls, thinking)
@@ -182,7 +182,7 @@ def _function_gemma_arguments(parser: Any, text: str) -> Any:
 
 _ENGINES_MADE = _engines()
 parser_class("functiongemma", "", ReplyParser, {"_parse_arguments": _function_gemma_arguments})
-ANYWHERE: dict[str, Any] = {  # names that mean one thing, whatever module they come from
+ANYWHERE: dict[str, Any] = {  # names that have the same meaning in every module
     **{name: getattr(messages, name) for name in dir(messages) if isinstance(getattr(messages, name), type)},
     **{name: parser_class(*formats) for name, formats in CLASSES.items()},
     **_ENGINES_MADE,
@@ -244,7 +244,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Puts the stand-ins before anything installed."""
+    """Makes imports find the stand-ins before installed modules."""
     import transformers
 
     sys.meta_path.insert(0, Finder())

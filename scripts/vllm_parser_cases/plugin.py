@@ -1,4 +1,4 @@
-"""A pytest plugin: installs the stand-ins, leaves out the excluded cases, counts the others."""
+"""A pytest plugin that installs the stand-ins, leaves out the excluded cases and counts the others."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import modules
 import pytest
 
 TABLE = Path(__file__).with_name("excluded.toml")
-MOST_S = 15  # a case that takes longer has failed
+MOST_S = 15  # time limit of a case
 
 
 class Counting:
-    """Counts the cases by outcome, the excluded by reason."""
+    """Counts cases by outcome, and excluded cases by reason."""
 
     def __init__(self, excluded: dict[str, list[str]], runs_all: bool) -> None:
         self.excluded, self.runs_all = excluded, runs_all
@@ -66,7 +66,7 @@ class Counting:
         if report.failed:
             self.errors[case] = _error_of(report)
         if report.failed and "[XPASS(strict)]" in str(report.longrepr):
-            self.outcomes[case] = "passed"  # vLLM's known fault, which this project does not have
+            self.outcomes[case] = "passed"  # vLLM expects a failure, but this project does not have that fault
         elif report.failed or report.when == "call" or report.skipped:
             outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
             self.outcomes[case] = "failed" if self.outcomes.get(case) == "failed" else outcome

@@ -1,4 +1,4 @@
-"""This project's parsers behind the methods that vLLM's tests call, for whole replies and for streams."""
+"""Offers this project's parsers through the methods that vLLM's tests call, for whole replies and for streams."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OPENED = (
     "mimo",
     "qwen3",
     "seed_oss",
-)  # formats whose tests' prompts end with an opening mark
-END_TOKENS = re.compile(r"(?:<\|plamo:tag\|>|</s>|<｜end▁of▁sentence｜>|<\|im_end\|>)\Z")  # the engine drops them
+)  # formats whose tests assume a prompt that ends with an opening mark
+END_TOKENS = re.compile(r"(?:<\|plamo:tag\|>|</s>|<｜end▁of▁sentence｜>|<\|im_end\|>)\Z")  # the engine removes them
 
 
 class ReplyParser:
-    """One reply's parser. Subclasses have the names of its formats."""
+    """Parses one reply. Subclasses name the formats."""
 
     calls = thinking = ""
     supports_required_and_named = True
@@ -39,7 +39,7 @@ class ReplyParser:
         self._format = ReplyFormat(self.calls, self.thinking)
         self._settings = settings.get("chat_template_kwargs") or {}
         self._prompt = ""
-        self._begins_content = False  # vLLM's functions of calls take a reply without its reasoning
+        self._begins_content = False  # set by vLLM's functions for calls, which receive a reply without its reasoning
         self._stream: Any = None
         self._num_calls = 0
 
@@ -49,7 +49,7 @@ class ReplyParser:
 
     @property
     def _parser_engine(self) -> Any:
-        """The mark before calls and its id, which Mistral's tests put in the place of text."""
+        """The mark before calls, and its id, with which Mistral's tests replace text."""
         mark = "[TOOL_CALLS]"
         return SimpleNamespace(bot_token=mark, bot_token_id=self.vocab.get(mark))
 
@@ -107,7 +107,7 @@ class ReplyParser:
         return self._fed(delta_text, request, finished)
 
     def adjust_request(self, request: Any) -> Any:
-        """Lets the parser see special tokens where it reads calls or reasoning."""
+        """Keeps special tokens in the output if the parser reads calls or reasoning."""
         reads_calls = bool(self.calls and request.tools and request.tool_choice != "none")
         if self.thinking or reads_calls:
             request.skip_special_tokens = False
@@ -117,7 +117,7 @@ class ReplyParser:
         return self._fed("", None, True)
 
     def extract_content_ids(self, ids: Sequence[int]) -> list[int]:
-        """Returns the ids after those that end the reasoning."""
+        """Returns the ids after the end of the reasoning."""
         ends = (number for number in range(len(ids) + 1) if self.is_reasoning_end(ids[:number]))
         return list(ids[next(ends, len(ids)) :])
 
@@ -139,7 +139,7 @@ class ReplyParser:
         return self._format.reader(reads, self._prompt_end(request), None, tools_of(self.tools, _tools(request)))
 
     def _prompt_end(self, request: Any) -> str:
-        """Returns the mark that the model's template writes at the end of such a prompt."""
+        """Returns the mark with which the model's template ends such a prompt."""
         given = getattr(request, "chat_template_kwargs", None)
         settings = self._settings | (given if isinstance(given, dict) else {})
         switch = next((settings[name] for name in THINK_SETTINGS if name in settings), None)
@@ -217,7 +217,7 @@ def parser_class(
     base: type[ReplyParser] = ReplyParser,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> type[ReplyParser]:
-    """Returns the one class of these formats. Raises KeyError if one of them is not supported."""
+    """Returns the class for these formats, always the same one. Raises KeyError for an unsupported format."""
     names = (calls or "", thinking or "")
     for name, known in zip(names, (FORMATS, THINKING), strict=True):
         if name and name not in known:
@@ -229,6 +229,6 @@ def parser_class(
 
 
 def arguments_of(calls: str, before: str, text: str, after: str, tools: Any = None) -> Any:
-    """Returns the arguments of a call that has this text between its markers."""
+    """Returns the arguments of a call with this text between its markers."""
     found = parser_class(calls)(None, tools).extract_tool_calls(before + text + after).tool_calls
     return json.loads(found[0].arguments)

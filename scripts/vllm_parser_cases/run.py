@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs vLLM's own parser tests against this project's parsers, and counts them.
+"""Runs vLLM's own parser tests with this project's parsers, and counts the results.
 
-    tar xf vllm-0.33.0.tar.gz    # the source distribution, from PyPI's list of files; pip would build it
+    tar xf vllm-0.33.0.tar.gz    # the source distribution, from PyPI's file list, because pip would build it
     python scripts/vllm_parser_cases/run.py vllm-0.33.0
 
-excluded.toml lists the cases that are not counted, each with its reason. Any other case that does not pass fails the
-command; so does a pattern that matches none.
+excluded.toml lists the cases that are not counted, each with its reason. The command fails if any other case does not
+pass, or if a pattern matches no case.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _run(tests: Path, report: Path, asked: argparse.Namespace) -> None:
-    """Runs pytest in a process of its own, without the settings of either project."""
+    """Runs pytest in a separate process, without either project's settings."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "plugin", "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors", "-c", os.devnull, f"--rootdir={tests.parent}"]
     command += [*(["-k", asked.k] if asked.k else []), str(tests)]
@@ -67,7 +67,7 @@ def _run(tests: Path, report: Path, asked: argparse.Namespace) -> None:
 
 
 def _told(found: dict[str, Any], asked: argparse.Namespace) -> int:
-    """Prints the counts and what is wrong; returns the exit status."""
+    """Prints the counts and the problems; returns the exit status."""
     outcomes, excluded = found["outcomes"], found["reasons"]
     passed = Counter(outcome for case, outcome in outcomes.items() if case not in excluded)
     failed = [case for case, outcome in outcomes.items() if outcome == "failed" and case not in excluded]

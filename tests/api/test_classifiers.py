@@ -71,4 +71,4 @@ def test_a_classifier_generates_nothing(cluster: LiveCluster) -> None:
     for path, body in (("/v1/completions", {"prompt": [5]}), ("/inference/v1/generate", {"token_ids": [5]})):
         answer = post(cluster, path, **body)
         assert answer.status_code == 400
-        assert "ask /classify" in answer.json()["error"]["message"]
+        assert "use /classify" in answer.json()["error"]["message"]

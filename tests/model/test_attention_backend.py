@@ -179,7 +179,7 @@ def test_layers_whose_rope_asks_for_positions_are_never_captured(
     for rope in ("dynamic", "longrope"):
         monkeypatch.setitem(model.config.rope_parameters, "rope_type", rope)
         layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
-        assert step_graphs.why_eager(plan, model, layout) == f"rope_type {rope} asks the device for positions"
+        assert step_graphs.why_eager(plan, model, layout) == f"rope_type {rope} reads positions from the device"
 
 
 @pytest.mark.parametrize(("start_s", "num_captured"), [(60.0, 2), (0.0, 0)])

@@ -272,8 +272,8 @@ def test_after_a_refusal_no_rank_captures_more_and_one_graph_is_given_back(
     assert world.num_asked == 4
     assert told == [True, True, True, who == "another rank"]
     assert [size for size, _ in graphs.captured] == [16, 2]
-    why = "stream resource insufficient" if who == "this rank" else "another rank holds no more"
-    assert f"captured 2 decode graphs, no more: {why}; steps" in caplog.text
+    why = "stream resource insufficient" if who == "this rank" else "another rank has no room for more"
+    assert f"captured 2 decode graphs, then stopped: {why}; steps" in caplog.text
     assert graphs.compute(one_token_each(3)) is not None
 
 

@@ -209,7 +209,7 @@ def test_what_has_no_such_head_is_refused_by_name(tmp_path: Path, checkpoint: Ch
             {"eh_proj.weight": whole["model.layers.3.eh_proj.weight"][:, :64]},
             r"eh_proj: \[64, 64\], but \[64, 128\] is",
         ),
-        ({"mlp.gate.weight": None}, r"lack 1 weights.*gate.*\(layer 0 of this message is layer 3\)"),
+        ({"mlp.gate.weight": None}, r"lack 1 weights.*gate.*\(layer 0 in this message is layer 3 of"),
     ):
         changed = {**whole, **{f"model.layers.3.{name}": tensor for name, tensor in change.items()}}
         kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}

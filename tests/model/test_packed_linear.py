@@ -132,7 +132,7 @@ def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch, caplo
     other = lambda self, x: by_onednn(self, x) * (1 + 1e-6 * (len(x) == 1))  # noqa: E731
     monkeypatch.setattr(PackedLinear, "by_onednn", other)
     PackedLinear(torch.randn(8, 4100), None)
-    assert "computes 1 rows of 4100 inputs with other bits" in caplog.text
+    assert "computes other bits for 1 rows of 4100 inputs" in caplog.text
 
 
 @packable

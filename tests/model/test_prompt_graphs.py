@@ -27,7 +27,7 @@ from pd_cluster.types import Request, RequestSpec, RopePositions, Sampling
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST, VOCAB_SIZE = 4, 200, 300, 11
 LAYOUT = KVLayout(2, 1, keys_and_values(8), BLOCK_SIZE, "float32")
-FULL = "further steps with prompts run eagerly: no graph after the first 1: CUDA out of memory"
+FULL = "other steps with prompts run eagerly (graphs captured: 1): CUDA out of memory"
 
 
 class OneTile:

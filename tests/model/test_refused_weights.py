@@ -118,7 +118,7 @@ def test_a_field_of_config_json(folder: Path, field: str, method: str) -> None:
 def test_a_method_without_a_quantized_tensor(folder: Path, llama: Path, load: Loading) -> None:
     change_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
     place = f"{folder / 'config.json'}: quantization_config"
-    assert fault(load, folder) == f"{place}: awq, but no tensor is quantized; remove that"
+    assert fault(load, folder) == f"{place}: awq, but no tensor is quantized; remove the setting"
     change_config(folder, quantization_config=None)
     assert_loads(load, folder, llama)
 

@@ -64,5 +64,5 @@ def test_one_that_writes_is_noticed(model: PlainCausalLM, monkeypatch: pytest.Mo
     pools = pools_of(model, 2)
     prove(model, pools, "float32")
     monkeypatch.setattr(sdpa, "read_and_attend", sdpa.write_and_attend)
-    with pytest.raises(ModelError, match=r"layers \[0, 1, 2, 1, 1, 2\] wrote the KV pool instead of each of 3 once"):
+    with pytest.raises(ModelError, match=r"layers \[0, 1, 2, 1, 1, 2\] wrote to the KV pool, but each of 3 must do so"):
         prove(model, pools, "float32")

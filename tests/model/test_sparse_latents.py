@@ -193,7 +193,7 @@ def test_kernels_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpo
             choose_attention(backend, None, layout, Device(kind, 0))
     folder = Checkpoint.open(str(checkpoint("glm_moe_dsa")))
     with pytest.raises(
-        ConfigError, match=r"--dtype float16: glm_moe_dsa has sparse attention in fused layers .* use auto"
+        ConfigError, match=r"--dtype float16: glm_moe_dsa supports sparse attention only in fused layers, .* use auto"
     ):
         model_loader.load_model(folder, "float16", CPU)
 

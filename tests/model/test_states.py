@@ -168,7 +168,7 @@ def test_a_layer_that_does_not_write_its_state(checkpoint: Checkpoints) -> None:
     pools = [KVPool(layout, 2) for layout in layouts_of(model.caches, BLOCK_SIZE, "float32")]
     model.model.model.layers[2].mamba.forward = lambda hidden_states, **_: hidden_states  # type: ignore[method-assign]
     with pytest.raises(
-        ModelError, match=r"layers \[0, 1, 3\] wrote the state pool instead of each of 4 once, in order"
+        ModelError, match=r"layers \[0, 1, 3\] wrote to the state pool, but each of 4 must do so once, in order"
     ):
         prove(model, pools, "float32")
 

@@ -94,7 +94,7 @@ def test_a_reason_is_given_why_steps_run_eagerly(checkpoint: Checkpoints, monkey
         layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
         return step_graphs.why_eager(replace(plan, device=Device(kind)), model, layout)
 
-    assert why("cuda") == "SDPA asks the device for lengths"
+    assert why("cuda") == "SDPA reads lengths from the device"
     model.attention = "Triton"
     assert why("cuda") == ""
     assert why("cuda") == "in its layers aten::nonzero waits for the device"

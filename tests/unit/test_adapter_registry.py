@@ -474,7 +474,7 @@ def test_a_rank_that_does_not_answer_fails_the_load(tmp_path: Path) -> None:
     folder = LoraFolder.read(write_adapter(tmp_path / "one", 1), 16)
     told = list[to.RankMessage]()
     lead = LeadAdapters(FakeHeld(), 1, told.append, 0.0)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="some rank did not load it within 0 s"):
+    with pytest.raises(ModelError, match="a rank did not load it within 0 s"):
         lead.load_adapter(folder)
     assert told[-1] == to.DropAdapter(folder.digest)
 

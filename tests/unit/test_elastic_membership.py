@@ -238,7 +238,7 @@ async def test_remove_drains_and_forgets(world: ElasticWorld) -> None:
 async def test_what_was_removed_comes_back_by_hand_only(world: ElasticWorld) -> None:
     world.elastic.remove("prefill-1")
     world.elastic.tick()
-    assert await world.elastic.reload() == "nobody joins, nobody leaves"
+    assert await world.elastic.reload() == "joining: none; leaving: none"
     await world.elastic.add("prefill-1", 7001)
     assert world.names == ["prefill-0", "prefill-1", "decode-0", "decode-1"], "in the table's order"
     back = world["prefill-1"]

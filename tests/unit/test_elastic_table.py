@@ -33,11 +33,11 @@ async def test_instances_of_a_grown_table_join_and_others_leave() -> None:
     world = ElasticWorld(num_prefill=2, num_decode=2)
     world.place = ElasticWorld(num_prefill=3, num_decode=1).place
     busy(world["decode-1"])
-    assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
+    assert await world.elastic.reload() == "joining: prefill-2; leaving: decode-1"
     assert world["decode-1"].shown_state == "leaving"
     await world.membership.ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
     assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
-    assert await world.elastic.reload() == "nobody joins, nobody leaves"
+    assert await world.elastic.reload() == "joining: none; leaving: none"
     world.ports = [1, 2, 7002, 4]
     await world.elastic.reload()
     assert world["prefill-2"].port == 7002
@@ -79,7 +79,7 @@ async def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Serv
 
 async def test_a_changed_table_that_cannot_be_used_is_refused() -> None:
     world = ElasticWorld()
-    assert await world.elastic.reload() == "nobody joins, nobody leaves"
+    assert await world.elastic.reload() == "joining: none; leaving: none"
     world.place = ElasticWorld(num_prefill=3).place
     world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
     with pytest.raises(Refused, match="do not use --derive-secret if the table may change; nothing has changed"):

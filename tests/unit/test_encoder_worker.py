@@ -186,7 +186,7 @@ def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
         with pytest.raises(torch.AcceleratorError):
             step(encoder, image_of(5, B))
     assert num_files() == before
-    no_room = "the encoder is full: Too many open files"
+    no_room = "no space for the features: Too many open files"
     assert failed(encoder) == [(2, no_room), (3, no_room), (4, "the encoder cannot compute it: no memory")]
     step(encoder, image_of(6, A))
     assert done(encoder) == [1, 6]

@@ -82,11 +82,11 @@ def test_the_queue_is_full_for_the_client_that_fills_it() -> None:
     turns: FairSlots[int] = FairSlots(1, most_waiting=8)
     for at in range(8):
         turns.join("a", at)
-    with pytest.raises(NoCapacity, match="8 wait already, 8 of them yours; try again"):
+    with pytest.raises(NoCapacity, match="8 are waiting already, 8 of them yours; try again"):
         turns.join("a", 8)
     for at in range(4):
         turns.join("b", at)
-    with pytest.raises(NoCapacity, match="12 wait already, 4 of them yours"):
+    with pytest.raises(NoCapacity, match="12 are waiting already, 4 of them yours"):
         turns.join("b", 4)
     turns.join("c", 0)
     turns.leave("a", 3)
@@ -130,7 +130,7 @@ def test_memory_is_shared_by_the_same_kind_of_rule() -> None:
     budget = PixelBudget(100)
     current_client.set("a")
     held = [budget.take(10) for _ in range(5)]
-    with pytest.raises(Unavailable, match="50 bytes of pictures are waiting for their answers, 50 of them yours"):
+    with pytest.raises(Unavailable, match="50 bytes of pictures belong to unfinished requests, 50 of them yours"):
         budget.take(10)
     current_client.set("b")
     held += [budget.take(10), budget.take(10)]

@@ -99,7 +99,7 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_json": json.dumps(nested(MAX_SCHEMA_DEPTH + 1))}, "guided_json", "more than 64 deep"),
         ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex also constrains the output"),

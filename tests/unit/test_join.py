@@ -264,9 +264,9 @@ async def test_an_operator_removes_it_and_it_may_register_again(registry: Regist
 
 async def test_the_table_decides_about_its_own_entries_only(registry: Registry) -> None:
     assert registry.join(host="127.0.0.1", device_ids=["10"]) == "", "the devices of prefill-0"
-    assert await registry.world.elastic.reload() == "nobody joins, nobody leaves"
+    assert await registry.world.elastic.reload() == "joining: none; leaving: none"
     registry.world.place = replace(registry.world.place, table=ElasticWorld(1, 0).place.table)
-    assert await registry.world.elastic.reload() == "nobody joins, decode-0 leaves"
+    assert await registry.world.elastic.reload() == "joining: none; leaving: decode-0"
     assert "d" in registry.names()
     with pytest.raises(InstanceNotFound, match="has no d; it has prefill-0"):
         await registry.world.elastic.add("d", 8000)

@@ -195,7 +195,9 @@ def test_events_go_on_behind_a_fault(
     await_subscriber(made, reader)
     assert not faults
     assert made.num_dropped == 2
-    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: an error; publishing continues"]
+    assert [each.message for each in caplog.records if each.exc_info] == [
+        "KV events: an error occurred; publishing continues"
+    ]
 
 
 @pytest.mark.parametrize("limit", ["until_s", "end_s"])

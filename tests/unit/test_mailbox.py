@@ -206,7 +206,7 @@ def test_who_speaks_over_a_connection_that_was_given_up_is_told(pair: tuple[Box,
     """This happens after a pause that only one side noticed: the other side does not wait for silence."""
     server, client, conn, back = pair
     server.mailbox.disconnect(back)
-    assert client.wait("closed")[1:] == (conn, "the other end has given the connection up")
+    assert client.wait("closed")[1:] == (conn, "the other end has given up the connection")
 
 
 def test_after_a_long_pause_all_connections_are_lost(pair: tuple[Box, Box, str, str]) -> None:

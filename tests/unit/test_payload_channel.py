@@ -140,7 +140,7 @@ def test_a_sender_hears_of_a_receiver_that_is_gone() -> None:
 
 
 def test_a_receiver_waits_no_longer_than_told() -> None:
-    with opened() as (_, receiver), pytest.raises(PayloadError, match=r"nothing came within 0\.05 s"):
+    with opened() as (_, receiver), pytest.raises(PayloadError, match=r"nothing arrived within 0\.05 s"):
         receiver.receive(1, 0, 0.05)
     with ends() as (*_, receiver), pytest.raises(PayloadError, match=r"did not connect within 0\.05 s"):
         receiver.accept(0.05)
@@ -149,7 +149,7 @@ def test_a_receiver_waits_no_longer_than_told() -> None:
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 def test_an_end_whose_other_does_not_come_gives_up(rank: int) -> None:
     meeting = Meeting(0.1, lambda key, value: None)
-    with pytest.raises(LinkError, match=r"the curve pair did not come up: the other end did not come within 0\.1 s"):
+    with pytest.raises(LinkError, match=r"the curve pair did not come up: the other end did not connect within 0\.1 s"):
         make_group("curve", meeting, "name", rank, PairEndpoint(HOST, 0.1, CPU))
 
 

@@ -369,7 +369,7 @@ async def test_options_that_cannot_be_had() -> None:
 def test_pixels_are_counted_until_they_are_released() -> None:
     budget = PixelBudget(100)
     held = budget.take(60)
-    with pytest.raises(Unavailable, match="60 bytes of pictures are waiting for their answers, 60 of them yours"):
+    with pytest.raises(Unavailable, match="60 bytes of pictures belong to unfinished requests, 60 of them yours"):
         budget.take(41)
     other = budget.take(40)
     held.release()
@@ -397,7 +397,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
             (plain,) = (await other.place([7], sources(url), "prompt")).prompt.images
             assert bytes(image.pixels) == plain.pixels
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(image), type=Image) == plain
-        with pytest.raises(Unavailable, match=r"bytes of pictures are waiting for their answers, \d+ of them yours"):
+        with pytest.raises(Unavailable, match=r"bytes of pictures belong to unfinished requests, \d+ of them yours"):
             await intake.place([7], sources(urls[3]), "prompt")
         hold = shown[1].hold
         assert hold is not None

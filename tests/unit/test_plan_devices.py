@@ -89,7 +89,7 @@ def test_rows_are_free_until_their_operations_take_longer_than_the_weights() -> 
 @pytest.mark.parametrize(
     ("shape", "device", "num_tokens", "reason"),
     [
-        (replace(FOUR, tp_size=1), "h100", 1, "1 x h100: weights of 141.1 GB a device and a step's numbers leave no"),
+        (replace(FOUR, tp_size=1), "h100", 1, "1 x h100: weights of 141.1 GB a device and a step's activations leave"),
         (replace(FOUR, tp_size=16), "h100", 1, "16 ranks: a host has 8 h100"),
         (replace(FOUR, tp_size=3), "h100", 1, "64 attention heads cannot be divided among 3 ranks"),
         (FOUR, "h100", 10**7, r"4 x h100: the KV pool has room for \d+ tokens, and the longest request has 10000000"),

@@ -81,9 +81,9 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 @dataclass(frozen=True, slots=True)
 class ShownCluster:
-    """The data of /overview. `logs`: the folder of the processes' logs. `model`: the model's name.
+    """The contents of /overview. `logs`: the folder of the processes' logs. `model`: the model's name.
 
-    `extensions`: add their own routes. `scheduler`: this scheduler's name.
+    `extensions`: the extras that add routes. `scheduler`: this scheduler's name.
     """
 
     overview: Overview
@@ -101,7 +101,7 @@ def admin_app(
     control: APIRouter | None = None,
     shown: ShownCluster | None = None,
 ) -> FastAPI:
-    """`adapters` None: there are no routes to change adapters at run time.
+    """Makes the app. `adapters` None: there are no routes to change adapters at run time.
 
     `control`: the routes of control_routes.py. `shown` None: no /overview and no extensions.
     """
@@ -171,7 +171,7 @@ def instance_routes(elastic: ElasticMembership) -> APIRouter:
 
 
 def adapter_routes(book: AdapterBook) -> APIRouter:
-    """Makes vLLM's routes to load and unload adapters; they answer with a line of text when it is done."""
+    """Makes vLLM's routes to load and unload adapters, which answer with a line of text when they have finished."""
     routes = APIRouter()
 
     @routes.post("/v1/load_lora_adapter")

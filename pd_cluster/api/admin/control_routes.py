@@ -22,7 +22,7 @@ MAX_IDS = 4096
 
 
 class AbortIds(msgspec.Struct, forbid_unknown_fields=True):
-    """Without ids, ends all requests."""
+    """The requests to end; without ids, all."""
 
     request_ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
 
@@ -51,7 +51,7 @@ def control_routes(control: ClusterControl, shown: Mapping[str, Any]) -> APIRout
 
     @routes.post("/inference/v1/abort_requests")
     async def abort_named_requests(http: Request) -> dict[str, Any]:
-        """As in vLLM, where the ids are required."""
+        """Ends the requests with the given ids; as in vLLM, the ids are required."""
         asked = read_as(await read_body(http) or b"{}", AbortIds)
         if not asked.request_ids:
             raise RequestError("request_ids: missing; POST /abort_requests without them ends all", "request_ids")
@@ -125,7 +125,7 @@ def _mode(asked: Mapping[str, str], default: PauseMode) -> PauseMode:
             f"(they stop, and continue afterwards)",
             param="mode",
         )
-    found: PauseMode = mode  # type: ignore[assignment]  # one of them
+    found: PauseMode = mode  # type: ignore[assignment]  # checked above
     return found
 
 

@@ -1,6 +1,6 @@
 """Admin route for the log lines of processes, if `pd-cluster up` keeps them (settings/log_files.py).
 
-Without these files the route says where else to look, because only the starter of a process has its lines.
+Without these files, the route's error says where to find the lines: with the program that started the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_NUM_LINES, MAX_NUM_LINES = 200, 5000
 
 
 def log_routes(folder: Path, names: Callable[[], Collection[str]], own: str = SCHEDULER) -> APIRouter:
-    """`folder`: has a file for each process. `names`: the instances' names; other names are unknown.
+    """`folder`: contains a file for each process. `names`: the instances' names; other names are unknown.
 
     `own`: the name of this scheduler's file, if there are several schedulers.
     """
@@ -30,7 +30,7 @@ def log_routes(folder: Path, names: Callable[[], Collection[str]], own: str = SC
 
     @routes.get("/instances/{name}/logs")
     def logs(name: str, request: Request) -> dict[str, Any]:
-        """Answers on a thread, because it reads a file."""
+        """Runs on a thread, because it reads a file."""
         if name != SCHEDULER and name not in names():
             known = ", ".join([*names(), SCHEDULER])
             raise RequestNotFound(f"name: {reprlib.repr(name)}; this cluster has {known}", param="name")

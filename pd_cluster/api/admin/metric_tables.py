@@ -1,6 +1,6 @@
 """Every metric's name, kind and meaning, and the source of its value. docs/metrics.md is generated from it.
 
-Independent of rendering.
+Does not render them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Read = Callable[[Load], float]
 
 @dataclass(frozen=True, slots=True)
 class OfInstance:
-    """A value of each instance, from its heartbeat. A counter's name lacks its `_total`."""
+    """A value of each instance, from its heartbeat. The name of a counter is given without `_total`."""
 
     name: str
     text: str
@@ -30,7 +30,7 @@ class OfInstance:
 
 @dataclass(frozen=True, slots=True)
 class OfInstanceParts:
-    """A gauge of each instance, in parts: the value of `label` -> its value."""
+    """A gauge of each instance, split by a label: the label's value -> the gauge's value."""
 
     name: str
     text: str
@@ -40,7 +40,7 @@ class OfInstanceParts:
 
 @dataclass(frozen=True, slots=True)
 class OfInstancePositions:
-    """Counters of each instance by position, from 0 to the last counted one. The name lacks its `_total`."""
+    """Counters of each instance by position, from 0 to the last counted one. The name is given without `_total`."""
 
     name: str
     text: str
@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value or "" -> name there."""
+    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> its name there."""
 
     name: str
     text: str
@@ -75,7 +75,7 @@ class OfCluster:
 
 
 def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
-    """Returns the number of blocks in each use, for a group of layers."""
+    """Returns the number of a layer group's blocks by use."""
 
     def number(name: str, load: Load) -> float:
         return float(sum(getattr(each, name) for each in load.groups if each.rule == rule))

@@ -1,6 +1,7 @@
-"""`/metrics` for Prometheus and `/load`: instances' figures from heartbeats, requests' counts from all API processes.
+"""`/metrics` for Prometheus, and `/load`: figures of instances from heartbeats, counts of requests from all API
+processes.
 
-metric_tables.py has the names. Knows nothing of counting or of the exchange of counts between processes.
+metric_tables.py defines the metrics. Knows nothing of counting or of the exchange of counts between processes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def metrics_routes(
 
     def told() -> AllStats:
         found = AllStats(router.stats.snapshot(), Busy(), 1) if totals is None else totals()
-        if found is None:  # a smaller count than another process's would look like a restart
+        if found is None:  # smaller counts than another process has served would look like a restart
             raise Unavailable("this process has just started and does not know the other processes' counts yet")
         return found
 
@@ -100,7 +101,7 @@ class AdapterNaming:
     most: int
 
     def metric(self, *uses: AdapterUse) -> bytes:
-        """Returns the metric of adapters in use: one series, as gateways that route by it expect."""
+        """Returns the metric of adapters in use. It is a single series, as expected by gateways that route by it."""
         running = self._names(digest for use in uses for digest in use.running)
         waiting = self._names(digest for use in uses for digest in use.waiting)
         of = tables.ADAPTERS
@@ -120,7 +121,7 @@ def batch_lines_metric(model_name: str, counts: RequestCounts, num_running: int)
     of = tables.BATCH_LINES
     family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "state"])
     num_answered = counts.completed + counts.failed
-    num_running = min(num_running, counts.total - num_answered)  # counts are noted once a second
+    num_running = min(num_running, counts.total - num_answered)  # the counts are updated only once a second
     waiting = counts.total - num_answered - num_running
     for state, number in (("waiting", waiting), ("running", num_running), ("answered", num_answered)):
         family.add_metric([model_name, state], number)
@@ -149,7 +150,7 @@ def busy_of(router: Router, drain: Drain, num_batch_lines: int = 0) -> Busy:
 def metrics_of(
     instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy, owner: Owner = ONLY_ONE
 ) -> bytes:
-    """Returns the exposition text. An instance's counters restart with it. `own`: this process's current work."""
+    """Returns the exposition text. An instance's counters restart when it does. `own`: this process's current work."""
     registry = CollectorRegistry()
     registry.register(_Cluster(instances, model_name, told, own, owner))
     return generate_latest(registry)
@@ -303,7 +304,7 @@ class _Cluster(Collector):
 
     @property
     def _roles(self) -> list[Role]:
-        """Returns the roles to count: encode only if there are encoders, so that an alert on 0 makes sense."""
+        """Returns the roles to count. encode is one only if there are encoders, so that an alert on 0 makes sense."""
         return [role for role in ROLES if role != "encode" or any(each.role == role for each in self._instances)]
 
     def _states(self) -> GaugeMetricFamily:

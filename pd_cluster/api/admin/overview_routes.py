@@ -1,7 +1,7 @@
 """The route of the overview: instances, problems, and samples of the last minutes, in one answer.
 
-The admin port shows all of it. `public_overview_routes` is the part for clients: figures, without addresses, processes
-and reasons.
+The admin port shows all of it. `public_overview_routes` shows clients only figures, without addresses, processes and
+reasons.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PUBLIC_FIELDS = (
     *("num_prefix_hit_tokens", "num_steps", "kv_sent_nbytes", "kv_received_nbytes", "tiers"),
     *("unit", "unit_rank", "unit_size", "num_rounds", "num_idle_rounds", "exchange_s"),
 )
-SHARED_S = 0.25  # the greatest age of a shared answer at the public port; its page asks every half second
-MOST_SHARED = 16  # different answers that are kept for that long
+SHARED_S = 0.25  # maximum age of a shared answer at the public port; a page queries it every half second
+MOST_SHARED = 16  # maximum number of different answers that are kept for that long
 
 
 def overview_routes(overview: Overview, instances: Instances, model: str) -> APIRouter:
-    """Makes the route. `instances`: returns the entries of /instances."""
+    """Makes the route of the admin port. `instances`: returns the entries of /instances."""
     return _routes(Answers(overview.to_json, instances, model).new)
 
 
@@ -47,7 +47,7 @@ def public_overview_routes(overview: Overview, instances: Instances, model: str)
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`shown`: returns the overview without instances, with samples and marks after the given ones."""
+    """`shown(since_s, since_mark)`: returns the overview without instances, with only the later samples and marks."""
 
     shown: Callable[[float, int], dict[str, Any]]
     instances: Instances
@@ -66,7 +66,7 @@ class Answers:
 
 
 class SharedAnswers:
-    """Gives one answer to all equal queries within SHARED_S, so that many pages cost hardly more than one."""
+    """Gives the same answer to equal queries within SHARED_S, so that many pages cost hardly more than one."""
 
     def __init__(self, new: Callable[[float, int], bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self._new, self._clock = new, clock
@@ -87,7 +87,7 @@ class SharedAnswers:
 
 
 def _public(instance: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields for clients, without the epochs of peers and the reasons of links."""
+    """Returns the fields that clients may see, which exclude peers' epochs and the reasons why links failed."""
     links = {peer.partition("@")[0]: state.partition(":")[0] for peer, state in instance["links"].items()}
     return {**{name: instance[name] for name in PUBLIC_FIELDS}, "links": links}
 
@@ -97,7 +97,7 @@ def _routes(answer: Callable[[float, int], bytes]) -> APIRouter:
 
     @routes.get("/overview")
     async def whole(request: Request) -> Response:
-        """Answers. `since`: only samples after this Unix time. `since_mark`: only marks after this number."""
+        """Answers a query. `since`: only samples after this Unix time. `since_mark`: only marks after this number."""
         body = answer(_number(request, "since", -math.inf), int(_number(request, "since_mark", 0)))
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 

@@ -33,7 +33,8 @@ def described(requests: Sequence[ServedRequest]) -> list[dict[str, Any]]:
 def trace_lines(requests: Sequence[dict[str, Any]], block_tokens: int) -> Iterator[str]:
     """Yields a line for each request in order of arrival; the first arrives at 0.
 
-    A key covers all tokens up to its end, so the last key of several blocks identifies them as one long block.
+    A block's key covers all tokens up to the block's end, so the last key of several blocks identifies them as one long
+    block.
     """
     ordered = sorted(requests, key=lambda each: each["received_s"])
     ids: dict[int, int] = {}

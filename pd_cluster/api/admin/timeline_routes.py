@@ -1,6 +1,6 @@
 """Admin routes for the last requests: /requests, /requests/trace and /requests/{id}/timeline.
 
-With several API processes, each knows the timelines of its own requests; the scheduler queries all of them.
+Each of several API processes has the timelines of its own requests; the scheduler queries all processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LocalTimelines:
 
 
 class RemoteTimelines:
-    """Timelines of several processes, over a Unix socket each; a process that does not answer is left out."""
+    """Queries the timelines of several processes over Unix sockets; leaves out a process that does not answer."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.max_requests = MAX_REQUESTS * len(paths)
@@ -125,7 +125,7 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
 
 
 def timeline_app(timelines: Timelines, served: ServedRequests) -> FastAPI:
-    """Makes an app for the scheduler's queries to one process. Only here do keys of blocks leave a process."""
+    """Makes the app for the scheduler's queries to one process. Keys of blocks leave a process only in its answers."""
     source = LocalTimelines(timelines, served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)

@@ -80,5 +80,5 @@ def _add_transfer(routes: APIRouter, updates: WeightUpdates) -> None:
 
     @routes.get("/get_world_size")
     async def get_world_size(http: Request) -> dict[str, Any]:
-        """The ranks of a trainer's group that this server needs: one receives for all instances."""
+        """Returns how many ranks of a trainer's group this server needs: one, which receives for all instances."""
         return {"world_size": 1}

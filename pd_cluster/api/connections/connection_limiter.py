@@ -1,8 +1,8 @@
 """Admits connections: counts them in total and by address, and tracks which are idle and for how long.
 
 A connection is busy while one of its requests is answered; otherwise it is idle. The limits apply to busy connections.
-Some further connections are admitted, so that probes are answered when a limit is reached; beyond these, the connection
-that has been idle longest is closed. Knows nothing of sockets or HTTP.
+Some further connections are admitted, so that probes are answered when a limit is reached. When these are used up, too,
+each new connection replaces the one that has been idle longest. Knows nothing of sockets or HTTP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pd_cluster.settings.routing_settings import ConnectionLimits
 
 HEAD_TIMEOUT_S = 10.0  # the time from connect, or from a later request's first byte, to the end of its headers
 BODY_TIMEOUT_S = 65.0  # the time from the headers' end to the body's end; routes answer with an error after 60 s
-PARTING_TIMEOUT_S = 2.0  # the time for a rejected client to read the reason
+PARTING_TIMEOUT_S = 2.0  # the time that a rejected client has to read the reason
 NUM_SPARE_PER_HOST = 16
 
 
 class LimitedConnection(Protocol):
-    """A connection, as the limiter sees it."""
+    """The limiter's view of a connection."""
 
     def evict(self) -> None:
         """Closes the connection at once; it has no request."""
@@ -33,7 +33,7 @@ class LimitedConnection(Protocol):
 
 
 class _Nobody:
-    """Stands for a connection that has ended."""
+    """Placeholder for a connection that has ended."""
 
     def evict(self) -> None:
         return
@@ -158,16 +158,16 @@ class ConnectionLimiter:
         return True
 
     def _breaks_up_a_crowd(self, admitted: AdmittedConnection) -> bool:
-        """If most connections are idle, and so hold low descriptors, closes the one that has been idle longest.
+        """If most connections are idle, they hold the low descriptors; then closes the one that has been idle longest.
 
-        If most have requests, returns False: the few idle ones are new or are probes.
+        Returns whether it did. If most connections have requests, the few idle ones are new or are probes.
         """
         is_crowd = len(self._idle) > 2 * self.num_busy and next(iter(self._idle)) is not admitted
         return is_crowd and self._evict(self._idle)
 
     def begin_request(self, admitted: AdmittedConnection, is_probe: bool) -> None:
         """Makes a connection busy. Raises Unavailable or Overloaded. Probes are never refused or counted as busy."""
-        if admitted.state is not ConnectionState.IDLE:  # a pipelined request counts with the request being answered
+        if admitted.state is not ConnectionState.IDLE:  # a pipelined request is not counted again
             return
         if is_probe:
             self._move(admitted, ConnectionState.PROBED)

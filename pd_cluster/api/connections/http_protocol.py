@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with limits on a request's head, its trailers and times, and on connections.
 
-uvicorn's parser keeps all its input, however large, and copies it again with every read. So bytes are counted here
-first, and input is split at the end of a head, so that each head is counted from its start. Requests that two servers
-could read differently are refused before any route sees them. Knows nothing of routes except the paths of probes.
+uvicorn's parser keeps all its input, however large, and copies it again with every read. Bytes are therefore counted
+before they reach the parser. Input is split at the end of a head, so that each head is counted from its start. Requests
+that two servers could read differently are refused before any route sees them. Knows nothing of routes except the paths
+of probes.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ MAX_HEAD_NBYTES = 64 << 10  # request line and headers
 MAX_FIELDS = 256
 MAX_TRAILERS_NBYTES = 16 << 10
 MAX_TRAILERS = 64
-MAX_FRAMING_NBYTES = 64 << 10  # around the chunks of a body, without a byte of the body itself
-LEAST_NBYTES = 1 << 20  # an upload of so many bytes within BODY_TIMEOUT_S gets that time again
-PIECE_NBYTES = 16 << 10  # the bytes of a chunked body that are passed on at once
-MAX_IGNORED_NBYTES = 1 << 20  # the bytes that a client may still send after it was turned away
+MAX_FRAMING_NBYTES = 64 << 10  # sizes and line ends around the chunks of a body, without the body itself
+LEAST_NBYTES = 1 << 20  # an upload that sends this many bytes within BODY_TIMEOUT_S gets that time again
+PIECE_NBYTES = 16 << 10  # size of the pieces in which a chunked body is passed on
+MAX_IGNORED_NBYTES = 1 << 20  # the bytes that a client may still send after it was refused
 END_OF_HEAD = b"\r\n\r\n"
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 PROBES = (b"/health", b"/ping", b"/live")
 
 
 def probes_under(root_path: str) -> frozenset[bytes]:
-    """Returns the paths of probes, as clients write them. Probes are answered whatever the number of connections."""
+    """Returns the paths of probes, as clients write them. Probes are answered even if a connection limit is reached."""
     return frozenset(root + path for path in PROBES for root in (b"", root_path.encode()))
 
 
 class RequestLimits(NamedTuple):
-    """`probes`: paths that are always answered. `uploads`: path -> the most bytes of a body, if that may be larger."""
+    """`probes`: paths that are always answered. `uploads`: path -> limit in bytes, where bodies may be larger."""
 
     probes: frozenset[bytes]
     most_fields: int = MAX_FIELDS
@@ -77,11 +78,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_begun = False  # whether at least one byte of a head has arrived
         self._head_nbytes = 0
         self._last_bytes = b""  # the last bytes of an incomplete head, which may be part of its end mark
-        self._body_left = 0  # -1: chunked
+        self._body_left = 0  # bytes; -1: chunked
         self._framing_nbytes = 0
         self._trailers_nbytes = 0
         self._num_trailers = 0
-        self._uploaded_nbytes = -1  # of an upload, since its deadline was last extended; -1: not an upload
+        self._uploaded_nbytes = -1  # an upload's bytes since its deadline was last extended; -1: not an upload
         self._ignored_nbytes = 0
         self._most_ignored_nbytes = MAX_BODY_NBYTES
 
@@ -134,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._take(data)
 
     def _take(self, data: bytes) -> None:
-        """Feeds the parser piece by piece until all is consumed, or a second request waits for the first's answer."""
+        """Feeds the parser piece by piece until all is parsed, or until a request must wait for the previous answer."""
         at = 0
         try:
             while at < len(data) and not self.transport.is_closing():
@@ -151,7 +152,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._turn_away(refusal)
 
     def _watch(self) -> None:
-        """Starts the timeout of an incomplete head or body; most requests arrive whole."""
+        """Starts the timeout of an incomplete head or body. Most requests arrive whole and need none."""
         if self.transport.is_closing():
             return
         if self._reading is not Reading.HEAD:
@@ -222,7 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_answering:
             self.cycle.keep_alive = False
-            if not self.cycle.more_body:  # the fault is after the request's end
+            if not self.cycle.more_body:  # the fault is in the bytes after the request that is being answered
                 return
             was_answered = self.cycle.response_started
             self.cycle.disconnected = True  # tells the route that the client left

@@ -1,4 +1,4 @@
-"""Runs uvicorn servers on sockets that are bound first, so that a port in use gives one clear line and exit code 1.
+"""Runs uvicorn servers on sockets that are bound beforehand: a port in use then gives one clear line and exit code 1.
 
 Accepts connections itself, because the event loop would accept all waiting connections before examining any.
 """
@@ -33,7 +33,7 @@ from pd_cluster.settings.routing_settings import ConnectionLimits
 BACKLOG = 2048
 NUM_FAIR_THREADS = 8  # threads for blocking calls, most of which only wait
 DEFAULT_LIMITS = ConnectionLimits()
-CLOSE_TIMEOUT_S = 3  # the time for connections to close after the listener
+CLOSE_TIMEOUT_S = 3  # the time that connections have to close after the listener
 TICKS_A_SECOND = 10  # uvicorn's rate
 NUM_OWN_DESCRIPTORS = 192  # descriptors for the process itself, in addition to those for connections
 UNREAD_TIMEOUT_S = 120  # a client that reads nothing for this long loses its connection
@@ -45,12 +45,12 @@ def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
     """Binds several sockets to one port, one per process; the kernel spreads connections. Raises ConfigError."""
     if count == 1:
         return [bind(host, port)]
-    bind(host, port).close()  # fails if the port is in use, which sharing would hide
+    bind(host, port).close()  # raises if the port is in use, which the shared sockets below would not notice
     return [bind(host, port, is_shared=True) for _ in range(count)]
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Returns a listening Unix socket for all users who may enter its folder. Raises ConfigError."""
+    """Returns a listening Unix socket, open to all users who may enter its folder. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
@@ -108,7 +108,7 @@ def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) ->
 
 
 class Finishing(Protocol):
-    """Work that continues after the first signal."""
+    """Work that the server finishes after the first signal."""
 
     async def finish(self, hurry: asyncio.Event) -> None:
         """Waits until all work is done, or until shortly after `hurry` is set."""
@@ -220,8 +220,8 @@ async def serve_until_signal(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then keeps listening until `drain` has finished; a second signal ends at once.
 
-    With `listen` the caller handles signals: `listen` receives the function to call for each. `signalled` is called at
-    the first signal. The end of `until` ends everything at once, and may raise.
+    With `listen` the caller handles signals: `listen` gets the function that must be called for each signal.
+    `signalled` is called at the first signal. When `until` ends, everything ends at once, and its exception is raised.
     """
     stopping, hurry = asyncio.Event(), asyncio.Event()
 

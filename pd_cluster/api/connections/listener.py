@@ -60,7 +60,7 @@ class Listener:
 
     def _accept_waiting(self) -> None:
         most = self._at_once
-        self._at_once = 1  # adaptive: an accept call costs as much without a waiting connection as with one
+        self._at_once = 1  # adaptive, because a call that finds no waiting connection costs as much as one that does
         for _ in range(most):
             try:
                 connection, address = self._listener.accept()

@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 class RefusalLog:
-    """Logs the first rejection, then one line every `PERIOD_S` with the number and the last reason."""
+    """Logs the first rejection, then a line every `PERIOD_S` at most, with their number and the last reason."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Maps addresses to subscribers, the unit for counting connections and clients without a key."""
+"""Maps an address to its subscriber. Connections, and clients without a key, are counted by subscriber."""
 
 from __future__ import annotations
 

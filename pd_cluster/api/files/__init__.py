@@ -1,1 +1,1 @@
-"""/v1/files and /v1/batches: their routes, and the execution of batches beside the requests of the public port."""
+"""/v1/files and /v1/batches: their routes, and the execution of batches next to the public port's requests."""

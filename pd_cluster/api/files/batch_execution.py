@@ -19,8 +19,8 @@ from pd_cluster.service.files.batch_validation import check_entries
 P = ParamSpec("P")
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
-READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # the most lines that are read together, and their bytes
-MOST_NBYTES = 64 << 20  # the bytes of requests that are being answered or wait
+READ_AT_ONCE, READ_NBYTES = 32, 1 << 20  # maximum number of lines that are read together, and of their bytes
+MOST_NBYTES = 64 << 20  # maximum number of bytes of requests that are being answered or wait
 WHY_EXPIRED = "This request could not be executed before the completion window expired."
 WHY_CANCELLED = "This request was not executed, because its batch was cancelled."
 WHY_FULL = "There is no room for the answer: the files of this key use its whole quota; delete some."
@@ -30,7 +30,7 @@ GIVEN_UP = {"expired": ("batch_expired", WHY_EXPIRED), "cancelled": ("batch_canc
 class BatchExecution:
     """`run` raises StorageFull when the disk is full, and Unauthorized when the owner's last key is gone.
 
-    Then no answer is lost, and another execution continues.
+    Answers so far are kept even then, and a later execution continues the batch.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BatchExecution:
         """`may_run`: whether the batch's owner has a key."""
         self._store, self._id, self._answers, self._may_run = store, batch_id, answers, may_run
         self._most = store.files.config.batch_concurrency
-        self._most_nbytes = 0  # the largest size of the batch's files, by its owner's quota
+        self._most_nbytes = 0  # maximum size of the batch's files under its owner's quota
         self._pending: set[asyncio.Future[Any]] = set()  # calls on threads
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class BatchExecution:
             journal.close()
 
     async def _settled(self) -> None:
-        """Waits for running calls: none may write after the batch ends here or continues in another process."""
+        """Waits for running calls: none may write after the batch has ended here, or while another process runs it."""
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def _on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -102,7 +102,7 @@ class BatchExecution:
         return await asyncio.shield(calling)
 
     async def _until_over(self, kept: KeptBatch, journal: BatchJournal, source: BinaryIO) -> None:
-        """Returns when each request has a line, the batch is cancelled, or its window is over."""
+        """Returns when each request has an output line, the batch is cancelled, or its window is over."""
         await self._on_thread(self._note_progress, journal)
         answering = asyncio.ensure_future(self._answer_all(kept, journal, source))
         watching = asyncio.ensure_future(self._watch(journal))
@@ -144,7 +144,7 @@ class BatchExecution:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _entries(self, journal: BatchJournal, source: BinaryIO) -> AsyncIterator[BatchEntry]:
-        """Yields the requests without a line; reads them on a thread."""
+        """Yields the requests without an output line; reads them on a thread."""
         left = (entry for entry in entries_of(source) if not journal.has(entry))
         while some := await self._on_thread(_some_of, left):
             for entry in some:
@@ -160,7 +160,7 @@ class BatchExecution:
         await self._on_thread(journal.write, entry, *answer)
 
     def _end(self, journal: BatchJournal, source: BinaryIO) -> None:
-        """Ends the batch; requests without a line get an error."""
+        """Ends the batch; requests without an output line get an error."""
         batch = self._store.load(self._id).batch
         if batch.status == "in_progress" and journal.is_complete:
             batch = self._store.note_answered(self._id).batch

@@ -17,8 +17,8 @@ from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-RETRY_S = 10.0  # the time until a batch that had to stop, such as for a full disk, is tried again
-MOST_AT_ONCE = 8  # the most running batches, besides those that are about to end
+RETRY_S = 10.0  # the time until a batch that had to stop, for example because the disk was full, is tried again
+MOST_AT_ONCE = 8  # maximum number of running batches, without those that are about to end
 
 
 class BatchService:
@@ -31,7 +31,7 @@ class BatchService:
         self._last_problem = ""
 
     def look_now(self) -> None:
-        """Notes that there is a new batch."""
+        """Makes `run` look for new batches at once."""
         self._has_news.set()
 
     async def run(self) -> None:
@@ -91,7 +91,8 @@ class BatchService:
 
 
 def chosen(running: Sequence[RunningBatch], mine: dict[str, RunningBatch], most: int) -> list[RunningBatch]:
-    """Returns batches to start, some of which other processes may run: owners take turns, the oldest batch first.
+    """Returns batches to start; other processes may already run some of them. Owners take turns, each with its oldest
+    batch first.
 
     Batches that are about to end come first, without a limit.
     """

@@ -15,8 +15,8 @@ from pd_cluster.service.files.file_store import UPLOAD_TIMEOUT_S, FileObject, Fi
 from pd_cluster.service.schema.error_bodies import BodyTooLarge
 
 IDLE_TIMEOUT_S = 60.0
-WRITTEN_NBYTES = 1 << 20  # the bytes of one write
-FORM_NBYTES = 64 << 10  # the largest form, without its file
+WRITTEN_NBYTES = 1 << 20  # size of one write
+FORM_NBYTES = 64 << 10  # maximum size of the form without its file
 SHORTEST_S, LONGEST_S = 3600, 2_592_000  # OpenAI's limits of a file's lifetime
 MAX_LENGTH_NUM_DIGITS = 18
 
@@ -27,7 +27,7 @@ class UploadTerms(NamedTuple):
 
 
 async def received_file(http: Request, store: FileStore, allowed_origins: tuple[str, ...]) -> FileObject:
-    """Removes a failed upload. Raises RequestError, QuotaExceeded, StorageFull."""
+    """Receives an upload; removes the file if it fails. Raises RequestError, QuotaExceeded, StorageFull."""
     from pd_cluster.api.files.multipart_form import MultipartForm
 
     count_request(http)
@@ -103,7 +103,7 @@ def lifetime_s(field: str, anchor: object, seconds: object) -> float:
 
 
 def check_origin(http: Request, allowed_origins: tuple[str, ...]) -> None:
-    """Raises Forbidden for pages of other sites, because browsers send their forms without asking first."""
+    """Raises Forbidden for pages of other sites, because browsers send their forms without a preflight."""
     origin = http.headers.get("origin")
     if origin is None or origin in allowed_origins or "*" in allowed_origins:
         return

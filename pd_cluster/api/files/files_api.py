@@ -33,7 +33,7 @@ class FilesApi:
     """`run`: runs batches until cancelled. `metric`: the lines of batches, for /metrics."""
 
     def __init__(self, service: TextService, is_ending: Callable[[], bool], file_keys: FileKeys | None) -> None:
-        """`is_ending`: the server stops, so no further batch request may begin. Raises ConfigError.
+        """`is_ending`: whether the server stops; then no further batch request begins. Raises ConfigError.
 
         Batches of owners without a valid key do not run.
         """
@@ -52,11 +52,11 @@ class FilesApi:
         ]
 
     def num_running(self) -> int:
-        """Returns how many lines this process answers now."""
+        """Returns how many batch lines this process is answering."""
         return self._throttle.num_running
 
     async def metric(self, told: AllStats) -> bytes:
-        """`told`: the figures of all API processes. A full disk must not hide the other metrics."""
+        """`told`: the figures of all API processes. If the disk fails, returns nothing rather than fail all metrics."""
         try:
             counts = await self._batches.files.on_thread(self._batches.open_counts)
         except (StorageFull, sqlite3.Error):

@@ -29,7 +29,7 @@ class LineAdmission:
     ) -> None:
         self._router, self._throttle, self._may_begin, self._clock = router, throttle, may_begin, clock
         self._without_token: dict[str, RequestStream] = {}
-        self._first = asyncio.Lock()  # the holder's request is next
+        self._first = asyncio.Lock()  # its holder's request begins next
         streams = router.streams
         streams.on_opened.append(self._on_opened)
         streams.on_ended.append(self._on_ended)
@@ -48,7 +48,7 @@ class LineAdmission:
 
     def _may_begin_now(self) -> bool:
         for stream in [*self._without_token.values()]:
-            if stream.heard_s:  # the prompt is computed, even if its token is read later
+            if stream.heard_s:  # the prompt has been computed, although its token may not have been read yet
                 self._note_token(stream, stream.heard_s)
         return self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())
 

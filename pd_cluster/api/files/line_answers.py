@@ -23,19 +23,19 @@ from pd_cluster.types.request_spec import BATCH_PRIORITY
 
 log = logging.getLogger(__name__)
 
-MOST_TRIES = 3  # how often a request that loses its instances or times out is tried
+MOST_TRIES = 3  # how many times a request is tried if it loses its instances or times out
 RETRY_S, LONGEST_WAIT_S = 1.0, 30.0
 
 
 class LineAnswer(NamedTuple):
-    """A line of a batch's output or error file. `is_complete`: it is an answer, not an error."""
+    """A line of a batch's output or error file. `is_complete`: whether it is an answer rather than an error."""
 
     line: bytes
     is_complete: bool
 
 
 class LineAnswers:
-    """`is_ending`: the server stops, so failures are not answers."""
+    """`is_ending`: whether the server stops; failures are then not recorded as answers."""
 
     def __init__(
         self,
@@ -77,8 +77,9 @@ class LineAnswers:
         return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
 
     def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
-        """Returns an owner with the prompts and models of the batch's owner, but with separate turns: a batch does not
-        delay other requests."""
+        """Returns a caller that has the batch owner's prompts and models, but takes separate turns: a batch does not
+        delay its owner's other requests.
+        """
         return Caller(
             client=f"batches of {kept.owner}",
             tenant="" if self._http.shares_prefix_cache or not self._http.has_keys else kept.owner,

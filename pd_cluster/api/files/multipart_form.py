@@ -51,7 +51,7 @@ class MultipartForm:
         self._out = bytearray()
 
     def feed(self, chunk: bytes) -> bytes:
-        """Returns the file's bytes within this part of the body."""
+        """Parses the next bytes of the body, and returns those that belong to the file."""
         self._out = bytearray()
         try:
             self._parser.write(chunk)

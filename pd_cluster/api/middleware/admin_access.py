@@ -1,4 +1,4 @@
-"""Checks access to the admin port: its token, or for reading a local user; and the host names of ports."""
+"""Checks access to the admin port, which local users may read without its token, and the host names of ports."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HostNames:
     """The host names under which a port answers browsers: those of this host, and `allowed` ones.
 
     A web page can make its own name resolve to a port's address and then read the answers (DNS rebinding), but cannot
-    change the Host header that its browser sends. With TLS, the browser has compared the name with the certificate;
-    only a proxy reaches a Unix socket. `is_local`: the port is bound to loopback; other ports also answer under
-    addresses and the machine's name, which no foreign page can have.
+    change the Host header that its browser sends. Two kinds of ports need no check: with TLS the browser compares the
+    name with the certificate, and only a proxy can reach a Unix socket. `is_local`: the port is bound to loopback;
+    other ports also answer under addresses and the machine's name, which no foreign page can have.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -35,7 +35,7 @@ class HostNames:
         return not self.is_local and (is_ip(host.strip("[]")) or host == socket.gethostname().lower())
 
     def check(self, request: Request, way_out: str = "") -> None:
-        """Raises Forbidden. `way_out`: another way out to add to the message."""
+        """Raises Forbidden. `way_out`: a further remedy to add to the message."""
         if not self.has(request):
             host = _host_name(request.headers.get("host", ""))
             raise Forbidden(
@@ -46,7 +46,7 @@ class HostNames:
 
 @dataclass(frozen=True, slots=True)
 class AdminAccess:
-    """Commands need the token; if users of other hosts can reach the port, reading needs it, too.
+    """Commands need the token. Reading needs it, too, if users of other hosts can reach the port.
 
     Reading without the token requires a name of this host or of `allowed_hosts`: see HostNames.
     """
@@ -69,7 +69,7 @@ class AdminAccess:
         return HostNames(self.allowed_hosts, self.is_open_to_read)
 
     def check_token(self, request: Request) -> None:
-        """Raises Unauthorized unless the request has the token, even to read."""
+        """Raises Unauthorized unless the request, even one that only reads, has the token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if scheme.lower() != "bearer" or not is_right:

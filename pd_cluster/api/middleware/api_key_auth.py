@@ -1,7 +1,7 @@
 """Checks API keys at the public port.
 
-Knows nothing of routes except the few paths that need no key, or a separate key; if there are API keys, every other
-path needs one, even an unknown path.
+If there are API keys, every path needs one, even an unknown path, except a few that need no key or a separate key.
+Knows nothing of other routes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.service.schema.error_bodies import MESSAGES_PATHS
 from pd_cluster.settings.http_settings import HttpConfig
 
 OPEN_PATHS = ("/health", "/ping", "/live")  # read-only paths for probes
-NAMED = "name:"  # the beginning of owners whose keys have a tenant's name
+NAMED = "name:"  # prefix of owners that are named tenants
 METRICS_PATH, LOAD_PATH = "/metrics", "/load"
 
 
@@ -43,9 +43,9 @@ class ApiKeys:
 
     Only Anthropic's routes also take `X-API-Key: KEY`, which Anthropic's clients send.
 
-    Preflights have no key: CORS answers them first. Paths are compared in the router's form, decoded and whole, under
-    `root_path`; a path that only resembles an open one needs a key. Routes get the key's tenant as the request's
-    caller, with the request's meter.
+    Preflights have no key; the CORS layer answers them before this one. Paths are compared as the router compares them:
+    whole, decoded, and under `root_path`. A path that only resembles an open one needs a key. Routes get the key's
+    tenant as the request's caller, with the request's meter.
     """
 
     def __init__(self, app: ASGIApp, http: HttpConfig, counts: TenantCounts, file_keys: FileKeys | None = None) -> None:
@@ -127,7 +127,7 @@ def _key_of(header: bytes) -> bytes | None:
 
 
 def place_of(key: bytes | None, digests: Sequence[bytes]) -> int | None:
-    """Returns the key's index. Takes the same time for wrong keys."""
+    """Returns the key's index; None for a wrong key, which takes the same time."""
     digest = digest_of_key(key or b"")
     matches = [hmac.compare_digest(digest, known) for known in digests]  # compares all, even after a match
     return matches.index(True) if key is not None and any(matches) else None

@@ -15,15 +15,17 @@ from pd_cluster.api.middleware.error_responses import error_response
 from pd_cluster.errors import Unavailable
 from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES
 
-LAST_WORDS_S = 2.0  # the time to send in-band errors after running requests were ended
+LAST_WORDS_S = 2.0  # the time to send in-band errors after running requests have been ended
 REFUSED_BODY_S = 1.0
 ALWAYS_ANSWERED = ("/health", "/ping", "/live", "/metrics", "/load")
 
 
 class Drain:
-    """`end_running` must end all running requests, with an in-band error if possible.
+    """Counts running requests until the last one ends. `end_running` must end all of them, with an in-band error if
+    possible.
 
-    A drain that `stays` keeps refusing until `hurry`, because sibling servers may still have requests.
+    A drain that `stays` refuses new requests until `hurry`, even when idle, because sibling servers may still have
+    requests.
     """
 
     def __init__(self, timeout_s: float, end_running: Callable[[], None], stays: bool = False) -> None:
@@ -57,7 +59,7 @@ class Drain:
 
     @property
     def num_running(self) -> int:
-        """The number of requests between their first byte and their last."""
+        """The number of requests whose last byte has not been sent."""
         return self._num_running
 
     def started(self) -> None:

@@ -20,7 +20,7 @@ from pd_cluster.service.schema.error_bodies import Error, MessageError, error_bo
 log = logging.getLogger(__name__)
 
 BATCHES = "files and batches need --files-dir; `pd-cluster run-batch` answers a file of requests"
-NOT_HERE = {  # part of a path that other servers have -> what to do instead
+NOT_HERE = {  # path prefix of other servers' routes -> the alternative here
     "/v1/batches": BATCHES,
     "/v1/files": BATCHES,
     "/v1/uploads": "files are uploaded whole, to /v1/files",
@@ -47,7 +47,7 @@ def _response(body: Error | MessageError, status: int, headers: Mapping[str, str
 
 
 def install_error_handlers(app: Starlette, here: Collection[str] = ()) -> None:
-    """`here`: paths of NOT_HERE that this app has."""
+    """`here`: the paths of NOT_HERE that this app does have."""
     not_here = {part: way for part, way in NOT_HERE.items() if part not in here}
 
     async def known(request: Request, error: Exception) -> Response:

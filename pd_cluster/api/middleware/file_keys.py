@@ -1,4 +1,4 @@
-"""The keys of --api-key-file at the public port: one hash and one lookup find a key's owner.
+"""The keys of --api-key-file at the public port. Finding a key's owner takes one hash and one lookup.
 
 The scheduler reads the file (cluster/tenancy/key_store.py) and passes on its content. Knows nothing of files or routes.
 """

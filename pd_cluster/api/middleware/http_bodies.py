@@ -48,9 +48,9 @@ async def parsed(http: Request, nbytes: int, work: Callable[[], T]) -> T:
 async def read_body(request: Request) -> bytes:
     """Reads the body.
 
-    Raises BodyTooLarge before more than the limit is held, RequestError if it does not arrive in time. Raises
-    RateLimited, before anything is read, if the caller has used up its limit, and Overloaded if others' bodies
-    leave no room.
+    Raises BodyTooLarge before more than the limit is in memory, and RequestError if the body does not arrive in time.
+    Before anything is read, raises RateLimited if the caller has used up its limit, and Overloaded if other bodies
+    leave no memory.
     """
     count_request(request)
     if isinstance(known := request.scope.get(BODY), bytes):
@@ -99,7 +99,7 @@ def declared_length(request: Request) -> int | None:
 
 
 def guarded_by(check: Callable[[Request], None]) -> Any:
-    """Returns a route's dependency that checks on the event loop, without FastAPI's thread for each request."""
+    """Returns a route's dependency that runs `check` on the event loop, where FastAPI would use a thread."""
 
     async def run(request: Request) -> None:
         check(request)
@@ -114,8 +114,8 @@ class Last(bytes):
 class EventStream(Response):
     """Server-sent events. Closes its generator as soon as the client leaves.
 
-    An error before the first event is raised, so it becomes an HTTP status. `late_headers` are read when that event
-    exists. A client that does not read blocks `send`, until the kernel ends the connection (http_server.py).
+    An error before the first event is raised, so it becomes an HTTP status. `late_headers` is called once the first
+    event exists. A client that does not read blocks `send` until the kernel ends the connection (http_server.py).
     """
 
     def __init__(

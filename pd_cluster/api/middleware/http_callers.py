@@ -37,7 +37,7 @@ def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
 
 
 def caller_of(http: Request) -> Caller:
-    """Returns the caller: the owner of the key, or without keys the peer's address. Makes it once per request."""
+    """Returns the request's only Caller: the key's owner or, without keys, the peer's address."""
     known, arrived = http.scope.get(SCOPE), http.scope.get(ARRIVED, nothing)
     made_from, made = http.scope.get(MADE, (None, None))
     if made is not None and made_from is known and made.arrived is arrived:

@@ -23,7 +23,7 @@ class RequestIds:
             is_start = message["type"] == "http.response.start"
             if is_start and not any(
                 name == HEADER for name, _ in message["headers"]
-            ):  # a route may have set a better id
+            ):  # a route may have set its own id
                 message = {**message, "headers": [*message["headers"], (HEADER, request_id)]}
             await send(message)
 

@@ -1,7 +1,7 @@
 """Resources that requests hold before the router has them: a reserved place in the queue, and memory for bodies.
 
-A generating request that would wait too long is refused before its body is read. Bodies share a memory budget, of which
-a client may take at most as much as it leaves free. Knows nothing of routes.
+A generating request that would wait too long is refused before its body is read. Bodies share a memory budget, in which
+one client's share is at most what remains free for others. Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.service.concurrency.fair_slots import current_client
 
 SCOPE = "pd_cluster.arrival"  # the key of a request's RequestReservation in its ASGI scope
 BODIES_NBYTES = 256 << 20  # the memory for all bodies whose requests have not reached the router
-SMALL_NBYTES = 64 << 10  # this part of each body is not counted, because connections buffer as much
+SMALL_NBYTES = 64 << 10  # this part of each body is not counted, because connections buffer as much anyway
 CHARS_PER_TOKEN = 4  # a guess, until the text is tokenized
 UNTOLD_NBYTES = 1 << 10  # assumed for a body of undeclared length
 
@@ -38,7 +38,7 @@ class BodyBudget(FairByteBudget):
 
 
 class RequestReservation:
-    """One request, until the router has it or it ends."""
+    """The resources of one request, until the router has the request or the request ends."""
 
     __slots__ = ("_admission", "_budget", "_client", "_nbytes", "_num_tokens", "_of_body")
 
@@ -49,7 +49,7 @@ class RequestReservation:
         self._of_body = ""  # the client to whom the body's memory is charged
 
     def asks(self, http: Request, nbytes: int | None) -> None:
-        """Reserves for a generating request; `nbytes` is its body's size, if known. Raises Overloaded."""
+        """Reserves a place in the queue. `nbytes`: the size of the request's body, if known. Raises Overloaded."""
         num_tokens = (UNTOLD_NBYTES if nbytes is None else nbytes) // CHARS_PER_TOKEN
         self._client = self._admission.arrives(caller_of(http).owner, num_tokens)
         self._num_tokens = num_tokens

@@ -1,4 +1,4 @@
-"""Traces each request that generates or embeds: reads `traceparent` and `tracestate`, and answers with its own.
+"""Traces each request that generates or embeds: reads `traceparent` and `tracestate`, and sends its own in the answer.
 
 Only active with --otlp-traces-endpoint. Runs after the key check, so that only valid callers cause traces.
 """
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pd_cluster.cluster.records.request_timeline import FOLLOWER
 from pd_cluster.service.request_traces import PARENT, STATE, Tracing
 
-# path -> OpenTelemetry's name of the operation, if it has one; other routes have no traces.
+# path -> the operation's name, OpenTelemetry's if it has one; other routes are not traced.
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",

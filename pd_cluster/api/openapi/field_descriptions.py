@@ -1,6 +1,6 @@
-"""Descriptions of request fields whose names do not explain them, and limits that are checked outside of the schema.
+"""Descriptions of request fields with names that do not explain themselves, and limits that the schemas do not check.
 
-Only the OpenAPI document uses them, by a field's name, in whichever request it is.
+Only the OpenAPI document uses them. A description applies to every request that has a field of this name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ DESCRIPTIONS = {
     "kv_transfer_params": "{do_remote_decode: true} asks for a handle for the KV cache of the prompt; {handle: …} "
     "takes it back. Only on the routes that generate from one prompt.",
     "prediction": 'The expected text of the answer, such as a file before an edit: {"type": "content", '
-    '"content": a text, or text parts}. It saves time where it is right, and never changes the answer.',
+    '"content": a text, or text parts}. It saves time where it is right, and does not change the answer.',
     "speculative": "false: no drafts for this request; each token takes a separate step.",
     "include_metrics": "Return the times of the answer's tokens; null for more than one answer.",
     "echo": "The answer begins with the prompt, in a chat with the message that it continues.",

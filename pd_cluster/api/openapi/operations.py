@@ -1,6 +1,6 @@
-"""Declares a route's body, answers and errors next to the route; FastAPI knows path, methods and names.
+"""Declares a route's body, answers and errors next to the route. FastAPI adds the path, methods and names.
 
-The types themselves are described when /openapi.json is first asked for (openapi_document.py).
+openapi_document.py describes the types when /openapi.json is first requested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pd_cluster.api.openapi.request_examples import Examples
 
 Json = dict[str, Any]
 Kind = type[BaseModel] | type[msgspec.Struct]
-Kinds = Kind | tuple[Kind, ...] | list[Kind]  # a tuple: one of them; a list: an array of them
+Kinds = Kind | tuple[Kind, ...] | list[Kind]  # a tuple: one of its types; a list: an array of them
 REF = "#/components/schemas/{name}"
 JSON = "application/json"
 FAILURES = (400, 404, 410, 413, 429, 500, 503, 504)  # statuses of routes that use instances
@@ -48,7 +48,7 @@ class Operation(dict[str, Any]):
         return self._streams(CHUNKED, data={"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]})
 
     def events(self, kinds: Kinds) -> Operation:
-        """Adds a stream of named events; the last event says that none follows."""
+        """Adds a stream of named events, whose last event marks the end."""
         data = {"type": "string", "contentMediaType": JSON, "contentSchema": self._schema(kinds)}
         return self._streams(IN_EVENTS, event={"type": "string"}, data=data)
 
@@ -58,7 +58,7 @@ class Operation(dict[str, Any]):
         return self
 
     def says(self, description: str, status: str = "200") -> Operation:
-        """Describes the answer, or one of the same form with another status."""
+        """Describes the answer, or another status whose body has the same form."""
         self["responses"][status] = {**self["responses"]["200"], "description": description}
         return self
 

@@ -20,13 +20,14 @@ from pd_cluster.service.text_service import TextService
 
 
 async def _nothing() -> None:
-    """Keeps nothing."""
+    """The default of `keep`: stores nothing."""
 
 
 async def send(
     http: Request, service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]] = _nothing
 ) -> Response:
-    """Generates the answer and sends it. `keep` is called when it is complete, before the client receives its end.
+    """Generates the answer and sends it. `keep` is called when the answer is complete, before the client receives its
+    end.
 
     Raises RequestError, RateLimited before anything is computed.
     """

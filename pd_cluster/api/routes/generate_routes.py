@@ -53,12 +53,12 @@ def legacy_routes(service: TextService) -> APIRouter:
         request = await read_request(http, lambda body: parse(body, GenerateRequest, vocab_size=service.vocab_size))
         service.names.check_use(caller_of(http))
         if not service.max_loras:
-            request.model = None  # every name means the model
+            request.model = None  # any name selects the served model
         generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))
         reserve_tokens(http, [generation])
         name = named(request, http).request_id
         generation.client_id = f"generate-{name or secrets.token_hex(12)}"
-        headers = {"x-request-id": generation.client_id}  # bodies cannot carry it
+        headers = {"x-request-id": generation.client_id}  # the answer's body has no field for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else generation.prompt_text
         if request.stream:

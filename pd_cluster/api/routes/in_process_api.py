@@ -1,4 +1,4 @@
-"""The API's routes without connections: a body in, the body of the answer out, as over HTTP. For batches."""
+"""Calls the API's routes without connections, for batches: takes a request's body and returns the answer's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Answered(msgspec.Struct):
 
 
 class InProcessApi:
-    """Every route that uses instances, by its path. Keeps no state between calls."""
+    """Calls any route that uses instances, by its path. Keeps no state between calls."""
 
     def __init__(self, service: TextService) -> None:
         routes = [route for router in api_routes(service, None) for route in router.routes]
@@ -76,7 +76,7 @@ class InProcessApi:
 
 
 async def _never() -> Message:
-    """Waits forever, because no client can leave."""
+    """Waits forever, because there is no client that could leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never
 

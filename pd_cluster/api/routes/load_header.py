@@ -1,6 +1,6 @@
 """The header of answers that tells load balancers the cluster's load, in ORCA's format.
 
-It reveals the load of other clients, so it is left out if /metrics is closed.
+The load includes other clients' requests, so the header is left out if /metrics is closed.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ async def answered(http: Request, service: TextService, answer: Answer, ticket: 
         asked = answer.wanted.kv_transfer_params
         plan = service.kv_handles.plan(asked, owner_of(http), orders, answer.wanted.stream)
         answer.kv_handle = plan.told
-        answer.generations[0].follow_session(plan.session)  # a request with a handle has only one
+        answer.generations[0].follow_session(plan.session)  # a request with a handle has only one generation
     reserve_tokens(http, answer.generations)
     for generation in answer.generations:
         generation.client_id = answer.id

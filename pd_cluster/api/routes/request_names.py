@@ -13,7 +13,7 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 def named(request: RequestT, http: Request) -> RequestT:
-    """Names a request without its own name by the header X-Request-Id."""
+    """Gives a request that has no name the one in the header X-Request-Id."""
     request.request_id = name_of(request.request_id, http)
     return request
 

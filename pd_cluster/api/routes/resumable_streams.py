@@ -22,7 +22,7 @@ ERROR = b'data: {"error"'
 def ticket_for(
     http: Request, service: TextService, request: GenerationRequest, generations: list[Generation]
 ) -> StreamTicket | None:
-    """Returns the right to resume this request's stream, which determines call ids; None: it cannot be resumed."""
+    """Returns the ticket to resume this request's stream, which fixes ids of tool calls; None: it cannot resume."""
     if not service.resumption.is_on or not request.stream:
         return None
     if request.kv_transfer_params or request.include_metrics or not may_resume(generations):
@@ -33,13 +33,13 @@ def ticket_for(
 
 
 def keep(service: TextService, ticket: StreamTicket, kind: Kind, body: bytes, answer: Answer) -> None:
-    """Keeps a new stream."""
+    """Records a new stream, so that it can be resumed."""
     recipe = ResumeRecord(kind, body, *answer.identity)
     service.resumption.keep(answer.generations[0], ticket, recipe)
 
 
 async def numbered(events: AsyncGenerator[bytes, None], ticket: StreamTicket) -> AsyncGenerator[bytes, None]:
-    """Gives each event of an answer its id, and leaves out events that the client has. Errors have no id."""
+    """Gives each event of an answer its id, and leaves out events that the client already has. Errors have no id."""
     index, has_failed = 0, False
     async with contextlib.aclosing(events):
         async for several in events:

@@ -1,4 +1,4 @@
-"""The servers of a comparison: each runs alone on the same cores and ends before the next starts."""
+"""The servers of a comparison. Each runs alone, on the same cores, and ends before the next one starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReadyServer:
     pids: tuple[int, ...] = ()
 
     def cpu_s(self) -> float:
-        """Returns the CPU time of its processes so far. Raises GenerationError if one has ended."""
+        """Returns the CPU time that its processes have used. Raises GenerationError if one has ended."""
         try:
             return cpu_s(*self.pids)
         except OSError:
@@ -78,7 +78,7 @@ async def _cluster(spec: ComparisonSpec, contender: ComparedServer, log: Path) -
         num_hybrid=hybrid,
         port=free_port_pair(),
         arguments=contender.serve_flags,
-        restart="no",  # a cluster that lost an instance would give wrong figures
+        restart="no",  # figures of a cluster that has lost an instance would be wrong
     )
     with log.open("a", encoding="utf-8", errors="replace") as lines:
 
@@ -103,7 +103,7 @@ async def _vllm(spec: ComparisonSpec, contender: ComparedServer, log: Path) -> A
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # so that all of its processes can be ended
+            start_new_session=True,  # lets all of its processes be ended as a group
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -121,7 +121,7 @@ def vllm_command(spec: ComparisonSpec, contender: ComparedServer, port: int) -> 
 
 
 def vllm_environment(spec: ComparisonSpec, contender: ComparedServer, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that bind its compute threads to the comparison's cores, one thread each."""
+    """Returns variables that bind the server's compute threads to the comparison's cores, one thread each."""
     cores = sorted(spec.core_set)
     return {
         **without_keys(inherited),
@@ -135,7 +135,7 @@ def vllm_environment(spec: ComparisonSpec, contender: ComparedServer, inherited:
 
 
 def waits_of(contender: ComparedServer, env: Mapping[str, str]) -> str:
-    """Describes how its compute threads wait for each other: spinning threads take cores from the client and others."""
+    """Describes how the server's compute threads wait for each other: spinning threads take cores from others."""
     if contender.url:
         return "unknown, and not bound to cores here"
     if contender.layout:
@@ -174,7 +174,7 @@ async def _check_vllm(contender: ComparedServer, at: int) -> None:
 
 
 async def _wait_healthy(url: str, exit_code: Callable[[], int | None], log: Path) -> None:
-    """Raises PdClusterError with the last lines of the log."""
+    """Waits until the server is ready. Raises PdClusterError with the last lines of the log."""
     deadline_s = time.monotonic() + VLLM_START_S
     async with httpx.AsyncClient(trust_env=False, timeout=2) as client:
         while time.monotonic() < deadline_s:
@@ -188,7 +188,7 @@ async def _wait_healthy(url: str, exit_code: Callable[[], int | None], log: Path
 
 
 async def _end_group(leader: asyncio.subprocess.Process) -> None:
-    """Ends the process and its group, gently at first."""
+    """Ends the process and its group, first by SIGTERM, then by force."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)
     with contextlib.suppress(TimeoutError):

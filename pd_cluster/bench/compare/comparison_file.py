@@ -1,15 +1,15 @@
-"""Reads the file that `bench compare` takes, and checks everything that needs no process.
+"""Reads the file that `bench compare` takes, and makes all checks that need no process.
 
     model = "model-125m"                # folder, from the file's own; default: the model that the project ships
     cores = "0-1"                       # of each server; the client gets the others, if there are any
     rounds = 4                          # also: num_warmup_requests, deadline_s, client_processes
-    speeds = [0.5, 1.0]                 # times the load's own arrival rate; or `concurrency`: requests at once
+    speeds = [0.5, 1.0]                 # multiples of the load's own arrival rate; or `concurrency`: requests at once
 
-    [goals]                             # seconds, or times the first server's idle medians
+    [goals]                             # seconds, or multiples of the first server's idle medians
     ttft_idle = 3.0
     tpot_idle = 2.0
 
-    [workload]                          # `pd_cluster.bench.workloads.Workload`; several [[workload]] come at once
+    [workload]                          # `pd_cluster.bench.workloads.Workload`; several [[workload]] run together
     name = "log-normal"
     rate_per_s = 2.0
 
@@ -18,7 +18,7 @@
     layout = "1H"                       # hybrid instances, or "1P1D"; or `vllm` = its Python, or `url`
     settings = { max_num_batched_tokens = 256 }
 
-An error is one line with the file, the field, its value and the way out.
+An error is one line with the file, the field, its value and a remedy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_spec(path: str) -> ComparisonSpec:
         raw = json.loads(text) if place.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of both formats, and of UTF-8
+    except (ValueError, RecursionError) as error:  # errors of both formats and of UTF-8
         kind = "JSON" if place.suffix == ".json" else "TOML"
         raise ConfigError(f"{path}: is not {kind}: {str(error).splitlines()[0]}") from None
     if not isinstance(raw, dict):
@@ -97,7 +97,7 @@ def _at(name: str, at: int, number: int) -> str:
 
 
 def _model_of(model: str, folder: Path) -> dict[str, str]:
-    """A path is relative to the file's folder; any other name may be a hub model. Raises ConfigError."""
+    """Resolves a path relative to the file's folder; any other name may be a hub model. Raises ConfigError."""
     place = folder / Path(model).expanduser()
     if model and place.is_dir():
         return {"model": str(place)}

@@ -1,6 +1,7 @@
-"""Runs a comparison: in each round, every server runs once, alone on its cores, with the round's load at every level.
+"""Runs a comparison. In each round, every server runs once, alone on its cores, and gets the round's load at each
+level.
 
-A server restarts for each round, with empty caches. The client is that of `bench load`.
+A server restarts for each round, with empty caches. The client is the same as in `bench load`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ NUM_IDLE_REQUESTS = 12  # requests of the load, one at a time
 class RunLoad(Protocol):
     """Sends one load to a server and measures it. Raises PdClusterError.
 
-    Sends each request at its time or, if `concurrency` is above 0, when fewer requests than that are running.
+    Sends each request at its time or, if `concurrency` is above 0, as soon as fewer than `concurrency` requests run.
     """
 
     def __call__(self, url: str, arrivals: Sequence[Arrival], slo: Slo, concurrency: int) -> Awaitable[LoadRun]: ...
 
 
 async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> tuple[list[ComparedRun], Slo]:
-    """Returns all runs in order, and the goals. Keeps the servers' logs after a failure. Raises PdClusterError.
+    """Returns all runs in order, and the goals. After a failure, keeps the servers' logs. Raises PdClusterError.
 
     `file`: the spec's file, for errors.
     """
@@ -77,7 +78,7 @@ class _Comparing:
     def __init__(self, spec: ComparisonSpec, run_load: RunLoad, folder: Path, client_cores: frozenset[int]) -> None:
         self._spec, self._run_load = spec, run_load
         self._folder, self._client_cores = folder, client_cores
-        self._constant_s = 0.0  # constant work, when it was computed last
+        self._constant_s = 0.0  # the last duration of constant work
 
     async def goals(self) -> Slo:
         """Returns the goals; measures the idle first server if they are relative to its medians."""
@@ -103,7 +104,7 @@ class _Comparing:
         return found
 
     async def _slot(self, contender: ComparedServer, round_: int, slo: Slo) -> list[ComparedRun]:
-        """Measures one server in one round, from start to end, between two runs of constant work."""
+        """Measures one server in one round, between two runs of constant work."""
         spec, log = self._spec, self._folder / f"{contender.name}.log"
         before_s = self._constant_s or await constant_work_s(spec.core_set)
         found = []
@@ -113,7 +114,7 @@ class _Comparing:
             for level in spec.levels:
                 load, used_s, took_s = await self._load(served, contender, round_, level, slo)
                 cores = None
-                if idle_cores is not None:  # during the client's start and its report, the server is idle
+                if idle_cores is not None:  # the server is idle while the client starts and while it writes its report
                     cores = max(0.0, used_s - idle_cores * (took_s - load.duration_s)) / load.duration_s
                 found.append(ComparedRun(contender.name, round_, level, load, 0.0, cores, idle_cores))
         self._constant_s = await constant_work_s(spec.core_set)
@@ -126,7 +127,7 @@ class _Comparing:
     async def _load(
         self, served: ReadyServer, contender: ComparedServer, round_: int, level: float, slo: Slo
     ) -> tuple[LoadRun, float, float]:
-        """Returns the load, and the server's CPU seconds and elapsed seconds. Raises PdClusterError."""
+        """Returns the measured load, and the server's CPU seconds and elapsed seconds. Raises PdClusterError."""
         arrivals = self._spec.arrivals(round_, level)
         started_s, before_s = time.monotonic(), served.cpu_s()
         try:
@@ -184,7 +185,7 @@ def _check_lengths(spec: ComparisonSpec) -> None:
 
 
 def _client_cores(spec: ComparisonSpec) -> frozenset[int]:
-    """Returns the cores without a server, or all cores if there are none."""
+    """Returns the cores that the servers do not use, or all cores if there are none."""
     return (host.cores() - spec.core_set) or host.cores()
 
 

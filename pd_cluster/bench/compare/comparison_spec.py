@@ -17,7 +17,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.settings.serve_options import settings
 
 LAYOUT = re.compile(r"([1-9][0-9]*)P([1-9][0-9]*)D|([1-9][0-9]*)H")
-SALT = 1 << 40  # most block ids of one round's load at one speed
+SALT = 1 << 40  # maximum number of block ids in one round's load at one speed
 MOST_NAME_CHARS = 40
 Idle = Annotated[float, msgspec.Meta(ge=1.0, le=1000.0)]
 
@@ -44,7 +44,7 @@ class GoalsInTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparedServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server: our layout with settings of `pd-cluster serve`, vLLM's server with its flags, or an address."""
+    """A server: our layout of instances with their settings, vLLM's server with its flags, or an address."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARS)]
     layout: str = ""
@@ -56,7 +56,7 @@ class ComparedServer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Prefill, decode and hybrid instances."""
+        """The numbers of prefill, decode and hybrid instances."""
         found = LAYOUT.fullmatch(self.layout)
         assert found is not None
         prefill, decode, hybrid = (int(number or 0) for number in found.groups())
@@ -91,7 +91,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 4
     speeds: list[Annotated[float, msgspec.Meta(gt=0.0, le=1e6)]] = []
     concurrency: list[Annotated[int, msgspec.Meta(ge=1, le=10_000)]] = []
-    client_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # guidellm's, which send requests
+    client_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # guidellm's processes that send requests
     num_warmup_requests: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
     deadline_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1800.0  # for one server's load at one level
 
@@ -106,7 +106,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def level_name(self) -> str:
-        """In words; "" for the single default level."""
+        """The level in words; "" for the single default level."""
         return "at once" if self.concurrency else "speed" if self.speeds else ""
 
     def arrivals(self, round_: int, level: float) -> list[Arrival]:
@@ -121,7 +121,7 @@ class ComparisonSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def salted(arrivals: list[Arrival], first: int) -> list[Arrival]:
-    """Renumbers the prompts' blocks from `first` on; shared prefixes stay shared."""
+    """Gives the prompts' blocks new ids, from `first` on; blocks that were shared stay shared."""
     fresh, known = itertools.count(first), dict[int, int]()
 
     def ids_of(arrival: Arrival) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The table and the file of a comparison."""
+"""Prints a comparison's table, and writes its file."""
 
 from __future__ import annotations
 

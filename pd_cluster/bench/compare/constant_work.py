@@ -1,7 +1,7 @@
-"""Constant CPU work, timed between runs: when it takes longer, the machine is slower.
+"""Constant CPU work, timed between runs; if it takes longer, the machine is slower.
 
 `python -m pd_cluster.bench.compare.constant_work CORE SHARE` computes it on one core, and prints the seconds. One part
-stays in the core's caches (hashing), the other copies bytes through memory; together they take a second or so.
+(hashing) stays in the core's caches, the other copies bytes through memory. Together they take about a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pd_cluster.errors import PdClusterError
 
 NUM_HASHED, HASHED_NBYTES = 1024, 1 << 20
-NUM_COPIED, COPIED_NBYTES = 128, 64 << 20  # beyond the caches
+NUM_COPIED, COPIED_NBYTES = 128, 64 << 20  # more than the caches hold
 DEADLINE_S = 120.0
 
 

@@ -1,4 +1,4 @@
-"""The client of a comparison: guidellm, as in `bench load`. Treats all servers alike and uses no admin address."""
+"""The client of a comparison: guidellm, as in `bench load`. It treats all servers alike and uses no admin address."""
 
 from __future__ import annotations
 

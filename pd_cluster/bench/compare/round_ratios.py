@@ -1,6 +1,6 @@
 """The figures of a comparison: medians over rounds, and ratios to the first server within each round.
 
-A slow moment of the machine affects all runs in it, so the ratio of two runs of one round varies less than either.
+A slow period of the machine affects all runs in it, so the ratio of two runs of one round varies less than either run.
 Pure.
 """
 
@@ -14,11 +14,11 @@ from statistics import median
 from pd_cluster.bench.load_report import LoadRun, results_of
 from pd_cluster.result_tables import Better, Result, counted, spread
 
-SLOW = 1.1  # times the median of constant work, above which a run was in a slow moment
+SLOW = 1.1  # multiple of the median of constant work above which a run counts as slowed by the machine
 NUM_RESAMPLES = 2000
 LEAST_RESAMPLED = 6  # rounds; with fewer, the range is lowest to highest
 SHOWN = ("ttft_p50", "ttft_p90", "tpot_p50", "itl_p99", "output_tokens", "goodput", "slo_met", "errors")
-OWN = ("cores", "idle_cores")  # the server's CPU use under load and when idle
+OWN = ("cores", "idle_cores")  # figures of the server's CPU use, under load and when idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class ComparedRun:
     round_: int
     level: float
     load: LoadRun
-    constant_s: float  # constant work, the mean of just before and just after
-    cores: float | None = None  # CPU seconds a second; None: at an address
+    constant_s: float  # duration of constant work, the mean of before and after
+    cores: float | None = None  # CPU seconds a second; None for a server given by its address
     idle_cores: float | None = None
 
     def figures(self) -> dict[str, Result]:
@@ -43,7 +43,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class MedianRange:
-    """The median of several rounds, with a bootstrapped 95 % range or the lowest and highest values."""
+    """The median over rounds, with a bootstrapped 95 % range or, for few rounds, the lowest and highest values."""
 
     middle: float
     low: float
@@ -76,7 +76,7 @@ class Compared:
 
 
 def order_of(servers: Sequence[str], round_: int) -> list[str]:
-    """Returns the order of a round: A B C, then C B A, so that no server always has the warmer or quieter machine."""
+    """Returns the order of a round: A B C, then C B A, so that no server always gets the warmer or quieter machine."""
     return list(servers) if round_ % 2 == 0 else list(reversed(servers))
 
 
@@ -104,7 +104,7 @@ def compared(runs: Sequence[ComparedRun]) -> list[Compared]:
 
 
 def _pairs(own: dict[int, Result | None], base: dict[int, Result | None]) -> Iterator[tuple[float, float]]:
-    """Yields the values of each round that has both, with a divisor above 0."""
+    """Yields both values of each round that has both, if the divisor is above 0."""
     for at, result in own.items():
         other = base[at]
         if result is not None and other is not None and result.value is not None and other.value:

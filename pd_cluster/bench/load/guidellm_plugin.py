@@ -1,8 +1,8 @@
 """guidellm's side of `pd-cluster bench load`: `PYTHON guidellm_plugin.py check|run SCENARIO.json`.
 
-Registers a backend in guidellm that sends prompts of token ids (or messages) unchanged, under the request's own id, and
-records when each token came. Runs with guidellm's interpreter, which may lack pd_cluster, so it imports none of it.
-guidellm's worker processes import this file again.
+Registers a backend in guidellm that sends prompts of token ids (or messages) unchanged, with the request's own id, and
+records when each token came. Runs in guidellm's interpreter, which may not have pd_cluster, and so imports nothing from
+it. guidellm's worker processes import this file again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WRONG_SCENARIO = 3  # exit code
 
 
 class TokenTimes:
-    """When an answer's tokens came: Unix time of the first event in seconds, then microseconds after it."""
+    """When an answer's tokens came: the first event's Unix time in seconds, later events in microseconds after it."""
 
     def __init__(self) -> None:
         self.first_s = 0.0
@@ -44,9 +44,9 @@ class TokenTimes:
         self.num_tokens = 0
 
     def heard(self, has_text: bool, has_choice: bool, usage: dict[str, Any] | None) -> int:
-        """Records an event. Returns its number of tokens; one if the server does not count them.
+        """Records an event. Returns its number of tokens, or one if the server does not report the number.
 
-        A token without text is part of a character; the final usage event has none.
+        An event without text may be a token that is part of a character; the final usage event has no token.
         """
         counted = int((usage or {}).get("completion_tokens") or 0) if has_choice else 0
         num = max(counted - self.num_tokens, int(has_text))
@@ -61,7 +61,7 @@ class TokenTimes:
 class RequestLog:
     """Writes a JSON line for each ended request, to this process's own file.
 
-    guidellm's report omits the times of failed requests, and sometimes the last request of a run.
+    guidellm's own report omits the times of failed requests, and sometimes the last request of a run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +111,7 @@ def finish_response(response: Any, times: TokenTimes) -> Any:
 
 
 def timed(base: Any) -> Any:
-    """Returns guidellm's handler of an API's requests with the row's body, the request's id and the tokens' times."""
+    """Returns guidellm's request handler of an API, with the row's body, the request's id and the tokens' times."""
 
     class TimedHandler(base):
         def __init__(self) -> None:
@@ -161,7 +161,8 @@ class TimedBackend(OpenAIHTTPBackend):
     _log: RequestLog | None = None  # opened in each of guidellm's processes
 
     async def validate(self) -> None:
-        """Sends one request in each process before the load: a client's first request imports for half a second.
+        """Sends one request in each process before the load, because a client's first request spends half a second on
+        imports.
 
         Ignores the server's answer, which the command has already checked.
         """
@@ -169,7 +170,7 @@ class TimedBackend(OpenAIHTTPBackend):
             await self.available_models()
 
     async def resolve(self, request: Any, request_info: Any, history: Any = None) -> AsyncIterator[Any]:
-        """Yields guidellm's answers, and records the request however it ends."""
+        """Yields guidellm's answers, and records the request, however it ends."""
         self._log = self._log or RequestLog(Path.cwd())
         last, error, is_cut_off = None, "", False
         try:

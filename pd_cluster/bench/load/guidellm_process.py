@@ -1,6 +1,6 @@
 """Finds guidellm, checks a scenario, and runs it in a process with its own interpreter.
 
-Its dependencies differ, so it may be in another virtual environment. Knows nothing of workloads.
+guidellm has other dependencies, so it may be in another virtual environment. Knows nothing of workloads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pd_cluster.errors import ConfigError, GenerationError
 VERSION = "0.8.1"
 PLUGIN = Path(__file__).with_name("guidellm_plugin.py")
 INSTALL = f"python3 -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm=={VERSION}"
-MIN_AT_ONCE, MAX_AT_ONCE = 64, 2048  # requests; guidellm makes a task for each before it begins
-START_DELAY_S = 3.0  # the time from when its processes are up until the first request
+MIN_AT_ONCE, MAX_AT_ONCE = 64, 2048  # concurrent requests; guidellm makes a task for each before it begins
+START_DELAY_S = 3.0  # the time between the start of its processes and the first request
 CHECK_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
 NUM_LOG_LINES = 15
@@ -112,7 +112,7 @@ class RunningGuidellm:
     log: Path
 
     async def wait(self) -> None:
-        """Waits for its end; ends it if the caller is cancelled. Raises GenerationError if it failed."""
+        """Waits until guidellm ends, and ends it if the caller is cancelled. Raises GenerationError if it failed."""
         try:
             code = await self.process.wait()
         finally:
@@ -122,7 +122,7 @@ class RunningGuidellm:
             raise GenerationError("\n".join([f"guidellm ended with exit code {code}:", *lines]))
 
     async def _end(self) -> None:
-        """Ends all processes of its session."""
+        """Ends all processes of guidellm's session."""
         for ending in (signal.SIGTERM, signal.SIGKILL):
             if self.process.returncode is not None:
                 return
@@ -147,9 +147,9 @@ def cpu_seconds(session: int) -> dict[int, float]:
 
 
 def _environment(folder: Path | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without variables for our interpreter, with data sets cached in the folder."""
+    """Returns the environment without our interpreter's variables, and with a cache of data sets in the folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GUIDELLM"))}
-    found = {**kept, "PYTHONSAFEPATH": "1", **more}  # the plug-in's own folder has modules that guidellm mustn't see
+    found = {**kept, "PYTHONSAFEPATH": "1", **more}  # so that guidellm imports nothing from the plug-in's folder
     if folder is not None:
         found["HF_DATASETS_CACHE"] = str(folder / "datasets")
     return found

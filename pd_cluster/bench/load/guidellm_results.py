@@ -15,7 +15,7 @@ from pd_cluster.errors import GenerationError
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """An ended request. Times are Unix times in seconds. `after_us`: times of token events after the first one."""
+    """An ended request. Times are Unix times in seconds. `after_us`: token events' times after the first event."""
 
     request_id: str
     response_id: str | None
@@ -58,7 +58,7 @@ class GuidellmRun:
 
 
 def read_results(folder: Path) -> tuple[list[GuidellmRun], list[dict[str, Any]]]:
-    """Returns guidellm's runs and its profile's conclusion. Raises GenerationError for unreadable files."""
+    """Returns guidellm's runs, and the results of its profile. Raises GenerationError for unreadable files."""
     try:
         report = msgspec.json.decode((folder / "guidellm.json").read_bytes(), type=GuidellmReport)
         decoder = msgspec.json.Decoder(RequestLine)
@@ -77,7 +77,7 @@ def read_results(folder: Path) -> tuple[list[GuidellmRun], list[dict[str, Any]]]
 
 
 def run_of(name: str, lines: Sequence[RequestLine]) -> GuidellmRun:
-    """Makes a run of the lines in order of sending; unsent requests count as sent at the beginning."""
+    """Makes a run from the lines, in order of sending. Requests that were never sent count as sent at the beginning."""
     start_s = next((line.sent_s for line in lines if line.sent_s), 0.0)
     gaps = GapCounts()
     outcomes = [_outcome(line, start_s, gaps) for line in lines if not line.is_cut_off]

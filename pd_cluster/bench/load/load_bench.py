@@ -41,15 +41,15 @@ SAY_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """A load and the guidellm that sends it. `folder`: for guidellm's scenario and reports."""
+    """A load, and the guidellm that sends it. `folder`: the folder of guidellm's scenario and reports."""
 
     title: str
     rows: Sequence[LoadRow]
     guidellm: Guidellm
     folder: Path
     slo: Slo = field(default_factory=Slo)
-    profile: str = ""  # guidellm's; "": the rows' own times
-    max_s: float = 0.0  # the longest time of each of guidellm's runs; 0: no limit
+    profile: str = ""  # guidellm's profile; "": requests are sent at the rows' own times
+    max_s: float = 0.0  # the maximum duration of each of guidellm's runs; 0: no limit
     num_processes: int = 1  # guidellm's processes
 
     def scenario(self, target: str, model: str) -> Path:
@@ -99,9 +99,9 @@ async def run_against(plan: LoadPlan, url: str, admin: Admin) -> list[LoadRun]:
 
 
 async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRun]:
-    """Returns a report for each of guidellm's runs, of which profiles may make several. Raises PdClusterError.
+    """Returns a report for each of guidellm's runs; a profile may make several runs. Raises PdClusterError.
 
-    `admin` None: only the client's view.
+    `admin` None: reports contain only the client's view.
     """
     async with make_client(1) as client:
         model, max_model_len = await ask_model(client, url)
@@ -128,7 +128,7 @@ def admin_of(cluster: Cluster) -> Admin:
 
 
 def addresses_of(url: str, admin: str, token_file: str, env: Mapping[str, str]) -> tuple[str, Admin]:
-    """Returns a running server's address and admin address, by default the next port. Raises ConfigError."""
+    """Returns a running server's address and its admin address, by default at the next port. Raises ConfigError."""
     url = url.rstrip("/").removesuffix("/v1")
     return url, Admin.find(admin or admin_above(url).rstrip("/"), token_file, env)
 

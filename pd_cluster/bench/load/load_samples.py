@@ -45,7 +45,7 @@ class LoadSamples:
 
 @contextlib.asynccontextmanager
 async def sampled(session: int, admin: Admin | None, period_s: float = PERIOD_S) -> AsyncIterator[LoadSamples]:
-    """Samples until the block ends; without an admin address, only the client."""
+    """Takes samples until the block ends; without an admin address, only of the client."""
     samples = LoadSamples()
     task = asyncio.create_task(_sample(samples, session, admin, period_s))
     try:
@@ -60,7 +60,7 @@ async def _sample(samples: LoadSamples, session: int, admin: Admin | None, perio
     while True:
         samples.client_cpu.append((time.time(), cpu_seconds(session)))
         if admin is not None:
-            with contextlib.suppress(PdClusterError):  # a missing sample
+            with contextlib.suppress(PdClusterError):  # this sample is missing
                 samples.instances += await _look(admin)
         await asyncio.sleep(period_s)
 

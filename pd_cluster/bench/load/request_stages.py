@@ -1,4 +1,4 @@
-"""Joins outcomes with the scheduler's timelines (P, handover and D), which clients cannot see."""
+"""Joins outcomes with the scheduler's timelines (prefill, handover and decode), which clients cannot see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_AT_ONCE = 8
 async def with_stages(outcomes: Sequence[Outcome], admin: Admin) -> tuple[list[Outcome], str]:
     """Returns the outcomes with their timelines, and a note about timelines that are no longer kept.
 
-    Queries the newest first, because the scheduler keeps a limited number. Raises PdClusterError without an answer.
+    Queries the newest first, because the scheduler keeps a limited number. Raises PdClusterError if there is no answer.
     """
     limit = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -40,7 +40,7 @@ async def with_stages(outcomes: Sequence[Outcome], admin: Admin) -> tuple[list[O
 
 
 def with_timeline(outcome: Outcome, timeline: dict[str, Any]) -> Outcome:
-    """Adds instance names and stage durations, for a moved request those of its last attempt."""
+    """Adds the names of instances and the durations of stages; for a request that moved, those of its last attempt."""
     events: list[dict[str, Any]] = timeline["events"]
     landed_ms = [event["at_ms"] for event in events if event["what"] == "landing complete"]
     chunks_ms = [event["at_ms"] for event in events if event["what"] == "chunk"]

@@ -1,6 +1,6 @@
 """Writes guidellm's scenario and data files: requests, times and outputs.
 
-guidellm replays our rows' times unless a profile is given. Knows nothing of clusters.
+guidellm sends requests at our rows' times unless a profile is given. Knows nothing of clusters.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pd_cluster.bench.request_arrivals import Arrival, prompt_of
 from pd_cluster.errors import ConfigError
 
 COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"  # names in guidellm_plugin.py
-LEAD_S = 1.0  # the time for guidellm to accept the first requests
+LEAD_S = 1.0  # the time that guidellm has to accept the first requests
 NUM_TOKEN_IDS = 256  # every vocabulary has these
-MAX_ALL_TOKENS = 200_000_000  # the tokens of all prompts of a load; each takes four bytes of the file
+MAX_ALL_TOKENS = 200_000_000  # maximum number of tokens in all prompts of a load; each takes four bytes of the file
 REPLAY = {"kind": "replay", "schedule_turn": "timestamp"}
 PATHS = {COMPLETIONS: "v1/completions", CHAT: "v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """A request: its time, its part of the body, and its lengths in tokens; None: only the server knows."""
+    """A request: its time, its part of the body, and its lengths in tokens; None: known only to the server."""
 
     at_s: float
     body: dict[str, Any]
@@ -46,7 +46,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`profile`: guidellm's, such as `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: the limit of each run."""
+    """`profile`: guidellm's, such as `kind=sweep,sweep_size=5`; "": our rows' times. `max_s`: the limit of a run."""
 
     target: str
     model: str

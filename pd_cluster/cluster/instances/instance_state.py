@@ -17,7 +17,8 @@ from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
 
 @dataclass(slots=True)
 class Instance:
-    """One entry of the global rank table, or a worker that registered itself (with `joined_as`, join_registrar.py).
+    """One entry of the global rank table, or a worker that registered itself (then `joined_as` is set; see
+    join_registrar.py).
 
     `info` is its process's own description; None while it does not answer.
 
@@ -42,15 +43,15 @@ class Instance:
     outstanding_tokens: int = 0  # sent by this scheduler and not known to have finished
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0
-    num_long: int = 0  # long prompts among them, which give way to shorter prompts (engine/scheduling/step_share)
-    long_tokens: int = 0  # of outstanding_tokens, those of long prompts
-    num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
-    num_reported_sequences: int = 0  # the number of sequences when it last reported its load
+    num_long: int = 0  # outstanding long prompts, which give way to shorter prompts (engine/scheduling/step_share)
+    long_tokens: int = 0  # the part of outstanding_tokens that belongs to long prompts
+    num_sequences: int = 0  # sent by this scheduler for decode and not known to have finished
+    num_reported_sequences: int = 0  # num_sequences at its last report of its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
-    drain_deadline_s: float = 0.0  # until then its requests may finish there
-    drain_timeout_s: float = 0.0  # the duration of that deadline
+    drain_deadline_s: float = 0.0  # its requests may finish there until this time
+    drain_timeout_s: float = 0.0  # the time that the drain may take
     adapters: frozenset[str] = frozenset()  # digests of the wanted adapters that it has reported as loaded
     adapter_problems: dict[str, str] = field(default_factory=dict)
     _pool: tuple[InstanceInfo | None, PoolKind | None] = field(
@@ -60,7 +61,7 @@ class Instance:
 
     @property
     def links(self) -> PeerLinks:
-        """The links to decode instances and encoders, as its last load reports them."""
+        """The links to decode instances and encoders, as last reported with its load."""
         if self._links.states is not self.load.links:
             self._links = PeerLinks.of(self.load.links)
         return self._links
@@ -101,9 +102,7 @@ class Instance:
 
     @property
     def is_returning(self) -> bool:
-        """Whether it is about to become ready: its process lives, or was lost for another reason than its own
-        silence.
-        """
+        """Whether it may soon be ready: it is starting, or its connection was closed although its process is alive."""
         is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
         return is_alive or self.state in ("loading", "forming", "connecting")
 
@@ -137,27 +136,28 @@ class Instance:
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens of outstanding work there, sent by this process and others."""
+        """Tokens of its outstanding work, sent by this process and others."""
         return self.outstanding_tokens + self.others_tokens
 
     @property
     def prompt_tokens_ahead(self) -> int:
         """Prompt tokens that it still has to compute.
 
-        A decode instance's outstanding tokens belong mostly to sequences that already decode.
+        A decode instance's outstanding tokens belong mostly to sequences that already decode, so its own report is
+        used.
         """
         if self.role == "prefill":
             return self.outstanding_tokens + self.others_tokens
         return self.load.num_queued_tokens
 
     def prompt_tokens_before(self, num_tokens: int) -> int:
-        """Returns the prompt tokens that it computes before those of a prompt of this length."""
+        """Returns the number of prompt tokens that it computes before a prompt of this length."""
         ahead = self.prompt_tokens_ahead
         return max(0, ahead - self.long_tokens) if self.num_long and num_tokens <= self.long_from else ahead
 
     @property
     def long_from(self) -> float:
-        """The number of tokens above which it lets a prompt give way to shorter ones; infinite if unknown."""
+        """The length, in tokens, above which a prompt gives way to shorter ones there; infinite if unknown."""
         most = self.info.max_num_batched_tokens if self.info is not None else 0
         return long_prompt_from(most) if most else math.inf
 
@@ -185,7 +185,7 @@ class Instance:
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns how many of the prompt's tokens its caches save; called for each instance and request."""
+        """Returns how many of the prompt's tokens it can take from its caches; called for each instance and request."""
         known = self.known_blocks
         if not known.tiers:
             return 0

@@ -1,7 +1,7 @@
-"""Instances' prefix caches as the scheduler knows them, and how much of a prompt each one holds.
+"""Records what the scheduler knows of instances' prefix caches, and counts how much of a prompt each one holds.
 
-Keys are prefixes of blocks' hashes (kv/prefix_index.py). A wrong guess costs time, never a token: the instance checks
-its own cache. Knows nothing of how an instance is chosen.
+Keys are prefixes of blocks' hashes (kv/prefix_index.py). A wrong count costs time but changes no token: the instance
+checks its own cache. Knows nothing of how an instance is chosen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.types import TIERS, RequestSpec, Tier
 
 MAX_KEYS = 1 << 20  # per instance; about 100 bytes each
-# load time as a share of the time to compute a token
+# load time as a share of the time to compute a token, until both are measured
 UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}
 NO_LOAD = wire.Load()
 NO_BLOCK = -1
-SLICE_NUM_BLOCKS = 256  # keys that are computed at once
+SLICE_NUM_BLOCKS = 256  # blocks whose keys are computed without a pause
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class PoolKind:
     block_size: int
 
 
-_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # an evicted one is only looked up once more
+_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # an eviction only causes keys to be computed again
 
 
 def pool_kind_of(info: InstanceInfo | None) -> PoolKind | None:
@@ -75,7 +75,7 @@ class KnownBlocks:
         self.tiers.update(dict.fromkeys(added, news.tier))
 
     def leading(self, keys: Sequence[int]) -> dict[Tier, int]:
-        """Counts by tier the leading keys that are known without a gap."""
+        """Counts the leading keys up to the first unknown one, by tier."""
         counts: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         for key in keys:
             if (tier := self.tiers.get(key)) is None:
@@ -87,7 +87,7 @@ class KnownBlocks:
 class PromptKeys(dict[PoolKind, list[int]]):
     """The keys of a prompt's first blocks, computed once per kind of pool, and only as far as instances know them.
 
-    NO_BLOCK, which no instance has, ends the keys of a whole prompt.
+    When all keys of a prompt are computed, NO_BLOCK, which no instance has, follows them.
     """
 
     def __init__(self, order: RequestSpec) -> None:
@@ -124,19 +124,21 @@ class Prompt:
     def __init__(self, order: RequestSpec) -> None:
         self.num_tokens = len(order.prompt_token_ids)
         self.keys = PromptKeys(order)
-        # When the blocks that an instance knows were counted, and their numbers by tier; only for large numbers.
+        # Known blocks of an instance -> `num_changes` when they were counted, and the counts by tier; only for long
+        # prompts.
         self._counts: dict[KnownBlocks, tuple[int, dict[Tier, int]]] = {}
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
-        """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
-        logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
+        """Returns how many of the prompt's tokens an instance can take from its caches, as far as known; never the last
+        token, which is computed for its logits. A token in a slower tier counts less, by the ratio of its load time to
+        its compute time.
         """
         counts = self._num_known(pool, known)
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
         return int(saved * pool.block_size)
 
     def _num_known(self, pool: PoolKind, known: KnownBlocks) -> dict[Tier, int]:
-        """Counts the prompt's known blocks; many are counted once, since a request asks again and again."""
+        """Counts the prompt's known blocks. Keeps long prompts' counts, since each request needs them repeatedly."""
         keys = self.keys[pool]
         if len(keys) > SLICE_NUM_BLOCKS and known in self._counts:
             num_changes, counts = self._counts[known]
@@ -160,7 +162,7 @@ class Prompt:
             await asyncio.sleep(0)
 
     def num_held(self, pool: PoolKind, known: KnownBlocks) -> int:
-        """Returns the prompt's first tokens that are in device or host memory."""
+        """Returns how many of the prompt's first tokens are in device or host memory."""
         counts = self._num_known(pool, known)
         if not counts["disk"]:
             return sum(counts.values()) * pool.block_size

@@ -1,4 +1,4 @@
-"""The links of one prefill instance as it last reported them, and the peers they reach. Pure."""
+"""The links of one prefill instance as it last reported them, and the peers that they reach. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from pd_cluster.types import LinkState
 
-OPENING = LinkState("opening")  # the state of links that were not reported yet
+OPENING = LinkState("opening")  # the state of a link before its first report
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """Derived from `states`, which has the peers' keys; rebuilt when the states change.
+    """Derived from `states` (peer's key -> state); rebuilt when the states change.
 
-    `up` and `open`: the keys of peers whose link can carry KV cache, and of those whose link is open now.
+    `up`: the keys of peers whose link can carry KV cache. `open`: the keys of those whose link is open now.
     """
 
     states: Mapping[str, LinkState]

@@ -1,4 +1,4 @@
-"""The instances that this process knows, with states derived from their connections. On the event loop.
+"""Keeps the instances that this process knows, with states derived from their connections. Runs on the event loop.
 
 Subclasses decide which instances are listed, and their addresses: the scheduler asks the workers
 (worker_membership.py), an API process receives the list from the scheduler (membership_mirror.py).
@@ -27,7 +27,7 @@ class RosterFollower(Protocol):
         """Handles that an open connection to a worker has closed."""
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Moves the follower's requests away from a live instance, which is to be emptied."""
+        """Moves the follower's requests away from a live instance that must be emptied."""
 
 
 class Members(Protocol):
@@ -54,8 +54,7 @@ class Roster:
         self._by_conn: dict[str, Instance] = {}
         self._open: set[str] = set()  # connections whose requests may have to move elsewhere
         self._changed = asyncio.Event()
-        # name@epoch if this is one of several schedulers: other schedulers' work is the work that workers report of
-        # them
+        # name@epoch if this is one of several schedulers: workers report each scheduler's work under its key
         self.own_key = ""
 
     def watch(self, follower: RosterFollower) -> None:
@@ -63,7 +62,7 @@ class Roster:
         self._followers.append(follower)
 
     def connect(self, instance: Instance, info: InstanceInfo) -> None:
-        """Opens a connection to this life of it; `on_opened` or `on_closed` follows."""
+        """Opens a connection to this life of the instance; the mailbox then calls `on_opened` or `on_closed`."""
         self.set_state(instance, "connecting", "")
         instance.conn = self._lines.connect(info.name, info.epoch, instance.host, info.control_port, info.public_key)
         self._by_conn[instance.conn] = instance
@@ -107,7 +106,7 @@ class Roster:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
             return
-        was_open = conn in self._open  # whatever others reported about the instance in between
+        was_open = conn in self._open  # even if another process has since reported a different state
         self._open.discard(conn)
         seen = f"it stopped as announced: {reason}" if instance.load.is_draining else reason
         self.set_state(instance, *self._state_after(instance, seen))
@@ -152,6 +151,6 @@ class Roster:
 
 
 def _with_weights(info: InstanceInfo, version: wire.WeightVersion) -> InstanceInfo:
-    """Describes an instance whose weights were replaced: blocks of other weights are no prefixes of its own."""
+    """Returns the description of an instance whose weights were replaced: blocks of the old weights no longer match."""
     numerics = msgspec.structs.replace(info.numerics, weights=version.digest)
     return msgspec.structs.replace(info, numerics=numerics)

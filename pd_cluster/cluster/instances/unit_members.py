@@ -1,6 +1,7 @@
-"""Units: the instances that share experts, as the scheduler finds them in a list of instances. Pure.
+"""Finds the members of a unit, the instances that share experts, in a scheduler's list of instances. Pure.
 
-A worker's own description names its unit, its rank in it and the unit's size. Knows nothing of how members connect.
+A worker's own description gives its unit, its rank in the unit and the unit's size. Knows nothing of how members
+connect.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from pd_cluster.process_messages import InstanceInfo
 
 
 def unit_of(instances: Sequence[Instance], instance: Instance) -> list[Instance]:
-    """Returns the known members of its unit in the order of their ranks; the instance alone if it is in none."""
+    """Returns the known members of the instance's unit in the order of their ranks; the instance alone if it has no
+    unit.
+    """
     if not instance.unit:
         return [instance]
     found = (_member(instances, instance, rank) for rank in range(instance.unit_size))
@@ -20,7 +23,7 @@ def unit_of(instances: Sequence[Instance], instance: Instance) -> list[Instance]
 
 
 def unit_clash(instances: Sequence[Instance], instance: Instance, info: InstanceInfo) -> str:
-    """Returns why this life of the instance conflicts with the reached members of its unit; "" if it does not."""
+    """Returns why this life of the instance conflicts with the reachable members of its unit; "" if it does not."""
     if info.unit_rank >= info.unit_size:
         return f"it has rank {info.unit_rank} in {info.unit}, which has {info.unit_size} instances"
     for other in instances:
@@ -30,7 +33,7 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
             covers = _covers(instance, info.unit_rank, info.unit_size, other)
             if covers or _covers(other, other.unit_rank, other.unit_size, instance):
                 return (
-                    f"it is in {info.unit or 'no unit'}, and {other.name}, with the same entries of the rank table, "
+                    f"it is in {info.unit or 'no unit'}, but {other.name}, in the same unit by the rank table, "
                     f"is in {other.unit or 'no unit'}; start both with the same --data-parallel-size"
                 )
         elif info.unit and other.unit_size != info.unit_size:
@@ -40,14 +43,16 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
             )
         elif info.unit and other.unit_rank == info.unit_rank:
             return (
-                f"it has rank {info.unit_rank} in {info.unit}, and so has {other.name}; give each its own "
+                f"it and {other.name} both have rank {info.unit_rank} in {info.unit}; give each its own "
                 "--data-parallel-rank, or its own entry of the rank table"
             )
     return ""
 
 
 def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
-    """Whether another entry of the rank table is the given rank of a member's unit, by its distance from the member."""
+    """Whether `other` must belong to the unit of a member with this rank, because of the distance of their entries in
+    the rank table.
+    """
     if member.is_registered or other.is_registered:
         return False
     (role, _, own), (theirs, _, at) = member.name.rpartition("-"), other.name.rpartition("-")
@@ -55,7 +60,7 @@ def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
 
 
 def describe_awaited(instances: Sequence[Instance], instance: Instance) -> str:
-    """Describes the instances for which a forming instance waits."""
+    """Describes the instances that a forming instance waits for."""
     missing = []
     for rank in range(instance.unit_size):
         member = _member(instances, instance, rank)
@@ -70,7 +75,7 @@ def describe_awaited(instances: Sequence[Instance], instance: Instance) -> str:
 
 
 def _member(instances: Sequence[Instance], instance: Instance, rank: int) -> Instance | None:
-    """Returns the member of that rank; found by distance in the table even if it was never reached."""
+    """Returns the member with that rank. One that was never reached is found by its distance in the rank table."""
     if rank == instance.unit_rank:
         return instance
     named = [each for each in instances if (each.unit, each.unit_rank) == (instance.unit, rank)]

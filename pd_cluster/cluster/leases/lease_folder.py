@@ -1,8 +1,8 @@
-"""The schedulers' shared record in a folder of one host. Knows nothing of its meaning (membership_lease.py).
+"""Keeps the schedulers' shared record in a folder of one host. Knows nothing of its meaning (membership_lease.py).
 
-Each version is a separate file, made by link(2), which fails if the file exists: the process that makes it has written
-that version. The record has no lock, so a stopped process never blocks others. A lock on a separate file reserves a
-scheduler's number while the scheduler lives.
+Each version is a separate file, created by link(2), which fails if the file exists: so exactly one process writes each
+version. The record has no lock, so a stopped process never blocks others. A lock on a separate file reserves a
+scheduler's number as long as the scheduler runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT_S = 60.0  # the age from which a file counts as abandoned
 
 
 class LeaseFolder:
-    """Makes the folder (0700) if it does not exist. Raises ConfigError if another user owns it or can open it."""
+    """Creates the folder (0700) if it does not exist. Raises ConfigError if another user owns it or can open it."""
 
     max_record_nbytes = MAX_RECORD_NBYTES
 
@@ -85,12 +85,12 @@ class LeaseFolder:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(written)
                 file.flush()
-                os.fsync(file.fileno())  # a version is complete once it has a name, also after a power failure
+                os.fsync(file.fileno())  # so a version that has a name is complete, even after a power failure
             try:
                 os.link(new, self._file(record.version))
             except FileExistsError:
                 return False
-            # A process that was stopped may have re-created a version that existed and was removed.
+            # After a long stop, this process may have re-created a version that had existed and was removed.
             if self._last() != record.version or not self._is_known_there():
                 self._take_back(record.version, written)
                 return False
@@ -104,15 +104,15 @@ class LeaseFolder:
                 new.unlink()
 
     def _take_back(self, version: int, written: bytes) -> None:
-        """Removes a version that must not count, unless another process wrote the same number in between."""
+        """Removes a version that this process must not have written, unless another process has since replaced it."""
         with contextlib.suppress(FileNotFoundError):
             if self._content(version) == written:
                 self._file(version).unlink()
 
     def _is_known_there(self) -> bool:
-        """Whether the previous version is still the known one.
+        """Whether the version that this process last read or wrote is still there.
 
-        If not, the folder was emptied, and another process may have written since and hold a lease.
+        If not, the folder was emptied, and another process may since have written a record and hold a lease.
         """
         version, content = self._known
         if not version:
@@ -139,7 +139,7 @@ class LeaseFolder:
                     self._file(old).unlink()
 
     def _content(self, version: int) -> bytes:
-        """Raises OSError."""
+        """Returns a version's content. Raises OSError."""
         with reading(self._file(version)) as file:
             return file.read(MAX_RECORD_NBYTES + 1)
 

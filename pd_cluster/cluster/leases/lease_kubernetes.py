@@ -1,8 +1,9 @@
-"""The schedulers' shared record in a Lease object of Kubernetes (coordination.k8s.io/v1), through the API server.
+"""Keeps the schedulers' shared record in a Lease object of Kubernetes (coordination.k8s.io/v1), through the API server.
 
-The whole record is an annotation of the Lease, so one replacement, with the resourceVersion that was read, writes all
-of it or nothing. The fields of the Lease's spec repeat it for people and tools, and are never read: a follower measures
-the lease by its own clock, from when it saw a new version. Knows nothing of the record's meaning (membership_lease.py).
+The whole record is an annotation of the Lease, so one replacement, conditional on the resourceVersion that was read,
+writes all of it or nothing. The fields of the Lease's spec repeat the record for people and tools, but are never read:
+a follower times the lease by its own clock, from the moment when it sees a new version. Knows nothing of the record's
+meaning (membership_lease.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ranktable_tools.host_addresses import bracketed
 SCHEME = "kubernetes:"
 RECORD = "pd-cluster/membership"  # the annotation
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-MAX_RECORD_NBYTES = 240 << 10  # an object's annotations may have 256 KiB in all
+MAX_RECORD_NBYTES = 240 << 10  # an object's annotations may total 256 KiB
 MAX_ANSWER_NBYTES = 1 << 20
 MAX_REASON = 300  # characters of the API server's message
 NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
@@ -61,12 +62,12 @@ class KubernetesLease:
         self._name, self._namespace, self._duration_s = name, namespace, duration_s
         self._url, self._leases = url, f"{url}/apis/{VERSION}/namespaces/{quote(namespace)}/leases"
         self._account, self._timeout_s = account, timeout_s
-        # asyncio gives each request one deadline, which a blocking call lacks
+        # with asyncio, one deadline covers a whole request; a blocking client has none
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._client: httpx.AsyncClient | None = None
         self._authority = b""  # the ca.crt of the current client
         self._found: dict[str, Any] | None = None  # the object as last read or written
-        self._version = 0  # the version of the record in it
+        self._version = 0  # the version of the record in that object
 
     @classmethod
     def in_pod(
@@ -113,7 +114,7 @@ class KubernetesLease:
         return True
 
     def _object(self, record: LeaseRecord, written: str) -> dict[str, Any]:
-        """Returns the Lease to send, keeping what others wrote into the last one."""
+        """Returns the Lease to send; keeps what others have written into the last one."""
         old = self._found or {}
         metadata = {**old.get("metadata", {}), "name": self._name, "namespace": self._namespace}
         metadata["annotations"] = {**(metadata.get("annotations") or {}), RECORD: written}
@@ -129,7 +130,9 @@ class KubernetesLease:
         return {"apiVersion": VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
 
     def _record_of(self, found: dict[str, Any]) -> LeaseRecord:
-        """Raises LeaseUnavailable for a Lease of another owner, and for an invalid record."""
+        """Returns the record in a Lease. Raises LeaseUnavailable for a Lease of another owner, and for an invalid
+        record.
+        """
         metadata, spec = found.get("metadata") or {}, found.get("spec") or {}
         written = (metadata.get("annotations") or {}).get(RECORD)
         if written is None:

@@ -1,8 +1,8 @@
-"""Decides which of several schedulers owns membership: a lease in a store that all of them share, with a fencing
-number.
+"""Decides which of several schedulers owns membership, by a lease with a fencing number in a store that all of them
+share.
 
 The states are in docs/protocol/membership.md, "Several schedulers". Pure: the caller reads and writes the store, and
-decides when. Knows nothing of workers, nor where a `LeaseStore` keeps the record.
+decides when. Knows nothing of workers, or of where a `LeaseStore` keeps the record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RENEWALS = 5  # how often a lease is renewed within its duration
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the owner of membership wants it: its address, role and service.
+    """An instance's address, role and service as the owner of membership wants them.
 
     `joined_as`: the role with which it registered itself; None: it is in the rank table.
     """
@@ -37,7 +37,7 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The shared record. Each write replaces it whole and adds one to `version`.
+    """The shared record. Each write replaces the whole record and adds one to `version`.
 
     `term`: the fencing number, higher with each owner; 0: no owner since the record was last removed. `holder`: the
     owner's name@epoch; "": released. `admin`: the owner's admin address, for operators. `table`: the digest of its rank
@@ -56,8 +56,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseStore(Protocol):
     """Keeps one record: in a folder of one host (lease_folder.py), or in Kubernetes (lease_kubernetes.py).
 
-    Both calls may block: they are made on a thread, one at a time. `max_record_nbytes`: the maximum size of a record as
-    JSON.
+    Both calls may block, so they are made on a separate thread, one at a time. `max_record_nbytes`: the maximum size of
+    a record as JSON.
     """
 
     max_record_nbytes: int
@@ -76,8 +76,9 @@ class LeaseStore(Protocol):
 class Ownership:
     """One scheduler's view of the lease. `own` is its name@epoch.
 
-    `after_read` takes the record that was read and returns the one to write, if any; `after_write` takes the outcome.
-    The process may be stopped at any time in between: `term_now` checks the clock, and workers refuse older terms.
+    `after_read` takes the record that was read and returns the one to write, if any; `after_write` takes the outcome of
+    that write. The process may stall at any point in between, so `term_now` checks the clock, and workers refuse older
+    terms.
     """
 
     def __init__(
@@ -92,14 +93,15 @@ class Ownership:
         """`least_term`: returns the lowest term of an ownership that begins now."""
         self.own, self.duration_s = own, duration_s
         self.record = LeaseRecord()  # the last record that was read or written
-        # of the records read so far; workers are not asked, because a lying worker must not end an ownership
+        # of the records read so far; terms that workers report do not count, so that a lying worker cannot end an
+        # ownership
         self.highest_term = 0
         self.is_candidate = True  # whether it may become the owner
         self.table = table
         self._admin, self._clock, self._least_term = admin, clock, least_term
         self._changed_s = math.inf  # when `record` was first seen
         self._term, self._until_s = 0, -math.inf  # the term and the end of the lease that this process holds
-        self._written_s = -math.inf  # when the pending write was decided
+        self._written_s = -math.inf  # when `after_read` returned the pending write
         self._num_writes = 0
 
     @property
@@ -116,12 +118,12 @@ class Ownership:
         if record.term > self._term:
             self._until_s = -math.inf
         self._written_s = now_s
-        is_missing = not record.term  # never written, or removed; if there is an owner, it writes the record again
+        is_missing = not record.term  # never written, or removed; an owner then writes the record again
         if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
             is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
             is_due = is_due or list(members) != record.members or self.table != record.table
             return self._next(self._term, members) if is_due else None
-        if not record.version:  # only an existing record can be seen to stay unchanged
+        if not record.version:  # a lease's expiry can be seen only on a record that exists and stays unchanged
             return LeaseRecord(version=1, stamp=self._new_stamp())
         is_free = not (is_missing or record.holder) or now_s - self._changed_s >= self.duration_s
         if not is_free or not self.is_candidate:
@@ -129,9 +131,8 @@ class Ownership:
         return self._next(max(self.highest_term + 1, self._least_term()), members)
 
     def after_write(self, record: LeaseRecord, is_written: bool) -> None:
-        """Takes the outcome of writing the record that `after_read` returned.
-
-        If the write failed, a lease that still runs continues: no other scheduler can own membership before its end.
+        """Takes the outcome of writing the record that `after_read` returned. After a failed write, a lease stays valid
+        until it expires: no other scheduler can own membership before that.
         """
         if not is_written:
             return
@@ -141,13 +142,11 @@ class Ownership:
             self._term, self._until_s = record.term, self._written_s + self.duration_s
 
     def released(self) -> LeaseRecord | None:
-        """Releases the lease: this process gives no further orders. Returns the record that says so; None if it owned
-        nothing.
-
-        The next owner need not wait for the lease's end.
+        """Releases the lease: this process gives no further orders. Returns the record to write, so that the next owner
+        need not wait for the lease's end; None if this process owned nothing.
         """
         term, self._until_s, self.is_candidate = self.term_now, -math.inf, False
-        if term is None or self.record.term != term:  # the record was removed, and its list with it
+        if term is None or self.record.term != term:  # the record and its list were removed
             return None
         last, stamp = self.record, self._new_stamp()
         return msgspec.structs.replace(last, version=last.version + 1, holder="", admin="", stamp=stamp)

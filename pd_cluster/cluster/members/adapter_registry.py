@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 GRACE_S = 1.0  # an adapter is removed this long after its last request, because others may be about to be routed
-RETRY_S = 5.0  # the time between two attempts of a worker that could not load an adapter
-LOAD_TIMEOUT_S = 300.0  # the time for all workers together
+RETRY_S = 5.0  # the time until a worker that could not load an adapter tries again
+LOAD_TIMEOUT_S = 300.0  # the limit for all workers together
 
 
 class AdapterUsers(Protocol):
@@ -46,7 +46,7 @@ class AdapterRules(NamedTuple):
 
 
 class AdapterBook:
-    """The loaded adapters. `names`: name -> digest, those that requests may use now; mutated in place."""
+    """The loaded adapters. `names`: name -> digest of the adapters that requests may use now; mutated in place."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AdapterBook:
         self._root = Path(rules.root).resolve()
         self.names = names
         paths = rules.settings.paths
-        # digest -> folder of every adapter that workers shall have
+        # digest -> folder of every adapter that workers must load
         self._paths = {digest: paths[name] for name, digest in names.items()}
         self._leaving: dict[str, tuple[float, float]] = {}  # digest -> (deadline, when it was last used)
         self._one_at_a_time = asyncio.Lock()
@@ -68,7 +68,7 @@ class AdapterBook:
         self._send_list()
 
     async def load(self, name: str, path: str, replaces: bool = False) -> None:
-        """Returns when every request may use the adapter under this name.
+        """Loads an adapter at all workers; returns when requests may use it under this name.
 
         Raises RequestError for an adapter that cannot be loaded, ModelNotFound if nothing is at the path.
         """
@@ -95,7 +95,9 @@ class AdapterBook:
             await self._users.publish_adapters(self.names)
 
     async def unload(self, name: str) -> None:
-        """Returns when no new request gets the adapter; running requests finish with it. Raises ModelNotFound."""
+        """Returns when new requests can no longer use the adapter; running requests finish with it. Raises
+        ModelNotFound.
+        """
         if name not in self.names:
             raise ModelNotFound(
                 f"lora_name: there is no adapter {name[:128]!r}; loaded are {', '.join(self.names) or 'none'}",
@@ -129,7 +131,7 @@ class AdapterBook:
     # ---- one load
 
     def _check(self, name: str, replaces: bool) -> None:
-        """Raises RequestError."""
+        """Raises RequestError if the name cannot be used."""
         try:
             lora_module("lora_name", name, "/")
         except ConfigError as error:
@@ -142,7 +144,7 @@ class AdapterBook:
             )
 
     def _read(self, name: str, path: str) -> AdapterFolder:
-        """Raises RequestError, ModelNotFound."""
+        """Returns the adapter in a folder. Raises RequestError, ModelNotFound."""
         given = Path(path)
         try:
             folder = (given if given.is_absolute() else self._root / given).resolve()
@@ -160,7 +162,7 @@ class AdapterBook:
             raise RequestError(f"lora_path: {told(error.text)}", "lora_path") from None
 
     async def _until_loaded(self, digest: str) -> None:
-        """Waits for all connected workers. Raises RequestError with the first worker's reason for failure."""
+        """Waits until all connected workers have the adapter. Raises RequestError with a worker's reason."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while True:

@@ -1,4 +1,4 @@
-"""Operators' commands to the whole cluster: pausing and aborting requests, emptying prefix caches, sleep.
+"""Carries out operators' commands to the whole cluster: pausing and aborting requests, emptying prefix caches, sleep.
 
 Knows nothing of HTTP. Processes that serve requests are reached through `ServingProcesses`.
 """
@@ -35,11 +35,13 @@ class ServingProcesses(Protocol):
         """
 
     async def until_idle(self) -> None:
-        """Returns when no instance has a request."""
+        """Waits until no instance has a request."""
 
 
 class ClusterControl:
-    """`roster`: every instance of the cluster. `may_sleep`: whether no other process than `serving` serves requests."""
+    """`roster`: every instance of the cluster. `may_sleep`: whether `serving` includes all processes that serve
+    requests.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class ClusterControl:
                 await self._reset_caches()
 
     async def resume(self) -> None:
-        """Raises Refused if the cluster is asleep."""
+        """Admits requests again. Raises Refused if the cluster is asleep."""
         async with self._one_at_a_time:
             if self.is_asleep:
                 raise Refused("the cluster is asleep; POST /wake_up wakes it up")
@@ -84,7 +86,7 @@ class ClusterControl:
     async def sleep(self, level: Literal[1, 2], mode: PauseMode) -> None:
         """Refuses new requests; when running ones have finished or were stopped, instances release their memory.
 
-        Returns when all have. Raises Refused before changing anything, and DeadlineExceeded.
+        Returns when all instances have done so. Raises Refused before it changes anything, and DeadlineExceeded.
         """
         if not self._may_sleep:
             raise Refused("one of several schedulers can refuse only its own requests; stop the other schedulers first")
@@ -98,7 +100,7 @@ class ClusterControl:
     async def wake_up(self) -> None:
         """Lets instances allocate their memory again, then admits requests, unless the cluster was paused before.
 
-        Raises DeadlineExceeded if some instances have not; the others serve.
+        Raises DeadlineExceeded if some instances have not done so in time; the others then serve.
         """
         async with self._one_at_a_time:
             try:
@@ -122,7 +124,7 @@ class ClusterControl:
                 await self._serving.control_requests("paused" if self.is_paused else "open")
 
     async def _empty(self, gate: Gate, mode: PauseMode, way_out: str) -> None:
-        """Returns when no instance has a request. Raises DeadlineExceeded."""
+        """Waits until no instance has a request. Raises DeadlineExceeded."""
         await self._serving.control_requests(gate, () if mode == "abort" else None, keeps=mode == "keep")
         try:
             await asyncio.wait_for(self._serving.until_idle(), self._request_timeout_s)
@@ -152,7 +154,7 @@ class ClusterControl:
             self._post.send(conn, wire.ResetCache(is_external))
 
         def lacking() -> list[str]:
-            """Returns the instances that have not confirmed; an instance that is gone has lost its cache."""
+            """Returns the instances that have not confirmed, except gone ones, which have lost their caches."""
             here = {i.name: (i.conn, i.load.num_cache_resets) for i in self._roster.instances if i.is_ready}
             return [name for name, (conn, num) in asked.items() if name in here and here[name] == (conn, num)]
 

@@ -1,7 +1,7 @@
-"""The secrets of a cluster's members, from the files that pd-ranktable writes next to the global rank table.
+"""Reads the secrets of a cluster's members from the files that pd-ranktable writes next to the global rank table.
 
-With --derive-secret, all of them are derived from the table instead: only for a single host whose users are all
-trusted. Knows nothing of connections.
+With --derive-secret, derives all of them from the table instead: only for a single host whose users are all trusted.
+Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def credentials_of(place: Place, files: KeyFiles) -> Credentials:
 
 
 def _check_node(place: Place, files: KeyFiles) -> None:
-    """Raises ConfigError for node files that cannot be used, and for a worker whose node its own list does not
-    trust.
-    """
+    """Raises ConfigError if the node files cannot be used, or a worker's own list does not trust its node."""
     if (files.node_key or files.trusted_nodes) and importlib.util.find_spec("cryptography") is None:
         flag = "--node-key-file" if files.node_key else "--trusted-nodes"
         raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
@@ -115,7 +113,7 @@ def admin_token_of(place: Place, files: KeyFiles) -> str:
 
 
 def find_admin_token(env: Mapping[str, str], file: str) -> str:
-    """Finds the token for a process that is not an instance; "" if nothing names one. Raises ConfigError.
+    """Finds the token for a process that is not an instance; "" if no setting leads to one. Raises ConfigError.
 
     If a one-host table has none of the files next to it, the token is derived from the table.
     """

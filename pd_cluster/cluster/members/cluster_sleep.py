@@ -1,4 +1,4 @@
-"""The level of sleep that every instance shall have. Sends it to each instance that reports another level.
+"""Brings every instance to the requested level of sleep: sends this level to each instance that reports another one.
 
 The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py refuses them.
 """
@@ -28,7 +28,7 @@ class ClusterSleep:
         self._sent: dict[str, wire.SleepLevel] = {}  # open connection -> the last level sent
 
     async def run(self) -> None:
-        """Follows instances that join and leave, until cancelled."""
+        """Sends the level to instances that join later; runs until cancelled."""
         while True:
             self._send_level()
             await self._roster.change()
@@ -48,7 +48,9 @@ class ClusterSleep:
                 )
 
     async def reach(self, level: wire.SleepLevel) -> None:
-        """Returns when every ready instance has the level. Raises DeadlineExceeded; the requested level stays."""
+        """Requests a level; returns when every ready instance has it. Raises DeadlineExceeded; the requested level then
+        stays.
+        """
         self.level = level
         self._send_level()
         try:

@@ -24,13 +24,11 @@ from pd_cluster.types import Role
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-LATE_S = 2.0  # after this time beyond its deadline, other schedulers' requests no longer delay a change
+LATE_S = 2.0  # other schedulers' requests delay a change by at most this time beyond its deadline
 
 
 class MembershipSharing(Protocol):
-    """The part of a membership that several schedulers share (shared_membership.py); without it, this scheduler decides
-    alone.
-    """
+    """Shares a membership among several schedulers (shared_membership.py); without it, this scheduler decides alone."""
 
     @property
     def is_owner(self) -> bool: ...
@@ -42,10 +40,10 @@ class MembershipSharing(Protocol):
         """Raises Refused if another scheduler owns membership."""
 
     def changed(self) -> None:
-        """Records that the list of instances, or an operator's request for one, has changed."""
+        """Records that the list of instances, or an operator's request for an instance, has changed."""
 
     async def recorded(self) -> None:
-        """Returns once the change survives this process. Raises Unavailable."""
+        """Returns once the change would survive the loss of this process. Raises Unavailable."""
 
 
 class ElasticMembership:
@@ -77,7 +75,7 @@ class ElasticMembership:
         return self.shared is None or self.shared.is_owner
 
     async def done(self, instance: Instance) -> Instance:
-        """Returns the instance once a command for it survives this scheduler. Raises Unavailable."""
+        """Returns the instance once a command for it would survive the loss of this scheduler. Raises Unavailable."""
         if self.shared is not None:
             await self.shared.recorded()
         return instance
@@ -160,7 +158,7 @@ class ElasticMembership:
         return instance
 
     async def add(self, name: str, port: int) -> Instance:
-        """Watches that entry of the table from now on, at this port. Raises InstanceNotFound or Refused."""
+        """Watches the table's entry with this name from now on, at this port. Raises InstanceNotFound or Refused."""
         self._check_owner()
         place, entries = await self._reader.read(self.instances, with_ports=False)
         if not entries:
@@ -208,10 +206,10 @@ class ElasticMembership:
         for instance in leaving:
             self._leave(instance, None)
         left = [instance.name for instance in leaving]
-        return f"{', '.join(joining) or 'nobody'} joins, {', '.join(left) or 'nobody'} leaves"
+        return f"joining: {', '.join(joining) or 'none'}; leaving: {', '.join(left) or 'none'}"
 
     def follow(self, members: Sequence[DesiredInstance]) -> None:
-        """Takes over the list, and the operators' requests, of the scheduler that owns membership."""
+        """Adopts the list of instances and the operators' requests of the scheduler that owns membership."""
         known = {instance.name: instance for instance in self.instances}
         for member in members:
             instance = known.pop(member.name, None)
@@ -276,7 +274,9 @@ class ElasticMembership:
         return [each for each in self.unit_of(instance) if (each.service, each.next_role) == wish]
 
     def _is_settled(self, instance: Instance, now_s: float) -> bool:
-        """Whether other schedulers send it no more requests, and those there have ended or exceeded the deadline."""
+        """Whether other schedulers send the instance no more requests, and those that they sent have ended or exceeded
+        the deadline.
+        """
         if self.shared is None:
             return True
         if now_s < instance.drain_deadline_s - instance.drain_timeout_s + self.shared.settle_s:
@@ -339,7 +339,7 @@ class ElasticMembership:
         return instance
 
     def _refuse_the_last(self, going: Sequence[Instance], force: bool) -> None:
-        """Raises Refused if no instance outside `going`, which is one unit, takes requests in its role."""
+        """Raises Refused if no instance outside `going`, which is an instance or a unit, takes requests in its role."""
         # a prefill instance can compute images instead
         serving = [each for each in going if each.takes_requests and each.role != "encode"]
         if not serving or force:
@@ -360,7 +360,7 @@ def _instance_of(member: DesiredInstance) -> Instance:
 
 
 def _is_under_way(instance: Instance, now_s: float) -> bool:
-    """Returns whether to keep watching it.
+    """Whether to keep watching the instance.
 
     An instance out of service is watched until its deadline: API processes may still send it requests.
     """

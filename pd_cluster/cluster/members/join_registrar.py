@@ -1,9 +1,9 @@
-"""The registrations of workers outside the rank tables, as the scheduler keeps them. The states are in
+"""Keeps the registrations of workers outside the rank tables, at the scheduler. The states are in
 docs/protocol/membership.md.
 
-A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among
-several schedulers only the owner of membership admits workers. The `Registrar` runs on the event loop and has no clock,
-socket or thread; `JoinPort` brings it messages.
+A registration adds a worker's address to `Membership`, and its end removes the address; it proves nothing about the
+worker. Among several schedulers, only the owner of membership admits workers. The `Registrar` runs on the event loop
+and has no socket or thread; `JoinPort` passes it the messages.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 ELSEWHERE = wire.JoinAnswer("this scheduler does not admit workers; another one may", is_elsewhere=True)
-MOST_REGISTRATIONS = 1024  # at a time; each makes the scheduler ask the worker, and lengthens every list of peers
+MOST_REGISTRATIONS = 1024  # at a time: the scheduler polls each registered worker, and lists it to all its peers
 
 
 @dataclass(slots=True)
 class Registration:
     """A registered worker.
 
-    `conns`: the open connections that asked for it, which together are its lease; it ends with the last of them. There
-    are two while the loss of an earlier connection has not been noticed yet. `since_s`: when this scheduler first knew
-    of it. `is_inherited`: another scheduler admitted it, and it has not registered here yet. `joined_s`: when the last
-    of its connections asked.
+    `conns`: the open connections over which the worker registered; the registration ends when the last of them closes.
+    There are two while the loss of an earlier connection has not been noticed yet. `since_s`: when this scheduler
+    learned of the registration. `is_inherited`: another scheduler admitted the worker, and it has not registered here
+    yet. `joined_s`: when the worker last sent Join.
     """
 
     instance: Instance
@@ -69,11 +69,11 @@ class Registrar:
         self._reach_s = reach_s
         self._clock = clock
         self._registrations: dict[str, Registration] = {}  # instance's name -> registration
-        # the ownership's term under which they were admitted; always 0 with a single scheduler
+        # the term of ownership under which this scheduler admits workers; always 0 with a single scheduler
         self._term: int | None = 0
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        """Takes a message of a worker's parent; `peer` is the worker's name@epoch."""
+        """Handles a message from a worker's parent; `peer` is the worker's name@epoch."""
         name = peer.rpartition("@")[0]
         self._note_term()
         match body:
@@ -84,7 +84,7 @@ class Registrar:
                 self._send(conn, wire.JoinAnswer(f"{name} has left"))
 
     def on_closed(self, conn: str) -> None:
-        """Removes the connection from the lease that it is part of, if any."""
+        """Removes the connection from its registration, if it has one."""
         for each in self._registrations.values():
             each.conns.discard(conn)
 
@@ -103,7 +103,9 @@ class Registrar:
                 self._end(name, "it has left, or has died")
 
     def _note_term(self) -> None:
-        """When an ownership begins here, takes over the list; when it ends, sends the workers to another scheduler."""
+        """When this scheduler becomes the owner, takes over the list; when it stops being the owner, sends the workers
+        elsewhere.
+        """
         term = self._membership.term()
         if term == self._term:
             return
@@ -173,7 +175,7 @@ class Registrar:
         """Returns why an admitted worker cannot stay; "" if it can. A worker that fails reports this itself."""
         instance = each.instance
         if instance.reason.startswith(NODE_REFUSED) and self._clock() - each.joined_s <= self._reach_s:
-            return ""  # its node was admitted here; the connecting mailbox may have had another list of nodes until now
+            return ""  # its node was admitted here; the connecting mailbox may still have an older list of nodes
         if instance.state == "failed" and (instance.info is None or instance.info.state != "failed"):
             return instance.reason
         if instance.info is None and self._clock() - each.since_s > self._reach_s:
@@ -201,7 +203,7 @@ def _is_same(known: Registration, join: wire.Join) -> bool:
 
 
 class JoinPort:
-    """The mailbox at which workers register. Must be made on its event loop. Raises ConfigError for a port in use."""
+    """A mailbox where workers register. Must be created on its event loop. Raises ConfigError if the port is in use."""
 
     def __init__(self, membership: Membership, credentials: Credentials, timeouts: Timeouts, host: str, port: int):
         self._loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""An API process's view of the cluster: the scheduler sends the members, this process's connections show their state.
-
-It asks no worker for its description and sends no worker its peers: the scheduler does both (worker_membership.py).
+"""Keeps an API process's view of the cluster: the scheduler sends the members; this process's own connections show
+their states. The process neither asks workers for descriptions nor sends them their peers: the scheduler does both
+(worker_membership.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pd_cluster.process_messages import (
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-LOOK_S = 0.02  # the time between two polls of the work being served, whose changes are reported at once
+LOOK_S = 0.02  # the interval at which the process looks for changes in its work, which it reports at once
 SILENT_TICKS = 10  # the scheduler receives a report at least this often, as a sign of life
 
 
@@ -39,8 +39,8 @@ class MembershipMirror(Roster):
     """The roster of an API process. Followers are also notified when the scheduler wants an instance emptied."""
 
     def __init__(self, lines: RosterMailbox, adapters: dict[str, str] | None = None, version: int = 0) -> None:
-        """`adapters`: name -> digest, mutated in place; `version`: that of the scheduler's message with these
-        adapters.
+        """`adapters`: name -> digest, mutated in place; `version`: the version of the scheduler's message that listed
+        them.
         """
         super().__init__([], lines)
         self._adapters = {} if adapters is None else adapters
@@ -55,9 +55,9 @@ class MembershipMirror(Roster):
         own: Callable[[], ApiReport],
         busy: Callable[[], Busy] | None = None,
     ) -> None:
-        """Restores its connections, and reports, until cancelled.
+        """Restores lost connections and reports to the scheduler, until cancelled.
 
-        `own` returns a report without outstanding work. `busy`: the work being served now.
+        `tell` sends a report; `own` returns one without outstanding work. `busy` returns the work being served now.
         """
         told = ApiReport({})
         for tick in itertools.count():

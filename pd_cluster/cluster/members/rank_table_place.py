@@ -1,7 +1,7 @@
-"""This process's role, name and address, from the rank tables that the environment names.
+"""Finds this process's role, name and address in the rank tables that the environment names.
 
 GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS and USE_OPENAI are the reference deployment's variables;
-NODE_PORTS_FILE names a file that is read instead of NODE_PORTS, whenever the table is read.
+NODE_PORTS_FILE names a file that replaces NODE_PORTS and is read whenever the table is.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Place:
         return sum(len(server.device) for server in self.table.instances if machine_key(server.server_ip) == here)
 
     def paired_tp_sizes(self, kv_transport: str, most: int = 0) -> tuple[int, ...]:
-        """Returns the devices of each instance with which this one may exchange KV cache over a pair.
+        """Returns the number of devices of each instance with which this one may exchange KV cache over communicators.
 
-        These are all instances of the other role, without those of this host unless `kv_transport` allows only pairs.
-        If `most` limits the open links (0: no limit), they are the largest instances, and one more that is being
-        closed.
+        These are all instances of the other role; instances on this host count only if `kv_transport` always needs
+        communicators. If `most` limits the open links (0: no limit), only the largest instances count: as many as may
+        be open, and one more whose link is being closed.
         """
         others = self.table.decode if self.role == "prefill" else self.table.prefill
         here = "" if kv_transport in ("dist", "curve") else machine_key(self.server.server_ip)
@@ -83,7 +83,7 @@ class Place:
 
     @property
     def number_here(self) -> int:
-        """Counts the table's instances on this host before this one."""
+        """Counts the instances on this host that precede this one in the table."""
         here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)] if self.name in self.names else ()
         return sum(1 for each in before if machine_key(each.server_ip) == here)
@@ -97,7 +97,7 @@ class Place:
 
     @property
     def first_local_rank(self) -> int:
-        """The number of devices of this host's instances before this one."""
+        """The number of devices of the instances on this host that precede this one in the table."""
         here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)]
         return sum(len(server.device) for server in before if machine_key(server.server_ip) == here)
@@ -125,7 +125,7 @@ def digest_of(table: RankTable) -> bytes:
 def find_place(env: Mapping[str, str]) -> Place:
     """Finds this process in the tables.
 
-    Raises ConfigError for a missing variable, a faulty table, and a local table that is not in the global one.
+    Raises ConfigError for a missing variable, a faulty table, or a local table whose entry is not in the global table.
     """
     global_path = table_path(env)
     local_path = _variable(env, "RANK_TABLE_FILE_PATH")
@@ -141,7 +141,9 @@ def find_place(env: Mapping[str, str]) -> Place:
 
 
 def place_alone(role: PlaceRole, host: str, own_name: str = "", num_devices: int = 0) -> Place:
-    """Returns the place of a process that reads no rank table: a table that contains only itself, in no file."""
+    """Returns the place of a process that reads no rank table: its table has no file and contains only the process
+    itself.
+    """
     devices = tuple(Device(str(at), host, str(at)) for at in range(num_devices))
     server = Server(host, host, devices)
     groups = tuple(server_group(each, (server,) if each == role else ()) for each in ROLES)
@@ -186,7 +188,7 @@ def use_openai(env: Mapping[str, str]) -> bool:
 
 
 def resolve_host(host: str, what: str = "server_ip {!r} of the rank table") -> str:
-    """Returns the numeric address of a host, for sockets. Raises ConfigError; `what` names the host in it."""
+    """Returns the numeric address of a host, for sockets. Raises ConfigError, in which `what` names the host."""
     return resolve_hosts(host, what)[0]
 
 
@@ -234,7 +236,7 @@ def _read_ports(file: str) -> str:
 def _variable(env: Mapping[str, str], name: str) -> Path:
     value = env.get(name, "").strip()
     if not value:
-        raise ConfigError(f"{name} is not set: it names a rank table, see pd-ranktable gen")
+        raise ConfigError(f"{name} is not set: it must name a rank table; see pd-ranktable gen")
     path = Path(value)
     if not _may_be_file(path):
         other = path.with_name(path.name.replace("rank_table", "ranktable"))  # the documentation uses both spellings

@@ -1,5 +1,4 @@
-"""Reads the rank table and the secrets again while instances run, and refuses changes that running instances cannot
-follow.
+"""Rereads the rank table and the secrets while instances run, and refuses changes that running instances cannot follow.
 
 Knows nothing of how instances join and leave (elastic_membership.py).
 """
@@ -42,7 +41,7 @@ class RankTableReader:
     async def read(self, running: Sequence[Instance], with_ports: bool) -> tuple[Place, dict[str, Instance]]:
         """Returns the table and its instances by name.
 
-        Raises Refused for changes that these instances, in their state after the read, cannot follow.
+        Raises Refused for changes that these instances cannot follow, by their state after the read.
         """
         try:
             place, entries, credentials = await asyncio.to_thread(self._load, with_ports)

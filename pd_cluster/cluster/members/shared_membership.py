@@ -1,8 +1,9 @@
-"""One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
+"""Makes a scheduler one of several over the same workers: it owns membership or follows the owner. Runs on the event
+loop.
 
-membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership`
-act under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
-docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
+membership_lease.py decides the owner; this module keeps the shared record. While this scheduler is the owner,
+`Membership` and `ElasticMembership` act under its fencing number; otherwise this module applies the owner's list of
+instances. The states are in docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOKS = 10  # how often the record is read within a lease's duration
-SETTLE_S = 0.5  # a minimum
+SETTLE_S = 0.5  # the least `settle_s`
 LARGEST_WISH_NBYTES = 96  # an instance's service, next role and time to drain, as JSON
-OTHER_NBYTES = 1024  # the bytes of a record in addition to its list
-CALL_PART = 1 / 3  # the maximum time for a call of the store, as a part of a lease's duration
+OTHER_NBYTES = 1024  # the size of a record without its list
+CALL_PART = 1 / 3  # the maximum time for a call to the store, as a share of a lease's duration
 RECORD_TIMEOUT_S = 2.0  # a command must be in the record within this time
 
 
@@ -56,7 +57,7 @@ class Lease:
 
 
 class SharedMembership:
-    """Requires a membership that knows this process's name@epoch."""
+    """`membership` must know this process's name@epoch."""
 
     def __init__(
         self,
@@ -67,14 +68,14 @@ class SharedMembership:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        # Workers remember the terms of a lost folder, so a new folder's terms must be later.
+        # If the folder is lost, workers still remember its terms, so a new folder's terms must be higher.
         own, first_term = membership.own_key, lambda: max(1, int(wall_clock()))
         self.ownership = Ownership(own, lease.duration_s, clock, lease.admin, membership.table_digest, first_term)
         self._store, self._membership, self._elastic, self._mailbox = lease.store, membership, elastic, mailbox
         self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
-        # a separate thread: names that cannot be resolved fill the loop's threads
+        # a separate thread, because look-ups of unresolvable names may occupy all of the loop's threads
         self._thread = ThreadPoolExecutor(1, "lease")
-        self._look_requested = asyncio.Event()  # set to have the record read now
+        self._look_requested = asyncio.Event()  # set to request that the record be read now
         self._look_done = asyncio.Event()  # set after each read, and then replaced
         self._term: int | None = None  # the term of the last orders
         self._followed = LeaseRecord()
@@ -96,7 +97,7 @@ class SharedMembership:
         """The name of the scheduler that owns membership, if known, or ""."""
         holder = self.ownership.record.holder
         if holder == self.ownership.own and not self.is_owner:
-            return ""  # its own lease has expired, and it cannot see whether another scheduler owns it now
+            return ""  # its own lease has expired, and it cannot see whether another scheduler owns membership now
         return holder.partition("@")[0]
 
     @property
@@ -110,7 +111,7 @@ class SharedMembership:
 
     @property
     def settle_s(self) -> float:
-        """How long other schedulers may be unaware of a command: some of their reads may be late."""
+        """How long other schedulers may be unaware of a command, because a few of their reads may be late."""
         return max(SETTLE_S, 3 * self.ownership.duration_s / LOOKS)
 
     @property
@@ -118,18 +119,18 @@ class SharedMembership:
         return self.ownership.term_now is not None
 
     def check(self) -> None:
-        """Raises Refused if another scheduler must be asked."""
+        """Raises Refused if this scheduler does not own membership."""
         if not self.is_owner:
             record = self.ownership.record
             where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
             raise Refused(f"{self.name} does not own membership: {where}")
 
     def changed(self) -> None:
-        """Has a change of the owner's list recorded at once."""
+        """Requests that a change of the owner's list be recorded at once."""
         self._look_requested.set()
 
     async def recorded(self) -> None:
-        """Returns once the owner's list is in the record, and so survives this process. Raises Unavailable."""
+        """Returns once the owner's list is in the record, where it survives this process. Raises Unavailable."""
         self._look_requested.set()
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):
@@ -153,12 +154,12 @@ class SharedMembership:
             self._thread.shutdown(wait=False)
 
     async def _look(self) -> None:
-        """Reads the record; writes it if this scheduler owns membership, or may; otherwise follows it."""
+        """Reads the record; writes it if this scheduler is the owner or may become it; otherwise follows it."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
             if not await self._exchange():
-                await self._exchange()  # another program may have touched only the record
+                await self._exchange()  # the write may have failed only because another program touched the record
             self._problem = ""
         except LeaseUnavailable as error:
             if str(error) != self._problem:
@@ -188,7 +189,7 @@ class SharedMembership:
         return is_written
 
     async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Calls the store on its thread. If this is cancelled, the call continues, and `_release` waits for it."""
+        """Calls the store on its thread. If the caller is cancelled, the call continues; `_release` waits for it."""
         asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         self._asking = asking
         return await asyncio.shield(asking)
@@ -198,7 +199,7 @@ class SharedMembership:
         self._look_requested.set()
 
     def _note_refused(self) -> None:
-        """Warns that the record is still behind the workers, although it was read after their refusal.
+        """Warns if the record's term is still below the workers', although it was read after their refusal.
 
         Only an operator can solve this.
         """
@@ -223,7 +224,9 @@ class SharedMembership:
             self._membership.wake()
 
     def _follow(self, record: LeaseRecord) -> None:
-        """Applies the owner's list. An old list, of another table, is applied only once its owner is seen alive."""
+        """Applies the owner's list. A list of another table is applied only when its owner has renewed it: it may be
+        old.
+        """
         if record == self._followed or record.holder == self.ownership.own:
             return
         is_first, self._followed = not self._followed.term, record
@@ -231,8 +234,8 @@ class SharedMembership:
             self._elastic.follow(record.members)
 
     def _is_candidate(self, record: LeaseRecord) -> bool:
-        """Whether this scheduler's list of live workers is complete: a new scheduler's would close links that others
-        use.
+        """Whether this scheduler knows all live workers. If a new scheduler sent an incomplete list, workers would
+        close links that other schedulers use.
         """
         if not record.term or self._clock() - self._started_s > self._takeover_timeout_s:
             return True
@@ -261,7 +264,9 @@ class SharedMembership:
         return nbytes <= self._store.max_record_nbytes
 
     async def _release(self) -> None:
-        """Releases the lease once a running call has ended. If that takes too long, the lease expires."""
+        """Releases the lease after a running call to the store has ended. If that takes too long, leaves the lease to
+        expire.
+        """
         if self._asking is not None and not self._asking.done():
             await asyncio.wait((self._asking,), timeout=self.ownership.duration_s * CALL_PART)
             if not self._asking.done():

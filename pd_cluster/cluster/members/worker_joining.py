@@ -1,7 +1,7 @@
 """Registers a worker outside the rank tables with a scheduler, and keeps it registered. The states are in
 docs/protocol/membership.md.
 
-Runs in the worker's parent. Knows nothing of ranks: the scheduler asks the worker's `/instance` for everything else.
+Runs in the worker's parent. Knows nothing of ranks: the scheduler reads everything else from the worker's `/instance`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Address = tuple[str, int]
 State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
 LEAVE_S = 1.0  # the longest wait for the scheduler's answer to Leave
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a newly started scheduler lets requests wait for 3.5 s
-MOST_CUT_ROUNDS = 3  # so many rounds in which all addresses listen, but none has a pinned key, end the search
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # short: a new scheduler makes requests wait for only 3.5 s
+MOST_CUT_ROUNDS = 3  # the search ends after this many rounds in which all addresses listen, but none has a pinned key
 
 
 class JoiningMailbox(Protocol):
@@ -45,10 +45,10 @@ class JoiningMailbox(Protocol):
 
 
 class WorkerJoining:
-    """The worker's side of a registration, on one thread and without a socket. `keys`: the public keys that
-    cluster.secret pins.
+    """The worker's side of a registration; uses one thread and no socket. `keys`: the public keys that cluster.secret
+    pins.
 
-    The mailbox's events and `tick` raise the ConfigError with which the worker ends.
+    The mailbox's events and `tick` raise ConfigError if the worker must end.
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class WorkerJoining:
         return self.state == "seeking" and self._clock() >= self._next_s
 
     def connect(self, *hosts: str) -> None:
-        """Opens a connection to the next address. `hosts`: its numeric addresses; each attempt uses the next of
-        them.
-        """
+        """Opens a connection to the next address. `hosts`: its numeric addresses; each attempt uses the next."""
         (_, port), key = self._targets[self._at]
         host = sorted(hosts)[self._num_tried[self._at] % len(hosts)]  # sorted, because name servers change the order
         self._num_hosts[self._at] = len(hosts)
@@ -149,7 +147,7 @@ class WorkerJoining:
             return
         if is_elsewhere:
             self._lines.disconnect(conn)
-            # schedulers live, but none admits workers now; the worker keeps serving them until one does
+            # schedulers are alive, but none admits workers now; the worker serves on until one does
             if self._was_joined:
                 self._deadline_s = self._clock() + self._timeouts.join_timeout_s
             self.fail(problem)
@@ -176,7 +174,9 @@ class WorkerJoining:
 
 
 class JoinMailbox:
-    """Drives a worker's `WorkerJoining` over a mailbox. Made on its event loop. `name` and `epoch`: the worker's."""
+    """Drives a worker's `WorkerJoining` over a mailbox. Must be created on its event loop. `name` and `epoch`: the
+    worker's.
+    """
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class JoinMailbox:
         self._answered = asyncio.Event()
 
     async def run(self) -> None:
-        """Registers, and registers again after a loss, until cancelled. Raises ConfigError for a permanent refusal."""
+        """Registers the worker, also after each loss, until cancelled. Raises ConfigError for a permanent refusal."""
         self._mailbox.start(self)
         while True:
             if self._joining.is_due:
@@ -207,7 +207,7 @@ class JoinMailbox:
             self._joining.tick()
 
     async def leave(self) -> None:
-        """Ends the registration; the scheduler forgets the worker at once instead of after its silence."""
+        """Ends the registration, so that the scheduler forgets the worker at once, not only after a silence."""
         if self._joining.state == "joined":
             self._answered.clear()
             self._mailbox.send(self._joining.conn, wire.Leave())

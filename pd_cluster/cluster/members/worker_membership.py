@@ -1,8 +1,8 @@
 """Tracks the workers: asks each one's `/instance`, connects, notices restarts, and sends each the list of its peers.
 
 The rank table and NODE_PORTS, or a worker's registration, determine the workers' addresses; a worker's own description
-is only compared with them. A worker that answers at another's address is a fault in NODE_PORTS, recognized by its
-devices.
+is only compared with them. If a worker answers at another worker's address, NODE_PORTS is wrong; the worker's devices
+reveal this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ranktable_tools.host_addresses import bracketed, host_key, is_ip
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LOADING_S = 0.5  # how long a loading instance may delay its answer until it has loaded
+LOADING_S = 0.5  # how long a loading instance may delay its answer while it loads
 SLOW_POLL_S = 2.0
 FAREWELL_S = 1.0  # the time from the last message to an instance until its connection is closed
 
@@ -75,9 +75,9 @@ class Membership(Roster):
         self._hosts = place.hosts  # includes those of leaving instances
         self._timeouts = timeouts
         self._model_identity, self._hf_overrides = model_identity, hf_overrides
-        self._swapped: set[str] = set()  # instances at whose address another worker of the table answered last
+        self._swapped: set[str] = set()  # instances at whose address another worker of the table last answered
         self._joined: set[str] = set()  # added at run time
-        # name -> time until which an instance whose node is not admitted is not asked
+        # name of an instance whose node is not admitted -> time until which it is not asked
         self._paused_until: dict[str, float] = {}
         self._orders = PeersSender()
         self._refused: dict[str, tuple[int, str]] = {}  # name -> (epoch of a life with other keys, the reason)
@@ -87,12 +87,12 @@ class Membership(Roster):
         self.refused: Callable[[int], None] = lambda term: None
         # whether the list has room for another instance
         self.has_capacity: Callable[[Instance], bool] = lambda instance: True
-        # the adapters that every worker shall have; None: those of its start
+        # the adapters that every worker must have; None: those it started with
         self.adapters: wire.WantedAdapters | None = None
-        self.weights = wire.WeightVersion()  # the version that every worker shall have
+        self.weights = wire.WeightVersion()  # the version that every worker must have
         self._changing: set[str] = set()  # open connections to workers that have another version
         self._loading: set[str] = set()  # open connections to workers that do not have all adapters yet
-        self._forming: dict[str, float] = {}  # open connection -> since when its worker has waited for its unit
+        self._forming: dict[str, float] = {}  # open connection -> when its worker began to wait for its unit
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
@@ -117,7 +117,7 @@ class Membership(Roster):
         return digest_of(self.place.table)
 
     def host_of(self, instance: Instance) -> str:
-        """Returns its host as in the table, where it may be a name."""
+        """Returns the instance's host as the table gives it, which may be a name."""
         return self._hosts.get(instance.name, instance.host)
 
     def join(self, instance: Instance) -> None:
@@ -132,7 +132,7 @@ class Membership(Roster):
         self.wake()
 
     def forget(self, instance: Instance) -> None:
-        """Stops asking the worker, and removes it from its peers."""
+        """Stops watching the worker, and removes it from its peers' lists."""
         self.instances.remove(instance)
         self._joined.discard(instance.name)
         self._refused.pop(instance.name, None)
@@ -164,8 +164,8 @@ class Membership(Roster):
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
     async def ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
-        """Asks the worker for its description, and acts on it. A forming one need not answer: its connection shows that
-        it lives.
+        """Asks the worker for its description, and acts on it. A forming worker need not answer: its connection shows
+        that it is alive.
         """
         self._swapped.discard(instance.name)
         found = await self._ask(instance, client)
@@ -175,7 +175,7 @@ class Membership(Roster):
             self.set_state(instance, *found)
 
     async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> InstanceInfo | tuple[InstanceState, str]:
-        """Returns its description, or the state that follows from having none, and the reason."""
+        """Returns the worker's description; without one, the resulting state and the reason."""
         if not instance.port:
             return "unreachable", f"its port is not known; pd-cluster instances add {instance.name} --port PORT"
         if reason := await self._find(instance):
@@ -213,13 +213,17 @@ class Membership(Roster):
             self._show_awaited(instance)
 
     def _until(self, instance: Instance) -> dict[str, str]:
-        """Returns the query: a loading or forming instance answers once it no longer loads or forms."""
+        """Returns the query parameters with which a loading or forming instance delays its answer until that state
+        ends.
+        """
         if instance.state not in ("loading", "forming"):
             return {}
         return {"unless": instance.state, "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
 
     async def _find(self, instance: Instance) -> str:
-        """Resolves its host again, since a pod returns with another address. Returns why that failed, or ""."""
+        """Resolves the instance's host again, since a pod may return with another address. Returns why that failed, or
+        "".
+        """
         name = self._hosts.get(instance.name, instance.host)
         if not is_ip(name):
             try:
@@ -229,7 +233,7 @@ class Membership(Roster):
         return ""
 
     def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
-        """Returns why the answering process is not this entry of the table, or this registration; "" if it is."""
+        """Returns why the answering process does not match this entry of the table or registration; "" if it does."""
         if instance.is_registered:
             if info.name == instance.name:
                 return ""
@@ -252,13 +256,13 @@ class Membership(Roster):
 
     @property
     def _of_start(self) -> list[Instance]:
-        """Returns the instances of the table and NODE_PORTS at the start."""
+        """Returns the instances that the table and NODE_PORTS listed at the start."""
         return [instance for instance in self.instances if instance.name not in self._joined]
 
     def _check_ports(self, instance: Instance, info: InstanceInfo, reason: str) -> None:
         """Raises ConfigError if NODE_PORTS is certainly wrong: every worker of the table answers at another's port.
 
-        A stranger at the port of a worker, which may have died, only fails that instance.
+        If an unknown process answers at a worker's port, only that instance fails, since the worker may have died.
         """
         of_start = self._of_start
         places = {(*each.device_ids, host_key(self._hosts[each.name])) for each in of_start}
@@ -307,12 +311,12 @@ class Membership(Roster):
             self._admit(conn)
 
     def _formed(self, instance: Instance) -> None:
-        """Marks an instance ready, over the connection at which it waited for its unit."""
+        """Marks an instance ready on the connection on which it waited for its unit."""
         self._forming.pop(instance.conn, None)
         self._admit(instance.conn)
 
     def _show_awaited(self, instance: Instance) -> None:
-        """Shows the members that it waits for, once it has waited long."""
+        """Shows the members that the instance waits for, once it has waited for long."""
         waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
         is_late = waits_s > self._timeouts.connect_timeout_s
         self.set_state(instance, "forming", describe_awaited(self.instances, instance) if is_late else "")
@@ -353,7 +357,7 @@ class Membership(Roster):
         self.wake()
 
     def send_adapters(self, adapters: wire.WantedAdapters) -> None:
-        """Sends the list to every worker, now or when it connects."""
+        """Sends the list to every worker now, and to later ones when they connect."""
         self.adapters = adapters
         for conn in self._open | self._loading:
             self._mailbox.send(conn, adapters)
@@ -361,13 +365,15 @@ class Membership(Roster):
     # ---- weights
 
     def change_weights(self, version: wire.WeightVersion) -> None:
-        """Sends the version to every worker, now or when it connects."""
+        """Sends the version to every worker now, and to later ones when they connect."""
         self.weights = version
         for conn in self._open | self._loading | self._changing:
             self._mailbox.send(conn, wire.ChangeWeights(version))
 
     def may_load_weights(self) -> list[Instance]:
-        """Returns the instances that can check and load a version: ready ones, and those that lack the present one."""
+        """Returns the instances that can check and load a version: ready ones, and those that do not have the current
+        one yet.
+        """
         return [each for each in self.instances if each.is_ready or each.conn in self._changing]
 
     def lacking_weights(self) -> list[Instance]:
@@ -393,8 +399,8 @@ class Membership(Roster):
         elif conn in self._changing and (problem := load.weights.lacks):
             why = f"it cannot load weights {self.weights.name}, and tries again: {told(problem)}"
             self.set_state(self._by_conn[conn], "connecting", why)
-        elif epoch > self.weights.epoch:  # this scheduler has started again
-            log.warning("%s has weights %s: so shall all", conn, load.weights.held.name)
+        elif epoch > self.weights.epoch:  # this scheduler has restarted
+            log.warning("%s has weights %s; all other workers must load them", conn, load.weights.held.name)
             self.change_weights(load.weights.held)
             self.set_back_lacking()
 
@@ -411,9 +417,8 @@ class Membership(Roster):
             self.send_peers()
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
-        """Returns the new state. Keys do not change while both processes live, so a refused life is not tried again.
-
-        The lists of nodes may change: a life refused because of its node is retried, slowly.
+        """Returns the new state. Keys do not change while both processes live, so a life refused for its key is not
+        tried again. The lists of nodes may change, so a life refused for its node is retried, at longer intervals.
         """
         if reason.startswith(NODE_REFUSED):
             self._paused_until[instance.name] = asyncio.get_running_loop().time() + SLOW_POLL_S
@@ -443,7 +448,7 @@ class Membership(Roster):
             self._mailbox.send(conn, order)
 
     def _is_named_early(self, instance: Instance) -> bool:
-        """Whether others learn of it before it can serve, because its unit needs it."""
+        """Whether orders name the instance to its peers before it can serve, because its unit needs that."""
         return instance.conn in self._forming or (bool(instance.unit) and instance.conn in self._loading)
 
     def on_stale_order(self, conn: str, term: int) -> None:

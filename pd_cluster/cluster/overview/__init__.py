@@ -1,1 +1,1 @@
-"""The state of a cluster, now and in the last minutes, for people."""
+"""Summarizes the state of a cluster, now and in the last minutes, for people."""

@@ -1,7 +1,7 @@
-"""A bounded log of notable events of a cluster: an instance came, died, was drained, or changed its role.
+"""Keeps a bounded log of notable events of a cluster: an instance joined, died, was drained, or changed its role.
 
 Compares each instance with its previous state, so the code that changes instances needs no hooks; a process that dies
-and returns between two looks is recognized by its epoch. Knows nothing of requests or HTTP.
+and returns between two comparisons is recognized by its epoch. Knows nothing of requests or HTTP.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ClusterEventLog:
         return [mark for mark in self._marks if mark.number > number]
 
     def look(self, at_s: float, instances: Sequence[Instance]) -> None:
-        """Logs what has changed since the last look."""
+        """Logs what has changed since the last call."""
         for instance in instances:
             before, state = self._seen.get(instance.name), instance.shown_state
             is_up = instance.is_ready

@@ -1,7 +1,7 @@
 """Observes the cluster once a second and whenever an instance changes, and keeps the recent past.
 
-Runs in the scheduler whether or not anybody looks, because people need to know what happened before. One observation
-costs a copy of the counters. Knows nothing of HTTP.
+Runs in the scheduler even without viewers, because people who look later need to know what happened before. One
+observation costs a copy of the counters. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.settings.routing_settings import RoutingConfig
 
 PERIOD_S = 1.0
-LEAST_PERIOD_S = 0.1  # the least time between looks at instances: each heartbeat of each instance is a change
+LEAST_PERIOD_S = 0.1  # the least time between two observations of instances: each heartbeat is a change
 
 Figures = Callable[[], tuple[Stats, Busy]]
 

@@ -1,6 +1,6 @@
 """Lists a cluster's current problems, worst first, each with a remedy. Pure: it reads instances and figures.
 
-One list for `pd-cluster status`, `pd-cluster top` and the dashboard. Knows nothing of how it is shown.
+`pd-cluster status`, `pd-cluster top` and the dashboard show the same list. Knows nothing of how it is shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`reason` may contain addresses and paths, so only operators see it, and `way_out`."""
+    """`reason` may contain addresses and paths, so only operators see it and `way_out`."""
 
     severity: Severity
     text: str
@@ -96,7 +96,7 @@ def _full(instance: Instance) -> Iterator[Problem]:
     for what, num_held, num_blocks in kinds:
         if load.num_waiting and num_blocks and num_held >= FULL_SHARE * num_blocks:
             text = f"{instance.name}: {load.num_waiting} requests wait for {what}; {num_held} of {num_blocks} are held"
-            way_out = "add an instance of its role, or bound max_tokens; `--slo-ttft` refuses early"
+            way_out = "add an instance of its role, or limit max_tokens; `--slo-ttft` refuses early"
             yield Problem("warning", text, way_out, instance.name)
 
 

@@ -14,8 +14,8 @@ def tiers_of(load: Load) -> list[dict[str, Any]]:
     """Returns the tiers that have or may have blocks, fastest first.
 
     `num_blocks`: None if the size is not reported. `num_used_blocks`: blocks with content. `num_hit_tokens`: prompt
-    tokens found there so far; None if the tier is not searched. `token_s`: measured seconds to load a token's KV cache
-    from there; None if not measured or nothing has to be loaded.
+    tokens found in the tier so far; None if the tier is not searched. `token_s`: the measured seconds to load a token's
+    KV cache from the tier; None if this was not measured, or nothing needs to be loaded.
     """
     pool = load.num_held_blocks + load.num_cached_blocks
     found = [_tier("pool", load.num_blocks, pool, load.num_prefix_hit_tokens)]

@@ -1,8 +1,8 @@
-"""The figures of requests of the last minutes, one sample a second, from counters that only grow.
+"""Derives figures of the last minutes' requests, one sample a second, from counters that only grow.
 
-A sample's rates are those of its second; its percentiles are those of the WINDOW_S seconds that end with it, because a
-small cluster produces few tokens in a second. They are interpolated within a bucket, as Prometheus does. Knows nothing
-of instances or HTTP.
+A sample's rates cover its second; its percentiles cover the WINDOW_S seconds that end with it, because a small cluster
+produces few tokens in a second. They are interpolated within a bucket, as Prometheus does. Knows nothing of instances
+or HTTP.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RequestHistory:
         return self._samples[-1] if self._samples else None
 
     def total(self, rate: str, last_s: float) -> int:
-        """Returns how many there were in the last `last_s` seconds, for a name of RATES."""
+        """Returns how much the counter of this rate, a name in RATES, has grown in the last `last_s` seconds."""
         if not self._readings:
             return 0
         last = self._readings[-1]
@@ -82,7 +82,7 @@ class RequestHistory:
         return last.totals[rate] - first.totals[rate]
 
     def _sample(self, now: _Reading) -> dict[str, Any]:
-        """Compares a reading with the kept ones."""
+        """Returns the sample that results from a new reading and the earlier ones."""
         before = start = self._readings[-1]
         passed_s = max(now.clock_s - before.clock_s, 1e-3)
         for start in reversed(self._readings):
@@ -104,7 +104,7 @@ class RequestHistory:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Interpolates within the bucket that contains the quantile; above the last bound, returns that bound. None without
+    """Returns a quantile, interpolated within its bucket; the last bound if the quantile is above it; None without
     values.
 
     `counts` has one more bucket than `bounds`, for values above all of them.

@@ -1,6 +1,6 @@
 """Finds the routing policy that a setting names: one of `POLICIES`, or an operator's own function.
 
-The function runs in the processes that route, with all their rights. If it fails, so does the request that it routes.
+The function runs in the processes that route, with all their rights. If it fails, the request that it routes fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def policy_of(name: str) -> Policy:
 
 
 def _checked(choose: Policy, name: str) -> Policy:
-    """Returns a policy whose faults become errors of the request; only the log has the details."""
+    """Returns the policy with its faults turned into errors of the request, of which only the log has the details."""
 
     def chosen(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
         try:

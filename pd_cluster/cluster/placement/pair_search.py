@@ -1,7 +1,7 @@
-"""Finds the cheapest pair of linked instances from the cheapest of each side. Pure.
+"""Finds the cheapest pair of linked instances. Pure.
 
-A pair's cost grows with the cost of either instance. So a second decode instance is examined only because of links that
-are not up and pairs to avoid; without these the search takes P + D steps.
+A pair's cost grows with the cost of either instance, so the search begins with the cheapest ones. It examines other
+decode instances only if links are down or pairs must be avoided; otherwise it takes P + D steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ Pair = tuple[Instance, Instance]
 
 
 class PairCosts(NamedTuple):
-    """The cost of an instance of each side, as comparable values; the prefill side's comes first by default.
-
-    `joined` must strictly grow with each of its arguments.
+    """Functions that return comparable costs: `prefill` and `decode` of an instance in that role, `joined` of a pair.
+    By default, the prefill side's cost decides first. `joined` must strictly grow with each of its arguments.
     """
 
     prefill: Callable[[Instance], Any]
@@ -29,7 +28,7 @@ class PairCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The instances that take requests, each side in the order of the table. `avoid`: pairs of keys."""
+    """The instances that take requests, each side in the order of the table. `avoid`: pairs of keys not to choose."""
 
     prefills: list[Instance]
     decodes: list[Instance]
@@ -78,7 +77,7 @@ class Sides:
 
 
 class RankedSides:
-    """Sides whose instances have costs: each cost is computed once, for any number of searches."""
+    """Sides with their instances' costs, each of which is computed once for any number of searches."""
 
     def __init__(self, sides: Sides, costs: PairCosts) -> None:
         self._sides, self._joined = sides, costs.joined
@@ -90,9 +89,8 @@ class RankedSides:
         self._ranks: dict[str, int] = {}  # key -> rank in that order
 
     def best(self, is_open: bool = False) -> Pair | None:
-        """Returns the pair of the lowest cost, by the order of the table among equals, or None.
-
-        `is_open`: only among links that are open now.
+        """Returns the pair with the lowest cost, among equals the first in the table's order; None if there is none.
+        `is_open`: considers only links that are open now.
         """
         sides, costs = self._sides, self._prefills
         if not costs or not self._decodes:
@@ -126,11 +124,11 @@ class RankedSides:
             order = sorted(range(len(self._decodes)), key=self._decodes.__getitem__)
             self._keys = [self._sides.decodes[place].key for place in order]
             self._ranks = {key: rank for rank, key in enumerate(self._keys)}
-            self._order = [*order, None]  # the end mark
+            self._order = [*order, None]  # None marks the end
             self._keys.append("")
         keys, avoid = self._keys, self._sides.avoid
         ranks: Iterable[int]
-        if len(reached) ** 2 < len(keys):  # fewer steps than a walk along the keys, most of which are not reached
+        if len(reached) ** 2 < len(keys):  # fewer steps than a walk along all keys
             ranks = map(self._ranks.get, reached, itertools.repeat(len(self._ranks)))
             if not avoid:
                 return self._order[min(ranks)]

@@ -1,7 +1,7 @@
-"""Chooses the prefill instance from whose caches another pulls a prompt's beginning, and computes what that saves.
+"""Chooses the prefill instance from which another one pulls a prompt's cached prefix, and computes what that saves.
 Pure.
 
-Instances have links to each other only with --prefix-pull. A wrong guess costs time, never a token.
+Prefill instances have links to each other only with --prefix-pull. A wrong choice costs time but changes no token.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pd_cluster.types import LinkState
 from pd_cluster.wire import PullHint
 
 LEAST_TOKENS = 64  # fewer tokens are not worth the messages
-WAKE_S = 1.0  # the assumed time in which a link at rest opens
-MOST_SOURCES = 3  # the holders that are examined; more would make a choice among many instances slow
+WAKE_S = 1.0  # the assumed time to open a link at rest
+MOST_SOURCES = 3  # the most holders that are examined: with more, a choice among many instances would be slow
 
 
 class PrefixPull(NamedTuple):
@@ -30,22 +30,24 @@ class PrefixPull(NamedTuple):
 
 
 class PullSources:
-    """The instances from which one prompt's beginning can be pulled, and what a pull saves each other instance."""
+    """The instances from which one prompt's prefix can be pulled, and what a pull saves each other instance."""
 
     def __init__(self, instances: Sequence[Instance], prompt: Prompt) -> None:
         self._prompt, self._instances = prompt, instances
         self._rate = functools.cache(lambda: best_rate(instances))
-        self._times: dict[tuple[str, int, LinkState], float] = {}  # times of pulls, which are equal for many targets
+        self._times: dict[tuple[str, int, LinkState], float] = {}  # pulls' times, equal for many targets
 
     @functools.cached_property
     def _holders(self) -> list[tuple[int, Instance]]:
-        """Returns the prefill instances with the longest parts of the prompt, and these lengths, the longest first."""
+        """Returns the prefill instances that hold the longest prefixes of the prompt, with these lengths; the longest
+        first.
+        """
         prefills = [each for each in self._instances if each.role == "prefill" and each.is_ready]
         held = [(each.num_held(self._prompt), each) for each in prefills if each.known_blocks.tiers]
         return sorted((each for each in held if each[0] >= LEAST_TOKENS), key=lambda each: -each[0])[:MOST_SOURCES]
 
     def to(self, target: Instance) -> PrefixPull | None:
-        """Returns the pull that saves the target most time, if there is one."""
+        """Returns the pull that saves the target the most time; None if no pull saves any."""
         if not self._holders:
             return None
         key, own, best, least_s = target.key, target.num_cached(self._prompt), None, 0.0
@@ -76,10 +78,10 @@ class PullSources:
         return found.num_saved if found is not None else 0
 
     def num_gained(self, target: Instance) -> int:
-        """Returns the tokens that a pull would save in all.
+        """Returns the tokens that a pull would save, less those that it causes to be computed again.
 
-        After a pull its blocks are in two caches. Blocks that they displace are computed again later. So it pays to
-        choose another instance than the one with the prefix only if that instance has free blocks.
+        A pull copies blocks into a second cache, and the blocks that they displace there must be computed again later.
+        So it pays to choose an instance other than the holder only if that instance has free blocks.
         """
         found, pool = self.to(target), target.pool_kind
         if found is None or pool is None:
@@ -90,7 +92,7 @@ class PullSources:
 
 
 def are_linked(instances: Sequence[Instance], target: Instance) -> bool:
-    """Whether any prefill instance has a link to this one. Cheap: every request asks."""
+    """Whether any prefill instance has a link to this one. Called for every request, so it must be cheap."""
     key = target.key
     return any(each.role == "prefill" and key in each.links.up for each in instances)
 
@@ -98,7 +100,7 @@ def are_linked(instances: Sequence[Instance], target: Instance) -> bool:
 def pulls_among(prefills: Sequence[Instance], prompt: Prompt) -> PullSources | None:
     """Returns the sources among these prefill instances; None if they have no links to each other.
 
-    Every choice of a pair asks, so only two instances are examined: either all of them pull, or none does.
+    Called for every choice of a pair, so it examines only two instances: either all of them pull, or none does.
     """
     if len(prefills) < 2:
         return None

@@ -22,19 +22,19 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_tran
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
-# tokens of a prompt that a decode instance computes itself: more would delay its decoding sequences
+# the most prompt tokens that a decode instance computes itself: more would delay its decoding sequences
 MAX_LOCAL_TOKENS = 256
-ADAPTER_TOKENS = 512  # the cost of loading an adapter, which also evicts another one that is loaded again later
-SESSION_SLACK = 2.0  # an instance with this multiple of the least load on its side gets no requests of its sessions
-SESSION_SLACK_TOKENS = 4096  # while it also has this number of tokens more
-WAKE_SLACK_TOKENS = 4096  # a link at rest is opened only if it saves this number of tokens ahead
+ADAPTER_TOKENS = 512  # the cost of loading an adapter, which may evict one that must be loaded again later
+SESSION_SLACK = 2.0  # an instance gets no requests of its sessions while its load exceeds its side's least load
+SESSION_SLACK_TOKENS = 4096  # times SESSION_SLACK, plus this number of tokens
+WAKE_SLACK_TOKENS = 4096  # a link at rest is opened only for a pair that has this many fewer tokens ahead
 _MASK = (1 << 64) - 1
 MOST_NAMED = 16  # how many missing instances or links a message names
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A policy's view of a request. `avoid`: pairs of keys that have failed it; grows."""
+    """A policy's view of a request. `avoid`: pairs of keys that have failed to serve the request; grows."""
 
     prompt: Prompt
     num_output_tokens: int = 0  # of all its sequences, as counted for load
@@ -64,7 +64,7 @@ class RoutingRequest:
         return {each.name: num_tokens - each.num_cached(prompt) for each in instances}
 
     def weight(self, instance: Instance, leg: Leg) -> int:
-        """Returns a leg's work for an instance in tokens: to compute, or to receive and hold."""
+        """Returns a leg's work at an instance: the tokens that it computes, or receives and holds."""
         return self.num_uncached(instance) + (0 if leg == "prefill" else self.num_output_tokens)
 
 
@@ -74,7 +74,8 @@ Policy = Callable[[Sequence[Instance], RoutingRequest], Pair]
 def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the linked pair with the fewest tokens ahead, comparing decode before prefill. Ignores prefix caches.
 
-    If there is no pair, or only pairs to avoid, one instance does both. Raises Unavailable, naming what is missing.
+    If there is no pair, or only pairs to avoid, one instance serves both legs. Raises Unavailable, which names the
+    missing instances or links.
     """
 
     def tokens_ahead(instance: Instance) -> int:
@@ -89,7 +90,7 @@ def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
     So a cached prefix attracts requests until the instance's work ahead exceeds what the prefix saves. A prefix that
     can be pulled into free blocks counts as cached, less the time of the pull. Among equal pairs the one with the
-    fewest known blocks wins, so new prompts spread.
+    fewest known blocks wins, so that new prompts spread over the instances.
     """
     sides = Sides.of(instances, ask.avoid)
     pulls = pulls_among(sides.prefills, ask.prompt)
@@ -113,8 +114,8 @@ def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the prefill instance with the earliest first token, and the decode instance with the least work.
 
-    If a decode instance alone would be even earlier, given the transfer's time, it computes a short remainder of a
-    prompt (MAX_LOCAL_TOKENS) itself.
+    If a decode instance alone would be even earlier, because it needs no transfer, it computes the prompt itself,
+    provided that at most MAX_LOCAL_TOKENS are left to compute.
     """
     sides = Sides.of(instances, ask.avoid)
     to_go = ask.all_to_go(itertools.chain(sides.prefills, sides.decodes))
@@ -144,7 +145,7 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
-    """Returns the earliest of these instances that is part of a pair; among equal ones, that of the first pair."""
+    """Returns the instance with the earliest time that is part of a pair; among equals, the one with the first pair."""
     found, least = None, (math.inf, 0)
     for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
         if each_s > least[0] or least == (each_s, 0):
@@ -210,10 +211,10 @@ def for_all_kinds(choose: Policy) -> Policy:
 
 
 def single_instance(instances: Sequence[Instance]) -> Pair:
-    """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
+    """Chooses the instance with the fewest tokens ahead for both legs: a decode instance, if there is one.
 
-    An instance that is part of a pair now takes precedence. The history of instances does not count, so a restart of
-    this process changes nothing. Raises Unavailable.
+    A decode instance that is now part of a pair takes precedence. The choice uses no history, so a restart of this
+    process does not change it. Raises Unavailable.
     """
     found = [i for i in instances if i.takes_requests and i.role != "encode"]
     if not found:
@@ -227,8 +228,8 @@ def single_instance(instances: Sequence[Instance]) -> Pair:
 def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) -> bool:
     """Whether the first pair is expected soon, so that requests should not go to a single instance.
 
-    That is, for at most `together_s` after the first of these instances was reached, another instance has not been
-    asked or loads, or a link opens.
+    That is the case while another instance is starting or was not yet contacted, or a link is opening, but for at most
+    `together_s` after the first of these instances became ready.
     """
     takers = [i for i in instances if i.takes_requests and i.role != "encode"]
     if not takers or now_s - min(i.ready_s for i in takers) >= together_s:
@@ -248,19 +249,17 @@ def _is_arriving(instance: Instance) -> bool:
 
 
 def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
-    """Returns all linked pairs; too slow for a request among hundreds of instances."""
+    """Returns all linked pairs; with hundreds of instances, too slow to call for each request."""
     return list(Sides.of(instances).pairs())
 
 
 def is_served(instances: Sequence[Instance]) -> bool:
-    """Whether a request could be served, if only by one instance."""
+    """Whether a request could be served, even if by a single instance."""
     return any(instance.takes_requests and instance.role != "encode" for instance in instances)
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
-    """Returns one line that names instances that are not ready, or links that are not up, at most MOST_NAMED of
-    them.
-    """
+    """Returns a line that names the instances that are not ready, or the links that are not up; at most MOST_NAMED."""
     missing = [
         role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
     ]
@@ -275,7 +274,7 @@ def why_unavailable(instances: Sequence[Instance]) -> str:
 
 
 def _some(found: Iterator[str]) -> str:
-    """Joins at most MOST_NAMED of the texts, because requests wait for the line and people read it."""
+    """Joins at most MOST_NAMED of the texts: a longer line would take long to make and to read."""
     named = list(itertools.islice(found, MOST_NAMED + 1))
     return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
 
@@ -308,7 +307,7 @@ def _best_of(sides: Sides, instances: Sequence[Instance], costs: PairCosts) -> P
     nearest = ranked.best(is_open=True) if not best[0].link_to(best[1]).is_open else None
     if nearest is None:
         return best
-    # A link at rest costs the time to open it, and may close another link.
+    # Opening a link at rest takes time, and may close another link.
     return best if _ahead(nearest) - _ahead(best) >= WAKE_SLACK_TOKENS else nearest
 
 
@@ -320,4 +319,4 @@ def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
-_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # names of instances are hashed again and again
+_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # instances' names are hashed for every request

@@ -14,7 +14,7 @@ class ReplayLimits:
 
     max_attempts: int = 6  # after the first
     wait_s: float = 30.0  # how long a request waits for an instance that can continue
-    together_s: float = 3.5  # deaths within this time may share a cause; an instance lost within it may return at once
+    together_s: float = 3.5  # deaths within this time may share a cause; requests wait this long after a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class ServedLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """Requests that would miss `goals` are refused before any work on them.
+    """`goals`: requests that would miss them are refused before any work is done.
 
-    `max_queue_s`: how long a request waits for capacity, 0 for no limit; None: it goes to an instance at once, and
+    `max_queue_s`: how long a request waits for capacity, 0 for no limit; None: it is sent to an instance at once, and
     waits there. `shares_workers`: other schedulers send requests to the same instances, which may then be full.
     `find_s`: the time within which instances must say whether they have the record of a stream that resumes.
     `holds_first`: first tokens wait for decode; see first_token_hold.py.

@@ -1,4 +1,4 @@
-"""Determines whether the cluster would start on a request soon. Pure functions of instance state.
+"""Determines whether the cluster would soon start a request. Pure functions of instance state.
 
 A request that would only wait at an instance is better held in the admission queue (admission_queue.py), where it takes
 its turn among clients, uses no instance memory, and goes to the first instance with room.
@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pd_cluster.cluster.instances.instance_state import Instance
 
 BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
-MIN_PROMPTS = 2  # prompts at an instance, regardless of their time: one being computed, and the next
-UNMEASURED_PROMPTS = 16  # prompts at an instance that has not reported its speed yet
+MIN_PROMPTS = 2  # an instance may have this many prompts, however long: one being computed, and the next
+UNMEASURED_PROMPTS = 16  # the same for an instance that has not reported its speed yet
 MIN_WAITING = 2  # sequences that may wait at a decode instance: landed ones wait for a step or two in any case
 WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
 FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
@@ -26,7 +26,7 @@ class SpareCapacity(NamedTuple):
 
     for_prompts: bool
     for_sequences: bool
-    for_all: bool  # the reserve for clients with less than their share is not reached
+    for_all: bool  # there is room beyond the reserve for clients with less than their share
     longest: float = math.inf  # tokens of the longest request for which there is room
 
 
@@ -34,7 +34,9 @@ ANYTHING_FITS = SpareCapacity(True, True, True)
 
 
 def spare_capacity(instances: Sequence[Instance]) -> SpareCapacity:
-    """Returns ANYTHING_FITS if no instance takes requests: waiting does not help then, and other code reports why."""
+    """Returns the spare capacity; ANYTHING_FITS if no instance takes requests: waiting would not help, and other code
+    reports why.
+    """
     prefills = (each for each in instances if each.role == "prefill" and each.takes_requests)
     decodes = (each for each in instances if each.role == "decode" and each.takes_requests)
     prefill, decode = next(prefills, None), next(decodes, None)
@@ -45,7 +47,9 @@ def spare_capacity(instances: Sequence[Instance]) -> SpareCapacity:
 
 
 def _spare_capacity(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> SpareCapacity:
-    """Examines only as many instances as needed: every request asks, and mostly the first ones have room."""
+    """Examines only as many instances as needed, because it runs for every request and the first ones usually have
+    room.
+    """
     for_sequences = for_all = False
     for decode in decodes:
         for_sequences = for_sequences or decodes_soon(decode)

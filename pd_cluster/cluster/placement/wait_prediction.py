@@ -1,7 +1,7 @@
 """Predicts how long a request would wait at an instance, and whether that meets the objectives. Pure arithmetic.
 
-Predictions use workers' recent measurements (wire.Load) and their outstanding work; they serve choices and early
-refusals, and are never a deadline.
+Predictions use workers' recent measurements (wire.Load) and their outstanding work; they guide choices and early
+refusals, but are never used as deadlines.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def predict_ttft_s(
 ) -> float:
     """Returns the time until this instance has computed its outstanding work and these tokens of a prompt.
 
-    `rate` returns the tokens/s of an instance without a measurement, and is called for such an instance alone. The cost
-    of attention, if it was measured, counts as well: this prompt's tokens attend to all tokens before them, and each
-    outstanding token to the mean number of recent prompts' tokens.
+    `rate` returns the tokens/s to assume for an instance without a measurement; it is called only for such an instance.
+    If the cost of attention was measured, it counts, too: this prompt's tokens attend to all tokens before them, and
+    each outstanding token to as many as recent prompts' tokens did on average.
     """
     num_ahead = instance.prompt_tokens_before(num_prompt_tokens)
     num_tokens = num_ahead + num_uncached
@@ -74,9 +74,8 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
 
 
 def predict_pull_s(source: Instance, target: Instance, num_tokens: int) -> float:
-    """Returns the time in which KV cache of this many tokens arrives from another prefill instance's caches.
-
-    Before the first pull it takes as long as a handover, even if steps hide a part of that: the first one is measured.
+    """Returns the time in which the KV cache of this many tokens arrives from another prefill instance's caches. Until
+    the first pull has been measured, a handover's time is assumed, although steps may hide a part of that.
     """
     layouts, link = source.info.layouts if source.info is not None else [], source.link_to(target)
     nbytes, costs = transfer_nbytes(layouts, layouts, num_tokens), source.load.handover_costs
@@ -91,8 +90,8 @@ def predict_step_s(decode: Instance) -> float:
 
 
 def predict_tpot_s(decode: Instance) -> float:
-    """Returns the current time per token of its running sequences, which may get several in a step; 0 if there are
-    none.
+    """Returns the current time per token of its running sequences, which may get several tokens in a step; 0 if there
+    are none.
     """
     return predict_step_s(decode) / decode.load.tokens_per_step
 
@@ -107,8 +106,8 @@ def check_goals(
 ) -> None:
     """Raises Overloaded, with the time after which the request may fit, if this pair would miss an objective.
 
-    `waited_s`: how long the request has waited already. With no work ahead, waiting would not help, so the request is
-    admitted and tests the prediction, however old its rate is.
+    `waited_s`: how long the request has waited already. If the instance has no work ahead, waiting would not help, so
+    the request is admitted; it also renews the measured rate, however old that is.
     """
     prefill, decode = pair
     if goals.ttft_s and prefill.prompt_tokens_before(num_prompt_tokens):
@@ -123,7 +122,9 @@ def check_goals(
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Drops decode instances that are already too slow, unless all are."""
+    """Returns the instances without decode instances that are already too slow, or all if no decode instance is fast
+    enough.
+    """
     if not goals.tpot_s:
         return list(instances)
     fit = [i for i in instances if i.role != "decode" or predict_tpot_s(i) <= goals.tpot_s]

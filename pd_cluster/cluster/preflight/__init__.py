@@ -1,1 +1,1 @@
-"""Checks of the network before the start: `hccn_tool`'s reports on NPUs, and KV blocks sent between real processes."""
+"""Checks the network before the start: reads reports of `hccn_tool` on NPUs; sends KV blocks between real processes."""

@@ -1,8 +1,8 @@
 """Checks the network of this host's NPUs with `hccn_tool`: link, health, TLS, address, and answers to pings.
 
-`judge_…` are pure functions of the tool's output, in the formats of its public source and command reference. Cards are
-queried in parallel, each with one call at a time, because the tool refuses some concurrent calls as busy. Knows nothing
-of torch; changes no setting of a card.
+The `judge_…` functions are pure; they read the tool's output, in the formats of its public source and command
+reference. Queries cards in parallel, each with one call at a time, because the tool refuses some concurrent calls as
+busy. Knows nothing of torch, and changes no setting of a card.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PINGS_S = 300.0  # the time for all pings of one card
 NUM_AT_ONCE = 8  # cards of an Atlas A2 host
 BUSY, DENIED = "hccn_tool is busy", "permission denied"
 UNPROVED = ("Init", "Detect ip set")  # states of -net_health without a result of the detection
-_NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # in answers of products or drivers that lack a query
+_NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # the query is not available
 _PACKETS = re.compile(r"([0-9]+) packets transmitted, ([0-9]+) received")
 _AS_ROOT = "run the check as root, such as with `docker exec -u root`"
 
@@ -55,7 +55,7 @@ class Card:
 
     @property
     def address_query(self) -> tuple[str, ...]:
-        """In a super pod, cards reach each other through their vNICs."""
+        """Returns the query for the card's address. In a super pod, cards reach each other through their vNICs."""
         return ("-vnic",) if self.is_in_super_pod else ("-ip", "-inet6") if self.is_ipv6 else ("-ip",)
 
     def ping(self, to: Card) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Card:
         return ("-ping", "-g", "address", to.address)
 
     def shares_package(self, other: Card) -> bool:
-        """Whether both are dies of one A3 card, which do not answer each other's pings."""
+        """Whether both are dies of the same A3 card: such dies do not answer each other's pings."""
         same_host = host_key(self.host) == host_key(other.host)
         both = (int(self.device_id), int(other.device_id))
         return self.is_in_super_pod and same_host and both[0] // 2 == both[1] // 2
@@ -101,7 +101,9 @@ def judge_health(card: Card, text: str) -> Finding:
 
 
 def parse_tls(text: str) -> bool | None:
-    """Reads the switch from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if it is missing."""
+    """Reads whether TLS is on, from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if this is
+    missing.
+    """
     match = re.search(r"tls switch\[([01])\]", text)
     return match[1] == "1" if match else None
 
@@ -203,7 +205,7 @@ def ask(card: Card, arguments: Sequence[str], timeout_s: float = CALL_S) -> str:
 
 
 def examine(here: Sequence[Card], far: Sequence[Card], say: Say, timeout_s: float = CALL_S) -> list[Finding]:
-    """Queries the cards of this host, which ping the `far` ones. Each call has `timeout_s` seconds."""
+    """Queries the cards of this host and makes them ping the `far` ones. Each call may take `timeout_s` seconds."""
     if not here:
         return []
     tls: list[tuple[Card, str]] = []

@@ -1,4 +1,4 @@
-"""Sends KV blocks between an instance of this host and one of another host that runs the same command."""
+"""Sends KV blocks between an instance on this host and one on another host that runs the same command."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Pair = tuple[ListedInstance, ListedInstance]
 
 @dataclass(frozen=True, slots=True)
 class HostRendezvous:
-    """How the ends of a pair on two hosts find each other: from the tables and the cluster's secret, which both know.
+    """Lets the two ends of a pair on different hosts find each other: both know the tables and the cluster's secret.
 
-    `ports`: NODE_PORTS by instance; they are free before the start. `wait_s`: how long to wait for the other host's
-    command.
+    `ports`: NODE_PORTS by instance; these ports are free until the cluster starts. `wait_s`: how long to wait for the
+    other host's command.
     """
 
     secret: bytes
@@ -53,7 +53,9 @@ class HostRendezvous:
 
 
 def lanes_of(num_source: int, num_target: int) -> list[tuple[int, int]]:
-    """Returns (P's rank, D's rank) of the ranks that exchange KV heads, as many as the larger instance has ranks."""
+    """Returns (P's rank, D's rank) for the ranks that exchange KV heads: as many pairs as the larger instance has
+    ranks.
+    """
     most = max(num_source, num_target)
     return [(at * num_source // most, at * num_target // most) for at in range(most)]
 
@@ -66,10 +68,10 @@ def check_between(
     meet: HostRendezvous,
     say: Say,
 ) -> list[Finding]:
-    """Checks pairs with one end here, in the order of the table, which all hosts follow.
+    """Checks pairs with one end on this host, in the order of the table, which all hosts follow.
 
-    Each host waits for the other end of its next pair, so hosts never wait in a circle. A host that does not come is
-    waited for only once.
+    Each host waits for the other end of its next pair; the common order prevents circular waits. If a host does not
+    connect, it is not waited for again.
     """
     found: list[Finding] = []
     absent: set[str] = set()
@@ -97,7 +99,7 @@ def check_between(
 
 
 class OtherHostAbsent(Exception):
-    """The other host does not run the command."""
+    """The other host is not running the command."""
 
 
 def _send_to(

@@ -1,9 +1,8 @@
-"""Sends KV blocks from every prefill instance to every decode instance with an end on this host, between real
-processes.
+"""Sends KV blocks between real processes, from every prefill instance to every decode instance, if one is on this host.
 
-One process starts for each device of the rank table; then each lane of a pair gets its own link, one after another, so
-that rates do not disturb each other. The link, its transport and its proofs are those of a worker. The other end may be
-on another host that runs the same command. Imports no torch.
+Starts one process for each device of the rank table. The lanes of a pair then get their own links, one after another,
+so that they do not slow each other down. The link, its transport and its proofs are the same as a worker's. The other
+end may be on another host that runs the same command. Imports no torch.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _elsewhere(p: ListedInstance, d: ListedInstance, has_end_here: bool) -> Find
 
 
 def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, int], RankEndpoint]) -> Finding:
-    """Uses one link for each lane, one after another; the slowest lane is the pair's rate."""
+    """Uses one link for each lane, one after another; the slowest lane's rate counts as the pair's."""
     rates: list[float] = []
     transports: set[str] = set()
     lanes = lanes_of(len(p.server.device), len(d.server.device))
@@ -116,7 +115,7 @@ def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, i
 
 
 def send_blocks(source: RankEndpoint, target: RankEndpoint, num_transfers: int) -> ProbeAnswer:
-    """Sends blocks over a new link and compares what arrived last. Raises LinkError; closes the link."""
+    """Sends blocks over a new link, compares the blocks that arrived last, and closes the link. Raises LinkError."""
     secret = secrets.token_bytes(32)
     there = target.ask(Listen(secret), PAIR_S)
     try:
@@ -134,7 +133,7 @@ def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[st
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
     for end in ends.values():
-        with contextlib.suppress(LinkError):  # `receive` then raises as well
+        with contextlib.suppress(LinkError):  # if it fails, `receive` raises as well
             end.tell(end.begin)
     for (name, rank), end in ends.items():
         try:
@@ -151,7 +150,7 @@ def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[st
 def shared_npus(devices: Mapping[tuple[str, int], str]) -> dict[str, str]:
     """Returns instance -> reason for each instance with a rank whose NPU another rank also uses.
 
-    A container with some of the host's cards numbers them from 0, so that several instances would use the same card: a
+    A container with some of the host's cards numbers them from 0, so several instances could use the same card, and a
     transfer from a card to itself proves nothing. `devices`: (instance, rank) -> torch's name.
     """
     first: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Findings of the pre-flight checks: one line each, worst first; equal ones of several places are joined.
+"""Formats and orders the findings of the pre-flight checks: one line each, worst first; equal findings are joined.
 
 Knows nothing of how they were found.
 """
@@ -31,9 +31,9 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns one finding for all places with the same text, worst first.
+    """Joins findings that differ only in their place, and returns them worst first.
 
-    Equally bad ones are ordered by rate, otherwise by arrival.
+    Equally bad ones are ordered by rate, then by arrival.
     """
     joined: dict[Finding, list[str]] = {}
     for each in findings:

@@ -1,4 +1,4 @@
-"""A process on a device of the rank table: one end of a link to be probed. Knows nothing of pairs."""
+"""Runs a process on a device of the rank table, as one end of a link to be probed. Knows nothing of pairs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def running(end: RankEndpoint) -> Iterator[RankEndpoint]:
 class RankEndpoint:
     """The process of one end of a link to be probed. Each method raises LinkError with the process's own reason.
 
-    `lines` are its answers, in order; an empty one marks its end.
+    `lines` are the process's answers, in order; an empty one means that it has ended.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Processes of one host: ports, start, supervision, end."""
+"""Runs one host's processes, and chooses their ports."""

@@ -1,9 +1,9 @@
-"""The scheduler's API processes: starts, updates, restarts and stops them, and reads their reports. Never imports
-torch.
+"""Starts, updates, restarts and stops the scheduler's API processes, and reads their reports. Never imports torch.
 
-Each serves the public port on its own socket (SO_REUSEPORT), routes independently and has its own connections to the
-workers. This process asks the workers, decides which are in service, and adds up the outstanding work of the API
-processes. The messages are in process_messages.py, their order in docs/protocol/membership.md. Knows nothing of HTTP.
+Each API process serves the public port on its own socket (SO_REUSEPORT), routes independently and has its own
+connections to the workers. This process queries the workers, decides which are in service, and adds up the API
+processes' outstanding work. The messages are in process_messages.py, their order in docs/protocol/membership.md. Knows
+nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # the minimum time between two updates
 SHARE_S = 0.1
-SHARE_BUSY_S = 0.01  # the interval of updates of current work
+SHARE_BUSY_S = 0.01  # the interval between updates of the current work
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
 SILENCE_S = 30.0  # a process may be silent this long while it starts; otherwise it reports every second
-END_TIMEOUT_S = 10.0  # longer than a drain or a hurried end may take
+END_TIMEOUT_S = 10.0  # longer than an idle or hurried process needs to end
 NOTHING = Outstanding(0, 0)
 
 
@@ -70,7 +70,7 @@ class _Api:
     adapters: AdapterUse = field(default_factory=AdapterUse)
     adapters_version: int = 0
     pause_version: int = 0
-    is_idle: bool = False  # it drains and serves no requests any more, or has ended
+    is_idle: bool = False  # it is draining and has no requests left, or it has ended
     sent_list: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
 
@@ -120,7 +120,7 @@ class ApiProcesses:
             group.create_task(self._share_reports())
             group.create_task(self._share_busy())
             while True:
-                # started before the update is sent, so that no change is missed
+                # begins to wait before the update is sent, so that no change is missed
                 changed = asyncio.ensure_future(change())
                 try:
                     self.publish()
@@ -130,7 +130,7 @@ class ApiProcesses:
                     changed.cancel()
 
     def publish(self) -> None:
-        """Sends every process the news that it has not received."""
+        """Sends the list of instances to every process that has not received its current state."""
         news = Instances([view_of(instance) for instance in self._instances])
         encoded = msgspec.json.encode(news)
         for api in self.apis:
@@ -139,7 +139,7 @@ class ApiProcesses:
                 api.tell(news)
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Moves an instance's requests elsewhere, whichever process serves them."""
+        """Moves an instance's requests elsewhere, in all processes."""
         self.publish()  # first tells the processes that the instance takes no more requests
         for api in self.apis:
             api.tell(MoveOn(instance.name, why))
@@ -151,7 +151,7 @@ class ApiProcesses:
             api.tell(keys)
 
     async def publish_adapters(self, names: dict[str, str]) -> None:
-        """Sets the adapters' names in every process; returns when all live ones have them."""
+        """Sets the adapters' names in every process; returns when all live processes have them."""
         self._num_adapter_news += 1
         news = AdapterNames(dict(names), self._num_adapter_news)
         for api in self.apis:
@@ -169,12 +169,12 @@ class ApiProcesses:
         await self._until_confirmed("an operator's command", lambda api: api.pause_version >= news.version)
 
     async def until_idle(self) -> None:
-        """Returns when no instance has a request, by the processes' reports."""
+        """Waits until no process reports a request at an instance."""
         while any(api.is_alive and api.busy.num_streams for api in self.apis):
             await self._reported.wait()
 
     async def _until_confirmed(self, what: str, has_confirmed: Callable[[_Api], bool]) -> None:
-        """Returns when all live processes have reported it."""
+        """Waits until all live processes have confirmed a change. `what`: its name, for the log."""
         try:
             async with asyncio.timeout(SILENCE_S):  # a process that is silent this long is killed
                 while any(api.is_alive and not has_confirmed(api) for api in self.apis):
@@ -199,13 +199,13 @@ class ApiProcesses:
     # ---- the end
 
     def drain(self) -> None:
-        """Lets current requests end, and refuses new ones; processes stay until all are idle."""
+        """Lets current requests finish, and refuses new ones; every process stays until all are idle."""
         self._is_stopping = True
         for api in self.apis:
             api.tell(Stop())
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Waits until all processes have ended; passes `hurry` on to them. Kills processes that do not end."""
+        """Waits until all processes have ended, and kills those that do not end. Tells them when `hurry` is set."""
         if not self._is_stopping:  # the scheduler has failed
             self.drain()
         ended = asyncio.ensure_future(self._ended())
@@ -235,7 +235,7 @@ class ApiProcesses:
             process, reader = await self._start(api)
             await self._listen(api, reader)
             if api.writer is not None:
-                api.writer.close()  # a process that is still alive ends at this end of file
+                api.writer.close()  # a process that is still alive ends when it reads the end of file
             try:
                 code = await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
             except TimeoutError:
@@ -283,9 +283,9 @@ class ApiProcesses:
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
         api.sent_list, api.sent_stats = b"", None
-        self.share_stats()  # before anybody asks for the totals
+        self.share_stats()  # before a client can ask it for the totals
         self.publish()
-        if self._is_stopping:  # draining began while the others were informed
+        if self._is_stopping:  # draining began while this process started
             api.tell(Stop())
         return process, reader
 

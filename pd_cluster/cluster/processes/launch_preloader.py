@@ -1,4 +1,4 @@
-"""The preloader shared by a launch's workers. Starts no worker itself, never imports torch."""
+"""Runs the preloader that a launch's workers share. Starts no worker itself, and never imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends
 class LaunchPreloader:
     """The preloader of one launch's workers, if its flags allow one.
 
-    After a crash, the next worker to start restarts it; workers without one start their ranks themselves.
+    If it crashes, the start of the next worker restarts it; a worker without a preloader starts its ranks itself.
     """
 
     def __init__(self, launch: Launch, given: Preloader | None = None) -> None:
@@ -26,7 +26,7 @@ class LaunchPreloader:
         self._start()
 
     def for_worker(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Returns the variables and files through which a worker reaches the preloader."""
+        """Returns the environment variables and file descriptors through which a worker reaches the preloader."""
         self._start()
         preloader = self._given or self._own
         if preloader is None:

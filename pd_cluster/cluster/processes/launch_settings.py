@@ -1,4 +1,4 @@
-"""The description of a whole cluster on one host."""
+"""Describes a whole cluster on one host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LASTING_STREAMS = MappingProxyType({variable_of("resume_window"): "30", variable
 class Launch:
     """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
 
-    `in_effect` also has those of their --config file; a secret in that file must not get onto a command line. `model`:
+    `in_effect` also has the flags of their --config file, which must not appear on a command line: the file may contain
+    secrets. `model`:
     "" for the shipped model.
     """
 
@@ -130,7 +131,9 @@ class Launch:
         return found
 
     def with_lasting_streams(self, env: Mapping[str, str]) -> Launch:
-        """Returns this launch with streams that survive their scheduler, unless its flags or `env` decide otherwise."""
+        """Returns this launch, changed so that streams survive the loss of their scheduler, unless its flags or `env`
+        configure this.
+        """
         says_so = self._value_of("--resume-window") or variable_of("resume_window") in env
         return self if says_so or not self.openai else replace(self, scheduler_variables=LASTING_STREAMS)
 

@@ -1,7 +1,7 @@
-"""A whole cluster on one host: rank tables, ports, one `pd-cluster serve` process for each instance.
+"""Runs a whole cluster on one host: rank tables, ports, and one `pd-cluster serve` process for each instance.
 
-Starts the processes exactly as scripts/start_servers.sh does. The death of a worker is reported and, by default, the
-worker is restarted; a process that cannot start ends the whole cluster with its own error. If a member of a unit dies,
+Starts the processes exactly as scripts/start_servers.sh does. If a worker dies, its death is reported and, by default,
+the worker is restarted. If a process cannot start, the whole cluster ends with its error. If a member of a unit dies,
 the other members end too, and each is restarted.
 """
 
@@ -38,9 +38,9 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
 from ranktable_tools.host_addresses import bracketed
 from ranktable_tools.table_files import PRIVATE
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay of the second start in a row, and the longest delay
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # the delay before the second start in a row, and the longest delay
 MOST_KILLED_FOR_MEMORY = 3  # a process that was killed this often in a row is not restarted
-LONG_LIFE_S = 30.0  # a death after this time counts as the first again
+LONG_LIFE_S = 30.0  # after a life of this length, a death counts as the first in a row
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
@@ -63,9 +63,9 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None = None) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
-    Encoders are in no table: they register at a port of the scheduler. Hybrid instances also register, as decode
-    instances without a prefill instance, and then there is no table. Existing secrets are kept, so that running
-    processes recognize a restarted process. `reservations` hold the workers' ports. Raises ConfigError.
+    Encoders are in no table: they register at a port of the scheduler. Hybrid instances register as decode instances,
+    and then there is neither a prefill instance nor a table. Existing secrets are kept, so that running processes
+    recognize a restarted process. `reservations` hold the workers' ports. Raises ConfigError.
     """
     if launch.num_hybrid:
         return _plan_hybrids(launch, folder, reservations)
@@ -137,7 +137,7 @@ def _plan_hybrids(launch: Launch, folder: Path, reservations: Reservations | Non
 
 
 def _own_devices(launch: Launch, index: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that restrict an instance to its own devices, which no table lists.
+    """Returns the variables that restrict an instance to its own devices, since no table lists them.
 
     Raises ConfigError if `env` allows too few devices.
     """
@@ -206,7 +206,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._was_ready = False
-        self._num_killed = host.num_killed_for_memory()  # each kill explains at most one death
+        self._num_killed = host.num_killed_for_memory()  # so that each kill explains at most one death
         self._encoder_urls: list[str] = []
 
     async def start(self) -> None:
@@ -223,7 +223,7 @@ class Cluster:
 
     async def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Waits until every instance and link serves. Raises ConfigError if a process ends first."""
-        import httpx  # at module level, every child process would import it, too
+        import httpx  # not at module level, where every child process would import it, too
 
         deadline_s = time.monotonic() + timeout_s
         # The certificate names the host that clients use, not this address, and the request carries no secret.
@@ -243,7 +243,7 @@ class Cluster:
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
     async def dashboard_link(self) -> str:
-        """Returns a link that works once, for a minute, and how to get another one; "" if there is no dashboard."""
+        """Returns a link that works once within a minute, and how to get another one; "" if there is no dashboard."""
         import httpx
 
         again = f"`pd-cluster dashboard --admin {self.launch.admin_url}`"
@@ -259,13 +259,13 @@ class Cluster:
                 return again
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """Lets this user's commands find the cluster while the context lasts."""
+        """Records the cluster while the context lasts, so that this user's commands find it."""
         launch, url = self.launch, "" if self.launch.uds else self.launch.url
         return recorded(os.environ, launch.admin_url, url, str(self.admin_token_file), launch.model_name)
 
     @property
     def has_served(self) -> bool:
-        """Whether it was ever ready; otherwise there are no requests to finish."""
+        """Whether the cluster was ever ready; if not, it has no requests to finish."""
         return self._was_ready
 
     @property
@@ -292,7 +292,7 @@ class Cluster:
         tables.
         """
         self._stopping.set()
-        if self._preloader is not None:  # first: ranks do not need it, and if it hangs it may hold a worker's files
+        if self._preloader is not None:  # first: a preloader that hangs may keep a worker's files open
             self._preloader.close()
         schedulers = [name for name in self.launch.scheduler_names if name in self._processes]
         for group in (schedulers, [name for name in self._processes if name not in schedulers]):
@@ -354,7 +354,9 @@ class Cluster:
             self._say(f"{member.name} was restarted (pid {process.pid})")
 
     def _was_killed_for_memory(self) -> bool:
-        """Whether the kernel has killed a process for lack of memory since the last death: probably this process."""
+        """Whether the kernel has killed a process for lack of memory since the last death: if so, probably the one that
+        died.
+        """
         before, self._num_killed = self._num_killed, host.num_killed_for_memory()
         return self._num_killed > before
 
@@ -413,7 +415,7 @@ def tell(line: str) -> None:
 
 
 async def run_until_signal(launch: Launch, say: Say = tell, watch: Watch | None = None) -> int:
-    """Runs `pd-cluster up`: brings the cluster up, serves until SIGINT or SIGTERM, takes it down.
+    """Runs `pd-cluster up`: starts the cluster, serves until SIGINT or SIGTERM, and stops it.
 
     `say` receives the lines. `watch` runs while the cluster is ready. Returns the exit code.
     """

@@ -1,7 +1,7 @@
 """Chooses ports for servers that are about to start on this host.
 
-They lie below the kernel's range for outgoing connections, so no client takes one before its server does. A chosen port
-is reserved by the name of an abstract Unix socket, against all processes that choose ports here.
+The ports are below the kernel's range for outgoing connections, so that no client occupies one before its server does.
+The name of an abstract Unix socket reserves a chosen port against all other processes that choose ports by this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.errors import ConfigError
 
 FIRST, LAST = 10_000, 65_535
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LEAST_ROOM = 1000  # ports; if the kernel leaves fewer, any port is chosen
+LEAST_ROOM = 1000  # if fewer ports are left below that range, any port may be chosen
 
 
 class Reservations:
@@ -52,7 +52,7 @@ FOR_LIFE = Reservations()  # until this process ends
 
 
 def free_ports(count: int, reservations: Reservations | None = None) -> list[int]:
-    """Returns ports that are free now and that no other call, in any process, gets while they are reserved.
+    """Returns ports that are free now; no other call in any process returns them while they are reserved.
 
     `reservations` None: reserved until this process ends. Raises ConfigError if there are too few.
     """

@@ -1,7 +1,7 @@
-"""One rank process of a worker: starts it, reads its reports, ends it. Never imports torch.
+"""Starts one rank process of a worker, reads its reports, and ends it. Never imports torch.
 
-If this process was given a preloader, the preloader forks the rank; without one, or if that fails, the rank starts by
-command line. Both behave the same, and the kernel kills both when this process ends.
+If this process was given a preloader, the preloader forks the rank; without one, or if that fails, this process starts
+the rank by a command line. Both kinds of rank behave the same, and the kernel kills them when this process ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pd_cluster.settings.serve_options import without_keys
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-# Torch's stores look up every address's name for their logs, which would wait for a silent name server.
+# Torch's stores look up the name of every address for their logs, and would wait for a name server that does not
+# answer.
 LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 # Prevents `import torch` from importing torch_npu, which fails without its driver.
 DEFAULTS = {
     **LOOKUPS,
     **PARKED,  # ranks and the host's other processes often need the same cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's threads idle here
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would have nothing to do
 }
 
 
@@ -164,7 +165,7 @@ class _Spawned:
 
 
 class _Forked:
-    """A process forked by the preloader, whose child it is."""
+    """A process that the preloader forked, and whose parent is the preloader."""
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
@@ -181,10 +182,10 @@ class _Forked:
                     if fork.accept():
                         break
         except TimeoutError:
-            preloader.is_silent = True  # so the other ranks do not wait for it
+            preloader.is_silent = True  # so that the other ranks do not wait for it
             raise NotForked(f"the preloader did not answer within {FORK_TIMEOUT_S:g} s") from None
         finally:
-            if not fork.pid:  # without a fork, also after cancellation
+            if not fork.pid:  # there is no fork, even if this call was cancelled
                 fork.close()
         return cls(fork)
 

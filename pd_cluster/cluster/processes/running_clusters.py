@@ -1,7 +1,8 @@
-"""Records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin tokens.
+"""Keeps records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin
+tokens.
 
-A record is a file of the user (0600, in a folder of mode 0700) that is valid while its process runs. Another start
-time, boot or PID namespace means another process. Records that other users own or can write are ignored.
+A record is a file of the user (0600, in a folder of mode 0700) that is valid while its process runs. A different start
+time, boot or PID namespace means a different process. Records that other users own or can write are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
     """`start_ticks`: when the process started, since `boot`; `pids`: the PID namespace of `pid`."""
 
     admin: str
-    url: str  # "": a Unix socket
+    url: str  # "" if it listens on a Unix socket
     token_file: str
     model: str
     pid: int
@@ -41,8 +42,8 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has certainly ended; a process of another host or container with the same home may be
-        running.
+        """Whether the cluster's process has certainly ended. A process on another host, or in another container, with
+        the same home may still be running.
         """
         return self._is_near and not self.runs
 

@@ -1,4 +1,4 @@
-"""All rank processes of one worker: they start together, and all end when one ends. Never imports torch."""
+"""Runs all rank processes of one worker: they start together, and all end when one ends. Never imports torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ranks:
         self._config = config
         several = config.ranks.size > 1
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-")) if several else None  # mode 0700
-        self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end first
+        self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end comes first
         self._processes = [RankProcess(self._config_of(rank), preloader) for rank in range(config.ranks.size)]
         self._error = self._lost = ""
         self._ended: list[RankProcess] = []  # in the order in which they ended
@@ -54,7 +54,7 @@ class Ranks:
         )
 
     async def no_more(self, state: str, timeout_s: float) -> None:
-        """Waits until `info.state` differs from `state`, or the time is over."""
+        """Waits until `info.state` differs from `state`, but at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.info.state == state:
@@ -66,9 +66,8 @@ class Ranks:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Starts all ranks, and watches until one ends. Raises ConfigError with the rank's message, or InstanceLost.
-
-        Returns when a unit of which it is a member has drained.
+        """Starts all ranks and watches them until one ends. Raises ConfigError with the rank's message, or
+        InstanceLost. Returns only if the instance is in a unit, after all its members have drained.
         """
         await self._start()
         await self._watch()
@@ -94,13 +93,13 @@ class Ranks:
         first = self._first_to_blame()
         if (
             self._config.unit is not None and first.exit_code == 0 and not self._lost
-        ):  # a member of the unit had to end, and all members drained
+        ):  # another member of the unit had to end, so all members drained
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
         code = first.exit_code if first.exit_code is not None else "unknown to the preloader"
         lost = f"{which} (pid {first.pid}) ended with code {code}"
-        if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # the cause may be another rank that has not ended yet
+        if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # a rank that has not ended yet may be the cause
             lost = self._lost or lost
         error = self._error or lost
         self._tell(state="failed", error=told(error))
@@ -109,7 +108,7 @@ class Ranks:
         raise InstanceLost(f"{self._config.name}: {lost}")
 
     def drain(self) -> None:
-        """Makes rank 0 announce that it drains, soon refuse new work, and end when its work is done."""
+        """Makes rank 0 announce that it drains, then refuse new work, and end when its work is done."""
         self._processes[0].ask("drain")
 
     async def ended(self) -> None:
@@ -139,7 +138,7 @@ class Ranks:
         self._ended.append(process)
 
     def _first_to_blame(self) -> RankProcess:
-        """Returns the first rank that ended for its own reason, not because another rank was gone."""
+        """Returns the first rank that ended for a reason of its own, not because another rank had ended."""
         return min(self._ended, key=lambda process: process.exit_code in ENDS_OF_OTHERS)
 
     def _config_of(self, rank: int) -> WorkerConfig:
@@ -153,6 +152,6 @@ class Ranks:
 
 
 def _unit_of(config: WorkerConfig) -> dict[str, Any]:
-    """Returns the fields of InstanceInfo that describe its place in its unit."""
+    """Returns the fields of InstanceInfo that describe the instance's place in its unit."""
     unit = config.unit
     return {"unit": unit.name, "unit_rank": unit.rank, "unit_size": unit.size} if unit is not None else {}

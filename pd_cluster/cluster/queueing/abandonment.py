@@ -11,7 +11,7 @@ from array import array
 
 FIRST_S, STEP, NUM_BINS = 0.05, 1.1, 120  # bins of waiting times: up to more than an hour
 HALF_LIFE_S = 60.0
-LEAST_LEFT = 8.0  # minimum number of clients that left for an estimate
+LEAST_LEFT = 8.0  # an estimate needs at least this number of clients that left
 MOMENT_S = 0.1
 FADE_S = 1.0  # the time between two reductions of old counts
 LONGEST, SHORTEST = 4.0, 0.25  # bounds of an answer's expected time, as multiples of the mean
@@ -23,7 +23,7 @@ class AbandonmentTimes:
     """Estimates the time after which half of the clients have left (Kaplan and Meier, 1958); an answer ends the
     observation.
 
-    So it finds a library's timeout of 10 s, whether that expires while a request waits or within its answer. People
+    So the estimate finds a client library's timeout of 10 s, whether it expires before the answer or during it. Users
     who stop one answer in ten hardly change the estimate.
     """
 
@@ -99,14 +99,14 @@ class AnswerTimes:
 
 
 class Abandonment:
-    """`everybody`: for clients without enough data of their own; no client dominates it."""
+    """`everybody`: the times of all clients, for clients without enough data of their own; no client dominates it."""
 
     def __init__(self) -> None:
         self.everybody = AbandonmentTimes()
         self.answers = AnswerTimes()
 
     def note(self, own: AbandonmentTimes, now_s: float, after_s: float, has_left: bool) -> None:
-        """Records a request. Several that leave at one moment count as one: their program ended."""
+        """Records a request. Several that leave within MOMENT_S count as one: their program has ended."""
         if has_left:
             if now_s - own.left_s < MOMENT_S:
                 return
@@ -119,7 +119,7 @@ class Abandonment:
         return (own if own.num_known >= LEAST_LEFT else self.everybody).median_s(now_s)
 
     def most_wait_s(self, own: AbandonmentTimes, num_tokens: int, now_s: float) -> float:
-        """Returns how long a request may wait and still be answered in time; inf: its client does not leave."""
+        """Returns how long a request may wait and still be answered in time; inf: its client is expected to stay."""
         abandon_after_s = self.abandon_after_s(own, now_s)
         if abandon_after_s == math.inf:
             return math.inf

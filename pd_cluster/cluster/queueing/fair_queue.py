@@ -1,10 +1,10 @@
 """Orders waiting requests fairly: clients share the cluster's work, token for token.
 
-Start-time fair queueing over tokens, known for engines as virtual token counters: each client has a counter of the
-tokens that were processed for it, and the client with the lowest counter is next. It shares like deficit round robin
-and needs no quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins and
-with its actual tokens when it ends. A client without waiting requests begins at the others' level, whatever else of it
-is running: unused shares cannot be saved up.
+Uses start-time fair queueing over tokens, which engines call virtual token counters: each client has a counter of the
+tokens that were processed for it, and the client with the lowest counter is next. This shares like deficit round robin,
+but needs no quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins and
+with its actual tokens when it ends. A client that had no waiting request begins at the others' level, even if requests
+of it are running: unused shares cannot be saved up.
 
 Pure: no clock, no event loop.
 """
@@ -29,7 +29,7 @@ class Client:
     name: str
     num_served_tokens: float = 0.0  # the counter
     num_sequences: int = 0  # begun and not ended
-    num_begun: int = 0  # requests, likewise
+    num_begun: int = 0  # requests begun and not ended
     num_arriving_tokens: int = 0  # tokens of requests being read and tokenized, estimated by their size
     num_waiting_tokens: int = 0  # tokens of waiting requests, except those of batches, which come after all others
     waiting: list[tuple[int, int, QueueEntry]] = field(default_factory=list)  # a heap: by priority, then by arrival
@@ -43,7 +43,8 @@ class Client:
     def num_tokens_until(self, at_tokens: float, least_tokens: float) -> int:
         """Counts the tokens of its requests that begin before its counter reaches `at_tokens`.
 
-        A waiting request begins as a whole; an arriving one may never come, and only its sender states its size.
+        A waiting request counts as a whole. An arriving one counts only up to `at_tokens`: it may never come, and its
+        size is only what the sender states.
         `least_tokens`: the level at which a client begins.
         """
         ahead = self.num_tokens_ahead
@@ -60,7 +61,7 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """A request. `num_tokens`: its expected tokens, prompt and answer. Times are those of the caller's clock."""
+    """A request. `num_tokens`: its expected tokens, prompt and answer. Times are by the caller's clock."""
 
     client: Client
     num_tokens: int
@@ -73,18 +74,18 @@ class QueueEntry:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens that other requests may have to wait for; 0 for a batch's request, which comes after them."""
+        """The tokens that other requests may have to wait for; 0 for a batch's request, which comes last."""
         return self.num_tokens if self.priority <= INT32_MAX else 0
 
 
 class SlotShares(NamedTuple):
-    """The clients that share the slots, and the sequences that they have there."""
+    """The number of clients that share the slots, and of the sequences that they have there."""
 
     num_clients: int
     num_sequences: int
 
     def excess(self, entry: QueueEntry) -> int:
-        """Returns how far its client would exceed the average number of sequences, times the number of clients."""
+        """Returns how far the entry's client would exceed the mean number of sequences, times the number of clients."""
         own = entry.client.num_sequences + entry.num_sequences
         return own * self.num_clients - (self.num_sequences + entry.num_sequences)
 
@@ -135,7 +136,9 @@ class FairQueue:
             self._waiting.pop(client.name, None)
 
     def next(self, may_begin: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the next request among clients whose first one may begin: by priority, then by the lowest counter."""
+        """Returns the next request: the one with the first priority, then the lowest counter, of the clients' first
+        requests that may begin.
+        """
         firsts = [client.waiting[0][2] for client in self._waiting.values()]
         able = [entry for entry in firsts if may_begin(entry)]
         return min(able, key=lambda entry: (entry.priority, entry.client.num_served_tokens), default=None)
@@ -164,8 +167,7 @@ class FairQueue:
     def tokens_before(self, client: Client) -> int:
         """Counts the tokens to be served before a request that this client sends now.
 
-        These are all of its own requests' tokens, and of each other client's the part that comes earlier by the
-        counters.
+        These are all tokens of its own requests, and those tokens of other clients that come earlier by the counters.
         """
         at_tokens, least_tokens = client.num_served_tokens + client.num_tokens_ahead, self._least_tokens()
         others = [each for each in self.clients.values() if each is not client]
@@ -182,9 +184,9 @@ class FairQueue:
         return min([self._now_tokens, *(each.num_served_tokens for each in self._waiting.values())])
 
     def _forget(self, now_s: float) -> None:
-        """Removes clients that were absent for long, and the longest absent ones if there are too many."""
+        """Removes clients that have been absent for long and, if there are too many clients, those absent longest."""
         forgotten: list[str] = []
-        for name, client in self.clients.items():  # the longest absent one first
+        for name, client in self.clients.items():  # the one absent longest comes first
             if now_s - client.seen_s <= RECENT_S and len(self.clients) - len(forgotten) < MAX_CLIENTS:
                 break
             if client.is_idle:

@@ -1,4 +1,4 @@
-"""Counts the adapters of one process's requests, from their arrival to their end. On the event loop."""
+"""Counts one process's requests by adapter, from their arrival to their end. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pd_cluster.process_messages import AdapterUse
 
 
 class AdapterCounts:
-    """Counts requests by the digest of their adapter; "" is the model itself, and costs only a comparison."""
+    """Counts requests by the digest of their adapter; a request to the model itself ("") costs only a comparison."""
 
     def __init__(self) -> None:
         self._waiting: Counter[str] = Counter()  # requests without a token yet
@@ -32,7 +32,7 @@ class AdapterCounts:
         return {*self._running, *self._waiting}
 
     async def publish_adapters(self, names: dict[str, str]) -> None:
-        """Does nothing if this process alone serves, because it has the same names."""
+        """Does nothing: if this process alone serves, it already has these names."""
 
     def use(self) -> AdapterUse:
         return AdapterUse(sorted(self._running), sorted(self._waiting))

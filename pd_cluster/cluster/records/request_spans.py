@@ -1,12 +1,12 @@
-"""The parts of a request as spans of a trace: its queue, its attempts, and in each attempt prefill, handover and
-decode.
+"""Describes the parts of a request as spans of a trace: its wait, its attempts, and in each attempt prefill, handover
+and decode.
 
 queue
     attempt 0 ─ prefill (at P) · handover (P to D) · decode (at D)
     attempt 1 ─ generate                                             after a replay, both at one instance
 
-Made from a timeline once the request has ended. A part whose end was not reported, because its process was killed, ends
-with its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
+The spans are made from a timeline once the request has ended. If a part's end was not reported, because its process was
+killed, the part ends with its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Times are those of the timeline's clock; `error`: why it failed, or ""; `parts` lie within it."""
+    """Times are by the timeline's clock. `error`: why the span failed, or "". `parts`: spans within this one."""
 
     name: str
     start_s: float
@@ -108,7 +108,7 @@ def has_failed(outcome: Outcome) -> bool:
 
 
 def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSpan]:
-    """Returns the spans below the request's own, in order of time. Without an outcome, its error is a span."""
+    """Returns the spans below the request's own, in order of time. Without an outcome, the timeline's error counts."""
     routed_s = next(at_s for at_s, what in timeline.own if what == "routed")
     ended_s = timeline.ended_s if timeline.ended_s is not None else routed_s
     starts_s = [routed_s, *(at_s for at_s, what in timeline.own if what == "replayed")]
@@ -123,7 +123,7 @@ def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSp
             names[Names.ENDED] = timeline.error
         legs = list(_legs(timeline, transfer_id))
         parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
-        if not errors[at]:  # a part that is still open is not an error: an answer can be complete before its handover
+        if not errors[at]:  # then a part without an end is no error: an answer can be complete before its handover is
             parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))
@@ -166,7 +166,9 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
 
 
 def _handover(leg: _Leg, legs: list[_Leg], end_s: float) -> TraceSpan:
-    """Spans offer to confirmation, by the receiver's clock, or the sender's if the receiver reported nothing."""
+    """Returns the span from offer to confirmation, by the receiver's clock, or the sender's if the receiver reported
+    nothing.
+    """
     start_s = leg.first("offered")
     assert start_s is not None
     numbers: dict[str, Value] = {Names.NUM_BYTES: leg.total("landed", "nbytes") or leg.total("sent", "nbytes")}
@@ -197,7 +199,7 @@ def _part(
 
 
 def _within(part: TraceSpan, start_s: float, end_s: float) -> TraceSpan:
-    """Clips a part to its attempt: clocks of two hosts agree only within a message's travel time."""
+    """Clips a part to its attempt, because clocks of two hosts agree only within a message's travel time."""
     begin_s = min(max(part.start_s, start_s), end_s)
     until_s = max(begin_s, min(part.end_s, end_s))
     events = [(min(max(at_s, begin_s), until_s), what, numbers) for at_s, what, numbers in part.events]

@@ -1,7 +1,8 @@
-"""Counters of a process's requests since it started: tokens, ends, durations.
+"""Counts a process's requests since it started: their tokens, ends and durations.
 
-A histogram is a list of counts: a token costs a search among some twenty bounds and two additions, without locks or
-labels. Names and texts for Prometheus are in api/admin/metric_tables.py. Knows nothing of routing, HTTP or Prometheus.
+A histogram is a list of counts, so a token costs only a search among some twenty bounds and two additions, without
+locks or labels. Names and texts for Prometheus are in api/admin/metric_tables.py. Knows nothing of routing, HTTP or
+Prometheus.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ ReplayCause = Literal["death", "fault", "moved", "full"]
 Refusal = Literal["slo", "queue", "unavailable"]
 Bounds = tuple[float, ...]
 
-# Upper bounds of buckets: vLLM's, since dashboards name them, and shorter ones, since a percentile within the first
-# bucket would be invented. HANDOVER_S and the counts of tokens are not vLLM's.
+# Upper bounds of buckets: vLLM's, because dashboards refer to them, and smaller ones, because percentiles within the
+# first bucket would be guesses. HANDOVER_S and the bounds of token counts are not vLLM's.
 HANDOVER_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
@@ -78,7 +79,9 @@ COUNTERS = (
 
 
 class Histogram:
-    """Counts values by bucket: up to its bound and above the previous one; the last count has no upper bound."""
+    """Counts values by bucket. A value belongs to the first bucket whose bound it does not exceed; the last bucket has
+    no bound.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -94,7 +97,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A request that has ended. `reasons` and `num_output_tokens` are those of its sequences; times of one clock.
+    """A request that has ended. `reasons` and `num_output_tokens` have one item for each sequence; all times are by one
+    clock.
 
     `max_tokens` 0: a pooling request, whose vector came at `first_token_s` and `last_token_s`.
     """
@@ -112,7 +116,9 @@ class Outcome:
 
 
 class RequestStats:
-    """Runs on the event loop. The code that delivers tokens writes `num_generation_tokens` and `inter_token_s`."""
+    """Runs on the event loop. The code that delivers tokens updates `num_generation_tokens` and `inter_token_s`
+    directly.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -194,7 +200,7 @@ class RequestStats:
 
 
 def _measures(outcome: Outcome) -> dict[str, float]:
-    """Returns histogram -> value, without those that depend on an event that was not reported."""
+    """Returns histogram -> value; omits values that depend on an event that was not reported."""
     measures: dict[str, float] = {
         "num_prompt_tokens": outcome.num_prompt_tokens,
         "whole_s": outcome.last_token_s - outcome.received_s,
@@ -210,7 +216,7 @@ def _measures(outcome: Outcome) -> dict[str, float]:
             measures["token_s"] = (outcome.last_token_s - outcome.first_token_s) / (most - 1)
     if outcome.num_cached_tokens is not None:
         measures["num_computed_tokens"] = outcome.num_prompt_tokens - outcome.num_cached_tokens
-    if outcome.admitted_s is not None:  # another clock, delayed by a message's travel time: clamped between these two
+    if outcome.admitted_s is not None:  # by another clock, with an error of a message's travel time: clamped
         admitted_s = min(max(outcome.admitted_s, outcome.received_s), outcome.first_token_s)
         measures["queue_s"] = admitted_s - outcome.received_s
         measures["prefill_s"] = outcome.first_token_s - admitted_s
@@ -219,7 +225,7 @@ def _measures(outcome: Outcome) -> dict[str, float]:
 
 
 def added(parts: Iterable[Stats]) -> Stats:
-    """Adds up all parts; a name that a part lacks counts as 0."""
+    """Adds up all parts; where a part lacks a name, 0 is added."""
     counters: dict[str, int] = {}
     buckets: dict[str, Buckets] = {}
     for part in parts:

@@ -1,8 +1,8 @@
-"""The events of the last requests, by this process's clock.
+"""Keeps the events of the last requests, by this process's clock.
 
-Workers report events with their own clocks' times. A message sent at `now_s` cannot have arrived earlier, so the
-smallest difference seen between the two clocks is nearest to the true one. Keeps a bounded number of requests and
-events. Knows nothing of HTTP or ZeroMQ.
+Workers report events by their own clocks. A message cannot arrive before it was sent, so of all differences between a
+message's arrival by this clock and its sending by the worker's clock, the smallest is nearest to the clocks' true
+offset. Keeps a bounded number of requests and events. Knows nothing of HTTP or ZeroMQ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TimelineStatus = Literal["running", "finished", "failed"]
 
 
 class RequestFollower(Protocol):
-    """Is notified of requests made in its context; workers may report a request's events after its end."""
+    """Is notified of the requests that are made in its context. Workers may report events even after a request has
+    ended.
+    """
 
     def asks(self, model: str) -> None: ...
 
@@ -40,8 +42,8 @@ FOLLOWER: ContextVar[RequestFollower | None] = ContextVar("pd_cluster.follower",
 
 @dataclass(slots=True)
 class WorkerClock:
-    """One connection's clock; `offset_s` maps its times to this process's, late by the fastest message's travel
-    time.
+    """The clock of one connection's worker. `offset_s` converts its times to this process's; the results are late by
+    the travel time of the fastest message.
     """
 
     conn: str
@@ -81,7 +83,9 @@ class Timeline:
         return True
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns events in order of time; those of one process and instant in the order of reporting."""
+        """Returns events in order of time; events of one process at the same time stay in the order in which it
+        reported them.
+        """
         found = [(at_s, "scheduler", what, dict[str, int]()) for at_s, what in self.own]
         found += [(e.at_s + clock.offset_s, self.members[clock.conn], e.what, e.numbers) for clock, e in self.others]
         found.sort(key=lambda event: event[0])
@@ -190,7 +194,7 @@ class Timelines:
             self._drop_oldest()
 
     def replayed(self, request_id: str, transfer_id: str, conn: str, name: str, why: str = "") -> None:
-        """Records that the request continues at an instance, and `why` the attempt before ended."""
+        """Records that the request continues at an instance, and `why` its previous attempt ended."""
         if timeline := self._kept.get(request_id):
             timeline.own.append((self._clock(), "replayed"))
             timeline.reasons.append(why)
@@ -199,7 +203,9 @@ class Timelines:
             self._by_id[transfer_id] = timeline
 
     def first_token(self, request_id: str, heard_s: float, had_s: float | None = None) -> None:
-        """Records that the reader got the first token, at `had_s` or just now; it was received at `heard_s`."""
+        """Records that the reader got the first token, at `had_s` or just now; this process had received it at
+        `heard_s`.
+        """
         if timeline := self._kept.get(request_id):
             had_s = self._clock() if had_s is None else had_s
             timeline.own.append((had_s, "first token"))
@@ -229,7 +235,7 @@ class Timelines:
         return arrival_s
 
     def gone(self, conn: str) -> None:
-        """Removes a closed connection; its events keep its clock."""
+        """Removes a closed connection; events that it reported keep its clock."""
         self._clocks.pop(conn, None)
 
     def add(self, conn: str, events: list[TraceEvent]) -> None:

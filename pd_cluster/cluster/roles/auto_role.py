@@ -19,7 +19,7 @@ Held = Literal["silent", "unmeasured", "unsettled", "new", "served", "best", "la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Thresholds; a role with load 1 is at its intended load.
+    """The thresholds. A load of 1 is the intended load of a role.
 
     `low` is far below `high`, so that one change does not cause the opposite one.
     """
@@ -100,7 +100,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one evaluation. `verdict`: the role that an instance shall get, or why no role changes."""
+    """The outcome of one evaluation. `verdict`: the role that needs an instance, or why no role changes."""
 
     verdict: Held | Needy
     why: str
@@ -122,17 +122,17 @@ class RoleChooser(Protocol):
         """The outcome of the last evaluation; None: not available."""
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Evaluates once a period. A returned change counts as made."""
+        """Evaluates the instances; called once a period. A returned change counts as made."""
 
 
 def busy(sample: RoleSample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
-    """Returns the load of a role, or its load with `num_fewer` instances fewer; 1 is the intended load."""
+    """Returns the load that a role has, or would have with `num_fewer` fewer instances; 1 is the intended load."""
     seen = [each for each in sample.instances if each.role == role]
     num = max(1, len(seen) - num_fewer)
     if role == "prefill":
         return sum(each.num_prompts for each in seen if not each.is_held_up) / (rules.num_prompts * num)
     num_prompts = sum(each.num_prompts for each in sample.instances if each.role == "prefill")
-    num_waiting = max(0, sum(each.num_waiting for each in seen) - num_prompts)  # the others wait for prefill
+    num_waiting = max(0, sum(each.num_waiting for each in seen) - num_prompts)  # the subtracted ones wait for prefill
     num_running = sum(each.num_running for each in seen)
     held = sum(each.held_share for each in seen) / num
     return max(held, num_waiting / (rules.num_waiting * num), num_running / (rules.num_running * num))
@@ -156,7 +156,7 @@ def decide(history: Sequence[RoleSample], last_flip_s: float, rules: Rules) -> F
 
 
 def _sustained(history: Sequence[RoleSample], needy: Role, giver: Role, rules: Rules) -> bool:
-    """Returns whether every sample of the last `sustain_s`, without a gap, calls for this change."""
+    """Whether every sample of the last `sustain_s` calls for this change, with no gap between samples."""
     later_s = history[-1].at_s
     for sample in reversed(history):
         if later_s - sample.at_s > rules.most_gap_s or not _asks(sample, needy, giver, rules):
@@ -191,7 +191,7 @@ class AutoRole:
         self._last_flip_s = float("-inf")
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Samples once a period. A returned change counts as made."""
+        """Takes a sample; called once a period. A returned change counts as made."""
         self._history.append(RoleSample.of(now_s, instances))
         flip = decide(self._history, self._last_flip_s, self.rules)
         if flip is not None:

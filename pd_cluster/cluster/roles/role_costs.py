@@ -1,4 +1,4 @@
-"""Determines which split of instances between prefill and decode serves the arriving requests. Pure arithmetic.
+"""Determines the split of instances between prefill and decode that serves the arriving requests best. Pure arithmetic.
 
 Work is measured in instances: a need of 2.5 keeps two and a half instances busy. Knows nothing of where the counts come
 from or of how a role changes. The rules are in docs/protocol/membership.md.
@@ -35,7 +35,7 @@ class RoleGoals(NamedTuple):
 
 
 class InstanceCost(NamedTuple):
-    """The capacity of an instance: its steps in each role, its slots, and its pool in tokens; 0: unknown."""
+    """An instance's capacity: the cost of its steps in each role, its slots, and its pool in tokens; 0: unknown."""
 
     prefill: StepCost
     decode: StepCost
@@ -45,7 +45,7 @@ class InstanceCost(NamedTuple):
     tokens_per_step: float = 1.0
 
     def followed_by(self, new: InstanceCost) -> InstanceCost:
-        """Returns the average of this cost and the new one, so that a slow moment of a machine counts little."""
+        """Returns a weighted average of this cost and the new one, so that a slow moment of a machine counts little."""
         left = 1 - NEW_SHARE
         return new._replace(
             prefill=_weighted([(left, self.prefill), (NEW_SHARE, new.prefill)]),
@@ -57,8 +57,8 @@ class InstanceCost(NamedTuple):
         """Returns the cost with which to check whether the needy role really has too few instances.
 
         The estimate for decode steps of more sequences may be too high. If the current steps meet the objective, the
-        result therefore lets steps of any number of sequences take as long as the current ones. So decode instances
-        count as too few only if their current steps exceed the objective, or if seats are short.
+        result therefore assumes that steps with any number of sequences take as long as the current ones. So decode
+        instances count as too few only if their current steps exceed the objective, or if seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class RoleNeed(NamedTuple):
-    """The number of instances that each role keeps busy."""
+    """The number of instances that each role's work keeps busy."""
 
     prefill: float
     decode: float
@@ -95,14 +95,14 @@ class Split(NamedTuple):
         return Split(self.prefill + change, self.decode - change)
 
     def drained(self, needy: Role) -> Split:
-        """Returns the split while that instance drains."""
+        """Returns the split while the instance that will change to this role drains."""
         return Split(self.prefill - (needy == "decode"), self.decode - (needy == "prefill"))
 
 
 def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = None) -> InstanceCost | None:
-    """Returns the mean of these instances; None if none has measured its steps.
+    """Returns the mean cost of these instances; None if none has measured its steps.
 
-    Each role's measurements come from its own instances; otherwise from other instances, or from `known`.
+    Each role's measurements come from its own instances; without any, from `known`, or from other instances.
     """
     found = [(each.role, each.load.step_cost) for each in instances]
     prefill = _mean_of([(role == "prefill", cost) for role, cost in found if cost.seconds(A_PROMPT) > cost.step_s])
@@ -157,7 +157,7 @@ class RoleModel:
 
     @classmethod
     def of(cls, usual: Work, cost: InstanceCost, goals: RoleGoals) -> RoleModel:
-        """`usual`: requests of this kind, of which only the means count."""
+        """Makes the model from `usual`, requests of this kind; only their means count."""
         num_prompts, num_answers = usual.num_prompts or 1.0, usual.num_answers or 1.0
         answer_tokens = usual.num_answer_tokens / num_answers
         context = usual.num_prompt_tokens / num_prompts + answer_tokens / 2
@@ -184,7 +184,9 @@ class RoleModel:
         return 1 / max(1.0, *self.loads(need, split))
 
     def _prefill_share(self, num: int) -> float:
-        """Returns the busy share at which nearly all prompts meet their objective (Sakasegawa's wait of M/M/c)."""
+        """Returns how busy prefill may be if nearly all prompts are to meet their objective (Sakasegawa's wait of
+        M/M/c).
+        """
         slack_s = self.goals.ttft_s - self.prompt_s - self.prefill.step_s
         if not self.goals.ttft_s or not self.prompt_s or not num:
             return BUSY_SHARE
@@ -199,7 +201,7 @@ class RoleModel:
         return low
 
     def _decode_share(self, num: int) -> float:
-        """Returns the share of seats that leaves room for the variation of a Poisson load."""
+        """Returns the share of seats that may be taken, which leaves room for the variation of a Poisson load."""
         return max(LEAST_BUSY_SHARE, 1 - 1 / math.sqrt(max(1, num * self.num_seats)))
 
 
@@ -216,7 +218,9 @@ def _load(need: float, num: int, share: float) -> float:
 
 
 def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
-    """Returns how many sequences of this context run at a time. Ignores an objective that one sequence alone misses."""
+    """Returns how many sequences of this context an instance decodes at a time. Ignores the objective if even a single
+    sequence misses it.
+    """
     most = cost.num_seqs or USUAL_SEQS
     if cost.num_cache_tokens:
         most = max(1, min(most, cost.num_cache_tokens // max(1, context)))
@@ -234,7 +238,7 @@ def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
 
 
 def best_split(model: RoleModel, need: RoleNeed, present: Split) -> Split:
-    """Returns the split with the same total that serves most; among equals, the nearest to the present one."""
+    """Returns the split with the same total that serves the most work; among equals, the nearest to the present one."""
     num = sum(present)
     splits = [Split(at, num - at) for at in range(1, num)] or [present]
     return max(splits, key=lambda each: (round(model.served(need, each), 3), -abs(each.prefill - present.prefill)))

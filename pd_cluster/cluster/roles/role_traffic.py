@@ -71,7 +71,8 @@ def _is_held_up(load: Load) -> bool:
 class Window(NamedTuple):
     """The need of each role within one window of time.
 
-    `arrivals`: the instances that the arriving work keeps busy; `errors`: their standard errors, as shares.
+    `arrivals`: the instances that the arriving work keeps busy; `errors`: the standard errors of these numbers, as
+    shares.
     `waiting`: the instances needed for waiting work.
     """
 
@@ -85,7 +86,7 @@ class Window(NamedTuple):
         return _sum(self.arrivals, self.waiting)
 
     def doubted(self, needy: Role, noise: float) -> RoleNeed:
-        """Allows for noise: lowers this role's need by `noise` standard errors, and raises the other role's need."""
+        """Returns a cautious need: `noise` standard errors lower for this role, and higher for the other."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
         return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
@@ -99,17 +100,17 @@ class _TrafficReading(NamedTuple):
     at_s: float
     traffic: RoleTraffic
     num_own_tokens: int  # outstanding tokens of this scheduler's requests, summed over all readings
-    num_all_tokens: int  # outstanding tokens of all schedulers' requests, summed likewise
+    num_all_tokens: int  # the same for all schedulers' requests
 
 
 class TrafficHistory:
-    """Readings of the last `longest_s`. A gap in them begins a new history."""
+    """Readings of the last `longest_s`. After a gap between readings, a new history begins."""
 
     def __init__(self, longest_s: float, most_gap_s: float) -> None:
         self._longest_s, self._most_gap_s = longest_s, most_gap_s
         self._readings: deque[_TrafficReading] = deque()
         self._answer_tokens = 0.0  # mean of the last answers that ended; 0: none yet
-        self._usual = Work()  # the last work that arrived, for waiting work when nothing more arrives
+        self._usual = Work()  # the work that arrived last: describes waiting work when nothing arrives
 
     def note(self, at_s: float, traffic: RoleTraffic, instances: Sequence[Instance]) -> None:
         readings = self._readings
@@ -167,8 +168,8 @@ class TrafficHistory:
         return cached / (cached + computed) if cached + computed else 0.0
 
     def _others_share(self) -> float:
-        """Returns the outstanding tokens of all schedulers, divided by those of this scheduler, which counts its own
-        requests.
+        """Returns the outstanding tokens of all schedulers, divided by those of this scheduler, whose counters cover
+        only its own requests.
         """
         first, last = self._readings[0], self._readings[-1]
         own = last.num_own_tokens - first.num_own_tokens
@@ -202,7 +203,7 @@ def _errors(come: RoleTraffic) -> RoleNeed:
 def window_of(
     history: TrafficHistory, window_s: float, waiting: Waiting, cost: InstanceCost, goals: RoleGoals
 ) -> Window | None:
-    """Returns None while the history is shorter than the window."""
+    """Returns the need within one window; None while the history is shorter than the window."""
     found = history.work(window_s)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Decides by cost whether an instance changes its role: compares how splits would serve the last minute's arrivals.
 
-Pure except for the counters that it reads; an injected clock. Knows nothing of draining or of how a change is carried
-out. The rules are in docs/protocol/membership.md.
+Pure, except for the counters that it reads; the caller passes the time. Knows nothing of draining or of how a change is
+carried out. The rules are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from pd_cluster.costs.linear_costs import StepWork
 from pd_cluster.process_messages import Busy, Stats
 
 NO_GOALS = RoleGoals()
-LONGEST_ANSWER = 2.0  # the longest remaining answer of an instance, as a multiple of the mean
+LONGEST_ANSWER = 2.0  # the assumed length of an instance's longest remaining answer, as a multiple of the mean
 STAYS: dict[Held, str] = {
     "silent": "no requests arrived in the last minute",
     "unmeasured": "no instance has measured its steps yet",
-    "unsettled": "an instance drains, leaves or changes its role",
+    "unsettled": "an instance is draining, leaving or changing its role",
     "new": "too few seconds have been measured",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRules:
-    """`windows_s`: windows of arrivals, the longest first; each may ask for a change."""
+    """`windows_s`: windows of arrivals, the longest first; a change may follow from any of them."""
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
-    noise: float = 2.0  # the standard errors by which noise may have raised one role's need and lowered the other's
-    # for a further change in the same direction within `onward_s`: lengths are then known to have shifted
+    noise: float = 2.0  # standard errors by which one role's need may be overestimated and the other's underestimated
+    # replaces `noise` for a further change in the same direction within `onward_s`: the load has then certainly shifted
     onward_noise: float = 1.0
     onward_s: float = 120.0
-    least_gain: float = 0.05  # the least gain of a change, as a share of the horizon's requests
+    least_gain: float = 0.05  # the least gain for a change, as a share of the horizon's requests
     horizon_s: float = 300.0  # arrivals are expected to stay the same for this time
-    sustain_s: float = 3.0  # every evaluation of this time must have asked for the change
-    return_s: float = 60.0  # the least time before a change back; doubled for each further change back
-    forget_s: float = 1800.0  # after this time without a change back, the next one counts as the first again
+    sustain_s: float = 3.0  # every evaluation within this time must have favored the change
+    return_s: float = 60.0  # the least time until the opposite change; doubles with each such change
+    forget_s: float = 1800.0  # after this time without any change, the doubling starts again
     period_s: float = 1.0
     most_gap_s: float = 3.0  # the longest gap between two evaluations of one history
 
 
 class RoleMembers(NamedTuple):
-    """The instances that serve. `coming`: the number of further instances that will serve soon, by role."""
+    """The instances that serve. `coming`: the numbers of other instances that will serve soon, by role."""
 
     serving: list[Instance]
     split: Split
@@ -99,13 +99,13 @@ class RolesByCost:
         self._figures, self._goals, self._drain_timeout_s = figures, goals, drain_timeout_s
         self._history = TrafficHistory(self.rules.windows_s[0], self.rules.most_gap_s)
         self._cost: InstanceCost | None = None
-        self._asked: tuple[Needy | None, float] = (None, 0.0)  # the role that every evaluation since then asks for
+        self._asked: tuple[Needy | None, float] = (None, 0.0)  # the role that every evaluation since then has favored
         self._seen_s = -math.inf
         self._flip: tuple[Needy | None, float] = (None, -math.inf)  # the last change, and its time
         self._num_returns = 0
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Evaluates once a period. A returned change counts as made."""
+        """Evaluates the instances; called once a period. A returned change counts as made."""
         self._history.note(now_s, RoleTraffic.of(*self._figures()), instances)
         members = RoleMembers.of(instances)
         self.last = decision = self._decide(members)
@@ -119,7 +119,7 @@ class RolesByCost:
         return Flip(giver.name, needy, decision.why)
 
     def _is_due(self, needy: Needy, now_s: float) -> bool:
-        """Whether a change to this role may be made now; each change back makes the next one wait longer."""
+        """Whether a change to this role may be made now; each change back delays the next one longer."""
         role, at_s = self._flip
         is_back = role is not None and role != needy
         if now_s - at_s > self.rules.forget_s:
@@ -157,7 +157,7 @@ class RolesByCost:
         return None if window is None else self._judge(window, members, cost)
 
     def _judge(self, window: Window, members: RoleMembers, cost: InstanceCost) -> Decision:
-        """Compares the present split with the split one step closer to the best, and allows for noise in the
+        """Compares the present split with the split that is one step nearer to the best; allows for noise in the
         measurements.
         """
         model, need, split = window.model, window.need, members.planned
@@ -178,7 +178,7 @@ class RolesByCost:
                 "last", f"{words}, but no other instance may change: it is the last of its role, or in a unit"
             )
         if not self._leaves_enough(window, after, needy):
-            return Decision("goals", f"{words}, but the instances left would miss the objectives")
+            return Decision("goals", f"{words}, but the remaining instances would miss the objectives")
         if self._gain(window, members, cost, needy) < self.rules.least_gain * self.rules.horizon_s:
             return Decision("unsure", f"{words}, which does not exceed the cost of the drain and the noise")
         return Decision(needy, words)
@@ -189,13 +189,17 @@ class RolesByCost:
         return self.rules.onward_noise if is_onward else self.rules.noise
 
     def _leaves_enough(self, window: Window, after: Split, needy: Needy) -> bool:
-        """Whether the instances left would meet the objectives. If no split does, the fuller role may get one more."""
+        """Whether the remaining instances would meet the objectives, or at least be less loaded than the role that gets
+        one more.
+        """
         loads = window.model.loads(window.doubted(needy, self._noise(needy)), after)
         full, left = loads if needy == "prefill" else reversed(loads)
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns the net requests that a change gains within the horizon, drain included, in seconds of arrivals."""
+        """Returns how many more requests are served within the horizon because of a change, including its drain; in
+        seconds of arrivals.
+        """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))

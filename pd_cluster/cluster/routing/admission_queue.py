@@ -1,7 +1,7 @@
 """Holds requests for a limited time until the cluster has capacity; those that would wait longer are refused at once.
 
-The expected wait follows from the requests ahead and the recent admission rate. Runs on the event loop; fair_queue.py
-decides the order, and spare_capacity.py whether a request fits.
+The expected wait is computed from the requests ahead and the recent admission rate. fair_queue.py decides the order;
+spare_capacity.py decides whether a request fits. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
-MAX_WAITING = 1 << 14  # the most waiting requests; like the most tokens, it limits memory
+MAX_WAITING = 1 << 14  # this and the next limit bound the queue's memory
 MAX_WAITING_TOKENS = 1 << 22
-MOST_RETRY_S = 60  # no estimate beyond this is reliable
-MEASURED_S = 10.0  # an event that is older counts for less than a third
-SAFE = 0.7  # the longest expected wait, as a share of the allowed wait: expectations are not exact
+MOST_RETRY_S = 60  # longer estimates are unreliable
+MEASURED_S = 10.0  # time constant of the counts' decay: an event of this age has the weight 1/e
+SAFE = 0.7  # an expected wait may take up this share of the allowed wait: estimates have errors
 MIN_MEASURED_S = 0.5  # a rate is trusted once requests have waited for this time,
 MIN_MEASURED = 8.0  # and this number of requests has begun
 
@@ -58,7 +58,7 @@ class AdmissionRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns the rate; 0: not known yet."""
+        """Returns the rate, or 0 while it is unknown."""
         is_known = self._waited_s >= MIN_MEASURED_S and self._num_begun >= MIN_MEASURED
         return self._num_tokens / self._waited_s if is_known else 0.0
 
@@ -83,7 +83,8 @@ class AdmissionQueue:
     ) -> None:
         """`max_wait_s`: 0 for no limit. `limit_name`: the flag that sets it.
 
-        `has_priorities`: later arrivals may overtake waiting requests, so only elapsed time refuses them.
+        `has_priorities`: later arrivals may overtake waiting requests, so requests are refused only after a wait, not
+        by a prediction.
         """
         self._max_wait_s = max_wait_s or math.inf
         self._limit_name, self._has_priorities = limit_name, has_priorities
@@ -108,7 +109,9 @@ class AdmissionQueue:
     # ---- before a request is read: only its client and rough size are known
 
     def arrives(self, name: str, num_tokens: int, client_timeout_s: float = math.inf) -> Client:
-        """Registers an arriving request; `departs` follows. Raises Overloaded when it would wait too long."""
+        """Registers an arriving request; the caller must call `departs` later. Raises Overloaded if it would wait too
+        long.
+        """
         client = self.queue.client(name, self._loop.time())
         self._check(client, num_tokens, client_timeout_s)
         client.num_arriving_tokens += num_tokens
@@ -134,7 +137,7 @@ class AdmissionQueue:
             )
 
     def _begins_at_once(self, client: Client) -> bool:
-        """Whether there is capacity for a request, and no waiting request may begin."""
+        """Whether there is capacity for a new request and no waiting request may use it."""
         may = self._may_begin()
         return may is not None and may(QueueEntry(client, 0, 1)) and self.queue.next(may) is None
 
@@ -160,7 +163,7 @@ class AdmissionQueue:
     def at_once(
         self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
     ) -> QueueEntry | None:
-        """Returns the same entry as `turn` for a request that need not wait; None: call `turn`."""
+        """Returns the entry of a request that need not wait; None if it must wait, and the caller must await `turn`."""
         if self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return None
         now_s = self._loop.time()
@@ -182,11 +185,11 @@ class AdmissionQueue:
         group: PromptGroup | None = None,
         since_s: float | None = None,
     ) -> QueueEntry:
-        """Waits until there is capacity and the request is next. `begun` or `ended` must follow before anything is
-        awaited.
+        """Waits until there is capacity and the request is next. The caller must call `begun` or `ended` before it
+        awaits anything.
 
-        `since_s`: when it began to wait, by the event loop's clock; None: now. Raises Overloaded when it has waited as
-        long as allowed, or would have to wait longer.
+        `since_s`: when the request began to wait, by the event loop's clock; None: now. Raises Overloaded if it has
+        waited as long as allowed, or is expected to wait longer.
         """
         now_s, group = self._loop.time(), group or PromptGroup()
         if (entry := self.at_once(name, num_tokens, num_sequences, priority, group)) is not None:
@@ -204,7 +207,7 @@ class AdmissionQueue:
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow())
-        self.look()  # earlier requests may be unable to begin
+        self.look()  # this request may fit where earlier ones do not
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
             if not turn.done() and not group.has_begun:
@@ -221,12 +224,12 @@ class AdmissionQueue:
         return entry
 
     def begun(self, entry: QueueEntry) -> None:
-        """Records that the request was sent, and looks whether the next one fits, too."""
+        """Records that the request was sent, and lets the next one begin if it fits."""
         self._is_beginning = False
         self.look()
 
     def ended(self, entry: QueueEntry, num_tokens: int, how: Ending = "failed") -> None:
-        """Ends a request; `num_tokens` is its actual cost. Also to be called for one that was never sent."""
+        """Ends a request; `num_tokens` is its actual cost. Must also be called for a request that was never sent."""
         self.queue.end(entry, num_tokens)
         if how == "failed":
             return
@@ -236,7 +239,7 @@ class AdmissionQueue:
             self._abandonment.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
 
     def look(self) -> None:
-        """Lets the next request begin if there is capacity. To be called when an instance has finished some work."""
+        """Lets the next request begin if there is capacity. Called when an instance has finished some work."""
         if not self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return
         entry = self._next(may)
@@ -247,7 +250,7 @@ class AdmissionQueue:
         self._begin(entry, self._loop.time())
         self._is_beginning = True
         turn = self._turns.pop(entry).came
-        if not turn.done():  # otherwise it is leaving at this moment, and cleans up itself
+        if not turn.done():  # otherwise its caller has just given up and cleans up itself
             turn.set_result(None)
 
     def close(self, error: PdClusterError) -> None:
@@ -276,7 +279,7 @@ class AdmissionQueue:
         self.queue.begin(entry)
 
     def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the next request. Earlier ones whose answers would come too late are refused."""
+        """Returns the next request, and refuses earlier ones whose answers would come too late."""
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
             most_s = SAFE * self._abandonment.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
@@ -300,7 +303,7 @@ class AdmissionQueue:
         if turn is not None:
             turn.came.cancel()
         self.queue.leave(entry)
-        if entry.has_begun:  # it was just selected
+        if entry.has_begun:  # it was selected just before its caller gave up
             self.ended(entry, 0)
             self.begun(entry)
 
@@ -309,11 +312,11 @@ class AdmissionQueue:
         return self._rate.tokens_per_s
 
     def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
-        """Returns a test for requests that may begin now; None: none may.
+        """Returns a test that tells whether a request may begin now; None if no request may.
 
-        The last slots are reserved for clients that would not exceed their share with the request's sequences. If all
-        slots are taken, prompts of clients below their share may still be computed, so that one client with all slots
-        does not shut others out.
+        The last slots are reserved for clients that stay within their share even with the request's sequences. If all
+        slots are taken, prompts of clients below their share may still be computed, so that a client that holds all
+        slots cannot shut others out.
         """
         spare = spare_capacity(self._members.instances)
         if self._is_paused or not spare.for_prompts:
@@ -327,7 +330,7 @@ class AdmissionQueue:
         return lambda entry: entry.num_tokens <= longest and others.excess(entry) < 0
 
     async def _follow(self) -> None:
-        """Checks again after every change of an instance, while any request waits."""
+        """While requests wait, tries to begin the next one after every change of an instance."""
         try:
             while self.queue.num_waiting:
                 await self._members.change()
@@ -337,6 +340,6 @@ class AdmissionQueue:
 
 
 def _retry_s(wait_s: float, limit_s: float) -> int:
-    """Returns the seconds after which a wait that is too long now would fit."""
+    """Returns the seconds after which the wait, which is too long now, would be short enough."""
     over_s = wait_s - SAFE * limit_s
     return min(MOST_RETRY_S, max(1, math.ceil(over_s))) if over_s < math.inf else MOST_RETRY_S

@@ -1,7 +1,7 @@
-"""Holds a first token until decode has taken over its sequence, so that the second one follows after one step.
+"""Holds a request's first token until the decode instance has taken over, so that the second follows one step later.
 
-Prefill's token often arrives while decode still computes a step for other sequences; the new sequence joins the next
-step. The hold lasts at most MOST_STEPS. Knows nothing of how tokens are delivered.
+The first token often arrives while the decode instance computes a step for other sequences; the new sequence joins only
+the next step. The hold lasts at most MOST_STEPS steps. Knows nothing of how tokens are delivered.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pd_cluster.cluster.placement.wait_prediction import predict_step_s
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.types import TokenOutput
 
-MOST_STEPS = 1.5  # the longest hold, in steps of the decode instance: the rest of a step, and time for messages
+MOST_STEPS = 1.5  # the longest hold, in decode steps: the rest of the current step, and time for messages
 MOST_HELD_S = 0.1
 
 
 def hold_s(stream: RequestStream, conn: str, token: TokenOutput) -> float:
-    """Returns how long this token, which an instance reports over `conn`, may be held for decode; 0: not at all."""
+    """Returns how long to hold this token, which an instance reported over `conn`; 0: deliver it at once."""
     prefill, decode = stream.prefill, stream.decode
     if token.position or token.finish_reason is not None or stream.first_s or stream.order.gathers:
         return 0.0

@@ -1,4 +1,4 @@
-"""Submits, ends and aborts the legs of streams at instances, and counts their load there."""
+"""Submits, ends and aborts streams' legs at instances, and counts the load that they add there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LegDispatch:
             self._release(stream, end.then)
 
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
-        """Submits both legs, each with the name of the other leg's instance, or one leg that prefills and decodes.
+        """Submits a prefill and a decode leg, each of which names the other's instance, or one leg that does both.
 
         `deadline_s`: seconds from now; 0: none.
         """
@@ -69,7 +69,7 @@ class LegDispatch:
                 stream.order.without_pixels() if leg == "decode" else stream.order,
                 deadline_s,
                 stream.resumed(),
-                max(1, weight),  # other processes must see the leg
+                max(1, weight),  # 0 would hide the leg from other processes
                 self._shares_workers and not stream.resumed(),
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
@@ -80,20 +80,20 @@ class LegDispatch:
             self._send(instance.conn, submit)
 
     def _pull(self, stream: RequestStream) -> PrefixPull | None:
-        """Returns where the prompt's beginning comes from, if that is quicker than computing it."""
+        """Returns a pull of the prompt's prefix from a peer; None if computing the prefix is quicker."""
         prefill, instances = stream.prefill, self._membership.instances
         if prefill is stream.decode or stream.ask.is_pooling or not are_linked(instances, prefill):
             return None
         return PullSources(instances, stream.ask.prompt).to(prefill)
 
     def attach(self, stream: RequestStream, place: RecordPlace) -> None:
-        """Attaches to the leg of a stream that resumes."""
+        """Attaches a resuming stream to its running leg."""
         self._count(stream, place.instance, "hybrid")
         found = place.found
         self._send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
 
     def _release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
-        """Stops reading a kept stream. If the stream does not continue, it aborts the other legs."""
+        """Stops reading a kept stream. Aborts its other legs, unless the stream goes on without a reader."""
         if conn := stream.decode.conn:
             self._send(conn, wire.Release(stream.request_id, stream.attempt, then))
         self.ended(stream, stream.decode.conn)
@@ -141,7 +141,7 @@ class LegDispatch:
             self._streams.leg_ended()
 
     def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
-        """Counts a prompt's images at the encoders that compute them, until the prompt's leg has ended."""
+        """Adds a prompt's images to the load of their encoders until the prompt's leg has ended."""
         self._end_encoding(stream)
         for encoder, span in zip(encoders, stream.order.spans, strict=False):  # `encoders` may be empty
             num_tokens = span.stop - span.start

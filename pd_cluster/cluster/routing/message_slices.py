@@ -1,8 +1,8 @@
-"""Handles workers' large messages in slices; between them the event loop reads requests and first tokens.
+"""Handles workers' large messages in slices, so that the event loop reads requests and first tokens in between.
 
-A step of a full decode instance is hundreds of tokens, each of which wakes a reader and causes a write: milliseconds
-that delay everything else. Waiting items are kept by leg, so a late loop hands each reader all its tokens at once, and
-is no longer late. Knows nothing of requests.
+A step of a full decode instance yields hundreds of tokens. Each wakes a reader and causes a write; without slices they
+would block the loop for milliseconds. Waiting items are kept by leg, so a loop that has fallen behind hands each reader
+all its tokens at once and catches up. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.types import LegEnd, TokenOutput
 
 SLICE_NUM_TOKENS = 8
 SHARE = 8  # a slice handles at least 1 / SHARE of the waiting legs, so that all of them make progress
-MOST_OF_LEG = 64  # items of a leg in a slice
+MOST_OF_LEG = 64  # the most items of one leg in a slice
 
 Leg = tuple[str, str]  # connection, request id
 
@@ -34,7 +34,7 @@ class MessageSlices:
         self._heard_s: dict[Leg, float] = {}  # leg -> when its first waiting item was received
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
-        """Handles a small message at once, and the first slice of a large one, unless other items wait."""
+        """Handles a small message, or the first slice of a large one, at once, unless other items already wait."""
         waiting = self._waiting
         is_small = len(outputs.tokens) + len(outputs.ended) <= SLICE_NUM_TOKENS
         if is_small and not waiting:  # the usual case

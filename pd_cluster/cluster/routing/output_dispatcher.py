@@ -1,4 +1,4 @@
-"""Delivers workers' outputs to the streams that they belong to."""
+"""Delivers workers' outputs to their streams."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class OutputDispatcher:
         streams.on_opened.append(self._on_opened)
 
     def _on_opened(self, stream: RequestStream) -> None:
-        """Drops outputs for an earlier reader of a stream that resumes."""
+        """When a stream resumes, drops the outputs that waited for its earlier reader."""
         if stream.kept is not None and stream.kept.place is not None:
             self._slices.forget(stream.request_id)
 
     def add_at_once(self, conn: str, outputs: wire.Outputs) -> None:
-        """Handles outputs at once, when nothing else needs the event loop."""
+        """Handles outputs without slicing them; for processes whose event loop has no other work."""
         self._handle(conn, outputs, self._timelines.now_s())
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
@@ -66,20 +66,20 @@ class OutputDispatcher:
             stream.hold(wait_s)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
-        """Returns the stream that this output of this leg belongs to, if it still needs it."""
+        """Returns the stream of this output; None if the stream has ended or no longer has this leg."""
         stream = self._streams.find(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
         if stream.legs[conn] is stream.prefill and not stream.has_prompt_outputs:
             stream.has_prompt_outputs = True
             if not isinstance(output, PromptOutput):
-                stream.release(stream.sequences)  # tokens that decode delivered first
+                stream.release(stream.sequences)  # decode's tokens, which waited for the prompt's outputs
         return stream
 
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
         if (stream := self._stream_of(conn, ended)) is None:
             later = self._streams.find(ended.request_id) if ended.is_taken else None
-            # the stream already looks for an instance, or has one
+            # the stream is already looking for another instance, or has one
             if later is not None and later.attempt > ended.attempt:
                 self._streams.take_over(later, "go on")
             return

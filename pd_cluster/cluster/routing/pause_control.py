@@ -22,13 +22,13 @@ KEPT = "an operator paused the cluster, and the request could not continue after
 class PauseControl:
     def __init__(self, streams: StreamTable, admission: RequestAdmission, timelines: Timelines) -> None:
         self._streams, self._admission, self._timelines = streams, admission, timelines
-        self._kept: dict[str, Setback | None] = {}  # stream -> setback; None: its reader has not received it yet
-        self._idle: asyncio.Event | None = None  # set with the last stream's end, while somebody waits for it
+        self._kept: dict[str, Setback | None] = {}  # request id -> setback; None: its reader has not received it yet
+        self._idle: asyncio.Event | None = None  # set when the last stream ends; None: no caller waits for that
         streams.on_ended.append(self._on_ended)
 
     @property
     def num_kept(self) -> int:
-        """Counts requests that have begun and wait until the gate is open."""
+        """Counts the requests that had begun when they were paused and wait until the gate opens."""
         return len(self._kept)
 
     def control_requests(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
@@ -57,11 +57,11 @@ class PauseControl:
         for request_id, setback in kept.items():
             if setback is not None:
                 stream = self._streams.find(request_id)
-                assert stream is not None, "its end would have been noted here"
+                assert stream is not None, "the end of a stream removes its entry"
                 stream.inbox.put(setback)
 
     def keeps(self, stream: RequestStream, setback: Setback | None = None) -> bool:
-        """Whether the stream shall wait; if so, its reader gets `setback` again once it may continue."""
+        """Whether a pause makes the stream wait; if so, its reader receives `setback` again when it may continue."""
         if stream.request_id not in self._kept:
             return False
         if setback is not None:
@@ -75,7 +75,7 @@ class PauseControl:
             self._idle = None
 
     async def until_idle(self) -> None:
-        """Returns when no instance has a request."""
+        """Waits until no instance has a request."""
         while len(self._streams) > len(self._kept):
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()

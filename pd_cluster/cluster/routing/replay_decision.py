@@ -8,8 +8,8 @@ from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
-MAX_DEATHS = 2  # if more instances have died while they served a request, the request may be the cause
-MAX_DEATHS_TOGETHER = 3  # MAX_DEATHS if the instances died together: a host or an operator is then the likelier cause
+MAX_DEATHS = 2  # if so many instances have died while they served a request, the request may be the cause
+MAX_DEATHS_TOGETHER = 3  # the limit if they died together: a host or an operator is then the likelier cause
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:
@@ -23,7 +23,9 @@ def check_replay(stream: RequestStream, setback: Setback, instances: list[Instan
 
 
 def next_pair(stream: RequestStream, instances: list[Instance], choose: Policy) -> Pair:
-    """Chooses where a request continues: once it has begun, one instance computes the rest. Raises Unavailable."""
+    """Chooses the instances where a request continues; if it has begun, one instance computes the rest. Raises
+    Unavailable.
+    """
     instances = _alive_after(stream, instances)
     pair = choose(instances, stream.ask)
     return single_instance(instances) if stream.resumed() else pair
@@ -34,10 +36,10 @@ def _died_together(stream: RequestStream, limits: ReplayLimits) -> bool:
 
 
 def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
-    """Returns the instances that may continue a request; one that has begun needs the same numerics.
+    """Returns the instances that may continue a request; a request that has begun needs the same numerics.
 
-    After a second death only instances that were heard from since then may continue it. Instances that die together are
-    not all detected at once, and a request must not be blamed for deaths that it merely encounters.
+    After a second death, only instances that have sent a heartbeat since then may continue it. Instances that die
+    together are not all detected at once, and a request must not be blamed for deaths that it did not cause.
     """
     if stream.numerics is not None and stream.resumed():
         instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]
@@ -48,8 +50,8 @@ def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Insta
 
 
 def _without_unit_members(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
-    """Excludes members of a dead instance's unit, which end with it, until they are ready again or no other instance
-    is.
+    """Excludes the members of a dead instance's unit, which end with it, until they are ready again. If no other
+    instance is ready, returns all.
     """
     dead_s = {death.unit: death.at_s for death in stream.deaths if death.unit}
     left = [each for each in instances if each.unit not in dead_s or each.ready_s > dead_s[each.unit]]
@@ -57,7 +59,7 @@ def _without_unit_members(stream: RequestStream, instances: list[Instance]) -> l
 
 
 def _take_back(stream: RequestStream, instances: list[Instance]) -> None:
-    """Removes deaths of instances that have been ready since then, in the same process: they were only stalled."""
+    """Removes the deaths of instances whose process has been ready again since then: they were only stalled."""
     back_s = {instance.key: instance.ready_s for instance in instances}
     deaths = [death for death in stream.deaths if back_s.get(death.life, float("-inf")) < death.at_s]
     stream.num_moves += len(stream.deaths) - len(deaths)

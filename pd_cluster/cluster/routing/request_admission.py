@@ -1,7 +1,8 @@
 """Finds a request's first pair of instances.
 
-The request waits in the admission queue, if there is one, and objectives are checked. If the last instance was just
-lost, the request waits a moment. If an instance is returning, it waits as long as a running request would.
+The request waits in the admission queue, if there is one, and its objectives are checked. If the last instance was just
+lost, the request waits a moment. If an instance is returning, the request waits for it as long as an interrupted
+request would.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pd_cluster.process_messages import Gate
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
-SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited: no event announces its absence
+SETTLE_POLL_S = 0.1  # polling interval while the first pair is awaited: no event says that it will not come
 
 
 class RequestAdmission:
@@ -71,26 +72,28 @@ class RequestAdmission:
 
     @property
     def _return_s(self) -> float:
-        """How long after a loss a request waits for instances: longer while an instance is returning."""
+        """The time that a request waits for instances after a loss: longer while an instance is returning."""
         is_returning = any(each.is_returning and each.role != "encode" for each in self._members.instances)
         return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
         """Records that an instance was lost, or that none is known yet.
 
-        Requests that arrive soon wait a moment for an instance.
+        Requests that arrive soon afterwards wait a moment for an instance.
         """
         self._lost_s = asyncio.get_running_loop().time()
 
     async def all_are_here(self) -> None:
-        """Waits for all instances, but only for a moment after this process started or an instance was lost."""
+        """Waits until all instances are ready, but no longer than a moment after this process started or lost an
+        instance.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._lost_s + self._replay.together_s):
                 while not self._members.instances or any(not each.is_ready for each in self._members.instances):
                     await self.change()
 
     def arrives(self, owner: RequestOwner, num_tokens: int) -> Client | None:
-        """Registers a request before it is read; `departs` follows when it has its pair or ends.
+        """Registers a request before it is read; the caller calls `departs` when it has its pair or ends.
 
         Raises Overloaded, and Unavailable while the cluster sleeps.
         """
@@ -112,7 +115,9 @@ class RequestAdmission:
     def pair_at_once(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
     ) -> AdmittedRequest | None:
-        """Returns the result of `pair` if the request need not wait; None: call `pair`. Raises Overloaded."""
+        """Returns the pair of a request that need not wait; None if it must, and the caller awaits `pair`. Raises
+        Overloaded.
+        """
         if self.is_closed or self._gate != "open":
             return None
         entry = None
@@ -130,7 +135,7 @@ class RequestAdmission:
     async def pair(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
     ) -> AdmittedRequest:
-        """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
+        """Chooses the request's pair; the caller must then call `begun`. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
             try:
@@ -244,7 +249,7 @@ class RequestAdmission:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Ends everything that waits here, because this process stops."""
+        """Ends all waits, because this process stops."""
         self._closed.set()
         if self.waiting is not None:
             self.waiting.close(Unavailable(SHUTTING_DOWN))

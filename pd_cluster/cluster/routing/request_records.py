@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestRecords:
-    """Listens to `streams`. A request counts in `adapters` from its arrival, before it has a stream."""
+    """Listens to `streams`. `adapters` counts a request from its arrival, before it has a stream."""
 
     def __init__(
         self, streams: StreamTable, stats: RequestStats, timelines: Timelines, adapters: AdapterCounts
@@ -34,7 +34,7 @@ class RequestRecords:
         self._timelines.routed(*names, origin.received_s, num_tokens, prefill, decode)
 
     def _on_begun(self, stream: RequestStream) -> None:
-        heard_s = stream.heard_s + stream.held_s  # without the time in which the token was held for decode
+        heard_s = stream.heard_s + stream.held_s  # the hold for decode does not count as a delay in this process
         self._timelines.first_token(stream.request_id, heard_s, stream.first_s if stream.order.gathers else None)
         self._adapters.begins(stream.order.variant)
 
@@ -59,5 +59,5 @@ class RequestRecords:
 
 
 def _why(error: BaseException | None) -> str:
-    """Returns why a request ended before all its sequences; without an error, its client has left."""
+    """Returns why a request ended before all its sequences had; without an error, its client has left."""
     return str(error) if isinstance(error, PdClusterError) else "the client left before the end"

@@ -37,7 +37,7 @@ class Retry:
         self._admission, self._pause_control, self._dispatch = admission, pause_control, dispatch
 
     async def replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
-        """Starts another attempt elsewhere, after the delivered tokens.
+        """Starts another attempt elsewhere, which continues after the delivered tokens.
 
         Raises the setback's error if no attempt is possible; Overloaded if instances were full; GenerationError if
         another reader has taken over the stream.
@@ -74,18 +74,16 @@ class Retry:
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
     def _keeps(self, stream: RequestStream, setback: Setback) -> bool:
-        """Whether a pause keeps the stream. Raises GenerationError if another reader has taken it over, under its
-        id.
-        """
+        """Whether a pause keeps the stream. Raises GenerationError if another reader has taken the stream over."""
         if stream not in self._streams:
             raise GenerationError(TAKEN)
         return self._pause_control.keeps(stream, setback)
 
     async def _until_capacity(self, until_s: float, num_full: int, error: Overloaded) -> None:
-        """Waits for reports that show capacity, or for the end of this process.
+        """Waits until a report shows capacity, or this process stops.
 
-        `num_full`: how often in a row an instance was full; each time it waits longer. Raises the error when it takes
-        too long.
+        `num_full`: how many attempts in a row have found their instance full; the pause grows with it. Raises the error
+        at `until_s`.
         """
         try:
             async with asyncio.timeout_at(until_s):

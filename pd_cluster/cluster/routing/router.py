@@ -1,4 +1,4 @@
-"""A request across the cluster: two legs out, one stream of tokens back, every sequence in order.
+"""Serves a request across the cluster: sends two legs, returns one stream of tokens with each sequence in order.
 
 Start reading at `Router.serve`. Runs on the scheduler's event loop. Knows nothing of HTTP or text.
 """
@@ -35,11 +35,11 @@ from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, U
 from pd_cluster.process_messages import Gate
 from pd_cluster.types import PooledOutput, PromptOutput, RequestSpec, TokenOutput
 
-MOST_AT_ONCE = 1 << 15  # tokens of a prompt that is looked up in caches without letting other tasks run
+MOST_AT_ONCE = 1 << 15  # the longest prompt, in tokens, that is looked up in caches without letting other tasks run
 
 
 class Router:
-    """Follows `membership` and chooses among its instances, by `rules`."""
+    """Follows `membership` and chooses among its instances by `rules`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Router:
 
     @property
     def num_streams(self) -> int:
-        """Counts requests that have an instance, or look for another one."""
+        """Counts requests that have an instance or are looking for another one."""
         return len(self.streams) - self.pause_control.num_kept
 
     @property
@@ -83,15 +83,16 @@ class Router:
     ) -> AsyncIterator[TokenOutput]:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
 
-        When an instance or a link that it needs is lost, the request continues elsewhere, after the delivered tokens:
-        the next token depends on nothing else.
+        If the request loses an instance or a link, it continues elsewhere after the delivered tokens: the next token
+        depends only on the RequestSpec and these tokens.
 
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
-        `routed` received; the iterator ends when all have. `prompted` is called before the first token. Raises
-        Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
-        Before it is sent to an instance, the request may wait in the admission queue, which its origin's `owner`
-        controls. If the RequestSpec gathers, a sequence's last token arrives together with those before it, and an item
-        may have `earlier` ones.
+        `routed` received; the iterator ends when all sequences have ended. `prompted` is called before the first token.
+        Raises Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts
+        the request.
+        Before it is sent to an instance, the request may wait in the admission queue, under the limits of
+        `origin.owner`. If the RequestSpec gathers, several tokens of a sequence may arrive as one item: the last, with
+        the others in `earlier`.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
@@ -105,7 +106,7 @@ class Router:
             try:
                 self._send(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
             finally:
-                self.admission.begun(stream.admitted.entry)  # even after an error: other requests wait for it
+                self.admission.begun(stream.admitted.entry)  # even after an error: other requests wait for this call
             routed(stream)
             while not stream.is_over:
                 item = await stream.inbox.get()
@@ -124,7 +125,8 @@ class Router:
         except TimeoutError:
             raise late from None
         finally:
-            # An exception refers to this frame. With a reference back, only the garbage collector would free both.
+            # An exception refers to this frame. If the frame also referred to it, only the garbage collector would free
+            # both.
             del late
             item = None
             if expiry is not None:
@@ -147,7 +149,7 @@ class Router:
     ) -> PooledOutput:
         """Returns the vector of a prompt whose RequestSpec has a `pooling`.
 
-        Parameters, errors and replays are those of `serve`.
+        Parameters, errors and replays are as in `serve`.
         """
         streams: list[RequestStream] = []
 
@@ -166,7 +168,7 @@ class Router:
     async def _begin(self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None) -> RequestStream:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         self.adapters.arrives(order.variant)
-        if origin.kept is None or origin.kept.place is None:  # it does not continue an earlier attempt
+        if origin.kept is None or origin.kept.place is None:  # a request that resumes was counted when it first arrived
             self.stats.arrived(len(order.prompt_token_ids), order.num_decoding, order.most_output_tokens)
         try:
             return self.streams.open(order, *await self._admitted(order, origin, deadline_s))
@@ -198,7 +200,7 @@ class Router:
         return origin, found
 
     def expect_instances(self) -> None:
-        """Announces that instances will become known: early requests wait a moment, as after a loss of all
+        """Announces that instances will soon become known: until then, requests wait a moment, as after the loss of all
         instances.
         """
         self.admission.lost()
@@ -218,14 +220,14 @@ class Router:
             return "go on"
         if how == "failed" or not stream.kept.outlives_client:
             return "forget"
-        return "stop" if self.admission.num_waiting else "go on"  # others may need the instance more than this one
+        return "stop" if self.admission.num_waiting else "go on"  # a waiting client needs the instance more
 
     # ---- streams that resume
 
     async def find(self, digest: bytes) -> RecordPlace | None:
         """Returns the place of a kept stream.
 
-        If a client of this process reads the stream, that reader ends first. Raises Overloaded, Unavailable.
+        If a client of this process still reads the stream, that reading ends first. Raises Overloaded, Unavailable.
         """
         for stream in self.streams:
             if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
@@ -242,7 +244,7 @@ class Router:
         self.pause_control.control_requests(gate, aborts, keeps)
 
     async def until_idle(self) -> None:
-        """Returns when no instance has a request."""
+        """Waits until no instance has a request."""
         await self.pause_control.until_idle()
 
     def end_all(self) -> None:
@@ -254,7 +256,7 @@ class Router:
     def move_on(self, instance: Instance, why: str) -> None:
         """Moves every request with a leg at this instance elsewhere, if possible.
 
-        The instance lives, so it receives aborts.
+        The instance is alive, so the router sends it aborts.
         """
         for stream in self.streams:
             if any(member is instance for member in stream.legs.values()):

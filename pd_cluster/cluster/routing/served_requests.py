@@ -1,7 +1,7 @@
-"""Lengths and prefixes of recently served requests, for a trace of a cluster's own traffic.
+"""Keeps lengths and prefixes of recently served requests, for a trace of the cluster's own traffic.
 
-A prompt is kept as hashes of its blocks, chained and keyed with a secret: they show which prompts begin alike, and
-nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's format.
+A prompt is kept as hashes of its blocks, chained and keyed with a secret: they show which prompts share a prefix, and
+nothing else. The number of requests and their age are limited. Knows nothing of HTTP or of a trace's format.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.kv.prefix_index import chain_hashes, root_hash
 from pd_cluster.types import RequestSpec
 
-BLOCK_TOKENS = 128  # four such blocks are a block of Mooncake's traces
+BLOCK_TOKENS = 128  # a quarter of a block of Mooncake's traces
 MAX_AGE_S = 24 * 3600.0
 MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """`keys`: a number for each block of the prompt; the last block may be shorter. Times are those of this process's
-    clock.
-    """
+    """`keys`: a number per block of the prompt; the last block may be shorter. Times are by this process's clock."""
 
     received_s: float
     num_prompt_tokens: int
-    num_output_tokens: int  # in all its sequences
+    num_output_tokens: int  # over all its sequences
     keys: array[int]
 
 
@@ -53,7 +51,7 @@ class ServedRequests:
         return sorted(self._kept, key=lambda each: each.received_s)
 
     def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Keeps an answered request; one that failed before its first token has no length to plan with."""
+        """Keeps a request that has tokens; one that failed before its first token has no output length."""
         num_output_tokens = sum(len(sequence.token_ids) for sequence in stream.sequences)
         if not num_output_tokens:
             return
@@ -72,7 +70,9 @@ class ServedRequests:
 
 
 def keys_of_prompt(order: RequestSpec, secret: bytes) -> array[int]:
-    """Returns the keys of a prompt's blocks. Prompts of different variants or salts share none, as in the caches."""
+    """Returns the keys of a prompt's blocks. Prompts of different variants or salts share no keys, as in the prefix
+    caches.
+    """
     token_ids = order.prompt_token_ids
     root = root_hash(secret.hex(), order.cache_salt, order.variant)
     num_full = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""The origin of a request, and what it has when it begins. Knows nothing of streams, or of how pairs are chosen."""
+"""A request's origin, and the result of its admission. Knows nothing of streams, or of how pairs are chosen."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from pd_cluster.cluster.streams.stream_records import KeptStream
 
 
 class PromptGroup:
-    """Requests that are useful only together: the prompts of one request. Once the first has begun, none is refused."""
+    """The prompts of one client request. They are useful only together: once the first has begun, none is refused."""
 
     def __init__(self) -> None:
         self.is_let_in = self.has_begun = False
 
 
 class RequestOwner(NamedTuple):
-    """The client that a request counts for, and how long it may wait in the queue. `group`: the request's prompts."""
+    """The client for which a request is counted, and how long the request may wait in the queue. `group`: the request's
+    prompts.
+    """
 
     client: str = ""
     client_timeout_s: float = math.inf
@@ -32,8 +34,8 @@ ANYBODY = RequestOwner()
 class RequestOrigin(NamedTuple):
     """Everything that routing knows of a request in addition to its RequestSpec.
 
-    `client_id` and `received_s` are its id for clients and its arrival time, for its timeline; None: it arrives now.
-    `owner` controls how it waits in the queue. `kept`: see stream_records.py.
+    For its timeline, `client_id` is the id that clients see and `received_s` its arrival time; None: now. `owner`: its
+    client, and how long it may wait in the queue. `kept`: see stream_records.py.
     """
 
     client_id: str = ""

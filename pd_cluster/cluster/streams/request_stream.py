@@ -1,6 +1,6 @@
-"""A request as the router follows it: its sequences, their delivered tokens, and the remaining work.
+"""Tracks a request for the router: its sequences, their delivered tokens, and the remaining work.
 
-Pure except for the inbox at which its reader waits. Knows nothing of instances' states or of how they are chosen.
+Pure, except for the inbox on which its reader waits. Knows nothing of instances' states or of how they are chosen.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, PooledOutput, PromptOutput, RequestSpec, Resumed, TokenOutput
 from pd_cluster.types.variants import lora_of
 
-# Tokens of a request that its reader need not have read; with many sequences, MAX_UNREAD_STEPS of each.
+# The most tokens of a request that its reader may leave unread; with many sequences, MAX_UNREAD_STEPS of each.
 MAX_UNREAD_TOKENS = 4096
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
-MAX_WEIGHED_TOKENS = 256  # the most tokens with which each sequence of an answer counts as load
-NUM_GATHERED = 64  # this many tokens wake a reader of whole answers
+MAX_WEIGHED_TOKENS = 256  # each sequence of an answer counts as at most this many tokens of load
+NUM_GATHERED = 64  # with this many tokens waiting, a reader that gathers is woken
 
 Send = Callable[[str, wire.Body], None]  # to a connection
 Ending = Literal["answered", "left", "failed"]  # "left": its client left before the end
@@ -39,7 +39,9 @@ def ignore_prompt(prompt: PromptOutput) -> None:
 
 
 def ask_of(order: RequestSpec) -> RoutingRequest:
-    """Describes a request to routing. An answer counts with at most MAX_WEIGHED_TOKENS, since few reach their limit."""
+    """Describes a request to routing. An answer counts as at most MAX_WEIGHED_TOKENS, since few answers reach their
+    limit.
+    """
     num_output_tokens = order.num_decoding * min(order.most_output_tokens, MAX_WEIGHED_TOKENS)
     return RoutingRequest(
         Prompt(order), num_output_tokens, order.session, order.pooling is not None, lora_of(order.variant)
@@ -57,7 +59,8 @@ class Setback:
 class Inbox:
     """One reader's items, in order. Cheaper than asyncio.Queue in time and memory; mostly holds one item.
 
-    With `gathers`, it wakes the reader for the last token of a sequence and for many together, not for each.
+    With `gathers`, it wakes the reader for a sequence's last token and for NUM_GATHERED tokens together, not for each
+    token.
     """
 
     __slots__ = ("_gathers", "_items", "_num_in_a_row", "_waiter")
@@ -94,12 +97,12 @@ class Inbox:
 
 @dataclass(slots=True)
 class TokenSequence:
-    """One of a request's n sequences. `arrived` holds tokens that came before an earlier one."""
+    """One of a request's n sequences. `arrived` holds tokens that arrived before an earlier one did."""
 
     index: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("i"))  # delivered; compact, for many long answers
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
-    is_finished: bool = False  # its last token has arrived, perhaps before others; or it was stopped
+    is_finished: bool = False  # its last token has arrived, perhaps before earlier ones; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
     num_taken: int = 0  # tokens that the reader has taken
     last_s: float = 0.0  # when a token was last delivered; 0: none yet
@@ -111,7 +114,9 @@ class TokenSequence:
 
 
 class Death(NamedTuple):
-    """A lost life of an instance (`Instance.key`), and when it was lost, by the event loop's clock. `unit`: or ""."""
+    """A lost life of an instance (`Instance.key`), and when it was lost, by the event loop's clock. `unit`: its unit,
+    or "".
+    """
 
     life: str
     at_s: float
@@ -120,7 +125,7 @@ class Death(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStream:
-    """One running request, and the reader's handle on it: its instances, and `stop`."""
+    """One running request. Its reader uses it to see the instances and to `stop` sequences."""
 
     request_id: str
     order: RequestSpec
@@ -134,7 +139,7 @@ class RequestStream:
     prefill: Instance = field(init=False)
     decode: Instance = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
-    prompted: Callable[[PromptOutput], None] = ignore_prompt  # takes the prompt's outputs during a reading
+    prompted: Callable[[PromptOutput], None] = ignore_prompt  # called with the prompt's outputs
     is_prompted: bool = False
     num_cached_tokens: int | None = None  # of its prompt, once reported
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
@@ -142,12 +147,13 @@ class RequestStream:
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when the first token was read here, by the timelines' clock; 0: not yet
     numerics: Numerics | None = None  # of the instances that computed the delivered tokens
-    # each version of the weights except an unnamed first one: its name, and each sequence's tokens delivered before it
+    # for each version of the weights except an unnamed first one: its name, and how many tokens of each sequence
+    # precede it
     weight_marks: list[tuple[str, list[int]]] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)  # losses that ended its attempts
     num_moves: int = 0  # attempts that ended because their instance was being drained, or had stalled
     num_full: int = 0  # consecutive attempts that found an instance full
-    full_until_s: float = 0.0  # until then it waits for capacity
+    full_until_s: float = 0.0  # it waits for capacity until this time
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for each of `legs`
     long_legs: set[str] = field(default_factory=set)  # conns of legs that compute a long prompt
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
@@ -160,8 +166,8 @@ class RequestStream:
     intervals: Histogram = field(init=False)
 
     def __post_init__(self) -> None:
-        """Delivers a beam search's answer at once: unread tokens are not limited, and there is no time between
-        tokens.
+        """A beam search's answer is delivered at once, so its unread tokens are not limited and its intervals not
+        counted.
         """
         self.ask, self.prefill, self.decode, _ = self.admitted
         self.kept, received_s = self.origin.kept, self.origin.received_s
@@ -199,7 +205,7 @@ class RequestStream:
         self.release([sequence])
 
     def _deliver(self, sequence: TokenSequence, token: TokenOutput) -> None:
-        """Delivers a token; time between tokens that arrive together counts as spent evenly."""
+        """Delivers a token and its `earlier` ones; the time since the last delivery is divided evenly among them."""
         num_tokens = 1
         if token.earlier:
             sequence.token_ids.extend(token.earlier)
@@ -217,7 +223,7 @@ class RequestStream:
         sequence.last_s = now_s
 
     def _waits(self) -> bool:
-        """Whether tokens are held, or the prompt's own outputs, which must precede the first token, may still
+        """Whether tokens must wait: they are held, or the prompt's own outputs, which must come first, may still
         arrive.
         """
         if self.held is not None:
@@ -260,7 +266,7 @@ class RequestStream:
                 self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
-        """Accepts the vector that ends a pooling request; drops it if the request is over or asked for none."""
+        """Accepts the vector that ends a pooling request; drops it if the request is over or not a pooling request."""
         (sequence, *_) = self.sequences
         if self.order.pooling is None or sequence.is_over:
             return
@@ -288,7 +294,7 @@ class RequestStream:
     def stop(self, index: int, num_dropped: int = 0) -> None:
         """Ends one sequence at the reader's position: its further tokens are dropped.
 
-        `num_dropped`: the last taken tokens, which lie after the answer's end.
+        `num_dropped`: how many of the last tokens that the reader took lie after the answer's end.
         """
         sequence = self.sequences[index]
         sequence.num_taken -= num_dropped
@@ -339,20 +345,20 @@ class RequestStream:
         )
 
     def how_ended(self, error: BaseException | None) -> Ending:
-        """Returns how its reader ended: by this error, by leaving, or with the whole answer."""
+        """Returns how the stream ended for its reader: with the whole answer, with this error, or because the reader
+        left.
+        """
         if self.is_over:
             return "answered"
         return "failed" if isinstance(error, PdClusterError) else "left"
 
     def note_weights(self, name: str) -> None:
-        """Notes the version of the weights that compute the next tokens. `name`: "" for the weights of the start."""
+        """Notes the version of the weights that compute the next tokens. `name`: "" for the weights at the start."""
         if name != (self.weight_marks[-1][0] if self.weight_marks else ""):
             self.weight_marks.append((name, [each.num_delivered for each in self.sequences]))
 
     def weight_spans(self, index: int) -> list[tuple[str, int, int]]:
-        """Returns the versions that computed a sequence's tokens, each with its first token and the one after its
-        last.
-        """
+        """Returns (version, start, stop) for each version that computed part of a sequence: tokens [start, stop)."""
         marks = [("", 0), *((name, counts[index]) for name, counts in self.weight_marks)]
         ends = [start for _, start in marks[1:]] + [self.sequences[index].num_taken]
         spans = [(name, start, stop) for (name, start), stop in zip(marks, ends, strict=True)]
@@ -369,7 +375,7 @@ class RequestStream:
 
     @property
     def owner(self) -> bytes:
-        """Identifies the client of a request with an adapter."""
+        """A pseudonym of the client of a request with an adapter; b"" without an adapter."""
         return wire.owner_of(self.origin.owner.client) if self.order.variant else b""
 
     @property
@@ -387,7 +393,7 @@ class RequestStream:
 
     @property
     def is_over(self) -> bool:
-        """Checked after every token."""
+        """Whether all sequences are over; a plain loop, because it runs for every token."""
         for sequence in self.sequences:  # noqa: SIM110
             if not sequence.is_over:
                 return False

@@ -1,6 +1,7 @@
-"""Streams that resume: the record that an instance keeps of each, and the search for it.
+"""Describes streams that resume: the record that an instance keeps of each, and the search for it.
 
-docs/protocol/requests.md, "Streams that resume". Knows nothing of text, of HTTP, or of how a stream is followed.
+See docs/protocol/requests.md, "Streams that resume". Knows nothing of text, of HTTP, or of how the router tracks a
+stream.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class KeptStream:
     tokens: list[TokenOutput] = field(default_factory=list, repr=False)  # delivered so far
 
     def of_next_attempt(self) -> wire.Keep | None:
-        """Returns what the next instance shall keep; None if it is too large."""
+        """Returns the record that the next instance must keep; None if it is too large."""
         if wire.nbytes_of(self.tokens) > min(self.keep.capacity_nbytes, MOST_SENT_NBYTES):
             return None
         return msgspec.structs.replace(self.keep, prompt=self.prompt, tokens=list(self.tokens))
@@ -55,7 +56,7 @@ class _Search:
     waiting: dict[str, Instance]  # conn -> instance, for those that have not answered
     done: asyncio.Future[None]
     found: list[RecordPlace] = field(default_factory=list)
-    is_whole: bool = True  # whether no instance that may have it was lost
+    is_whole: bool = True  # False once an instance that may have the record was lost
 
     def answered(self, conn: str) -> None:
         self.waiting.pop(conn, None)
@@ -72,7 +73,7 @@ class RecordFinder:
         membership.watch(self)
 
     async def find(self, digest: bytes) -> RecordPlace | None:
-        """Returns the latest attempt's record, or None. It takes as long in both cases.
+        """Returns the latest attempt's record, or None. Takes equally long in both cases.
 
         Raises Overloaded; Unavailable if no instance is ready, or one that was asked does not answer.
         """

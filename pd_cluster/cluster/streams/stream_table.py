@@ -1,6 +1,5 @@
-"""The streams of a process by their ids, from the choice of a pair to the end, and events of their lives.
-
-There are no events for single tokens. Knows nothing of instances' messages or of queues.
+"""Keeps a process's streams by id, from the choice of a pair to the end, and publishes events about them. Single tokens
+cause no events. Knows nothing of instances' messages or of queues.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pd_cluster.types import RequestSpec
 TAKEN = "another reader has taken this stream over"
 
 StreamCallback = Callable[[RequestStream], None]
-Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # fates of legs; the last three apply to kept streams
+Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # the last three: of kept streams
 
 
 class StreamEnd(NamedTuple):
@@ -33,7 +32,8 @@ class StreamEnd(NamedTuple):
 class StreamTable:
     """`send` and `stats` are passed to its streams.
 
-    Each `on_…` is an event: a list of functions to call, in order; collaborators add their own when they are built.
+    Each `on_…` is an event: a list of functions to call, in order; collaborators append theirs when they are
+    constructed.
     """
 
     def __init__(self, send: Send, stats: RequestStats) -> None:
@@ -43,7 +43,7 @@ class StreamTable:
         self.on_opened: list[StreamCallback] = []  # the request has its pair, and nothing was sent to it yet
         self.on_begun: list[StreamCallback] = []  # the reader has its first token
         self.on_leg_ended: list[Callable[[], None]] = []  # an instance has less to do
-        # the attempt's outputs are no longer wanted, even if its legs still run
+        # the attempt's outputs are no longer needed, even if its legs still run
         self.on_attempt_over: list[StreamCallback] = []
         # the stream has another pair, after this setback
         self.on_moved: list[Callable[[RequestStream, Setback], None]] = []
@@ -62,7 +62,9 @@ class StreamTable:
         return isinstance(stream, RequestStream) and self._by_id.get(stream.request_id) is stream
 
     def open(self, order: RequestSpec, origin: RequestOrigin, admitted: AdmittedRequest) -> RequestStream:
-        """Adds a request that has its pair; one that resumes keeps its id, and ends its earlier reading."""
+        """Adds a request that has its pair. One that resumes keeps its id, and takes the stream over from an earlier
+        reader.
+        """
         place = origin.kept.place if origin.kept is not None else None
         request_id = f"{self._life}-{next(self._counter)}" if place is None else place.found.request_id
         if (before := self._by_id.get(request_id)) is not None:  # found by two readers at once
@@ -83,7 +85,9 @@ class StreamTable:
             tell()
 
     def give_up(self, stream: RequestStream) -> None:
-        """Ends a stream whose reader does not read. The reader may still take what has arrived, and then the reason."""
+        """Ends a stream whose reader has fallen too far behind. The reader may still take the items that have arrived,
+        and then this error.
+        """
         self._end_attempt(stream)
         stream.inbox.put(GenerationError(f"the client has more than {stream.max_unread} unread tokens"))
 
@@ -105,11 +109,11 @@ class StreamTable:
     def take_over(self, stream: RequestStream, then: Literal["go on", "leave"]) -> None:
         """Ends a stream for its reader, because another reader takes over."""
         taken = GenerationError(TAKEN)
-        self._forget(stream, StreamEnd(stream.how_ended(taken), taken, then))  # now: the successor may have the same id
+        self._forget(stream, StreamEnd(stream.how_ended(taken), taken, then))  # now: the next stream may have this id
         stream.inbox.put(taken)
 
     def end(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Ends a stream whose reader has ended; does nothing if it was taken over."""
+        """Ends a stream whose reader has finished or left; does nothing if the stream was taken over."""
         stream.drop_hold()
         if stream in self:
             self._forget(stream, end)

@@ -1,8 +1,8 @@
-"""The file of --api-key-file: salted hashes of API keys, each with its tenant, its models and its limits.
+"""Reads and writes the file of --api-key-file: salted hashes of API keys, each with its tenant, models and limits.
 
-It is JSON. One random salt covers the whole file, so that a key is found by one hash. Every error is one line that
-names the file, the entry, the field, its value and the remedy, and never shows a hash. Knows nothing of processes or
-HTTP.
+The file is JSON. The whole file has one random salt, so that looking up a key takes one hash. Every error is one line
+that names the file, the entry, the field, its value and the remedy, and never shows a hash. Knows nothing of processes
+or HTTP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEME = "hmac-sha256"
 KEY_PREFIX = "pdc-"
 KEY_NBYTES = 32
 SALT_NBYTES = 32
-# half the maximum line to an API process (cluster/processes/api_processes.py), which carries the file
+# half the longest line to an API process (cluster/processes/api_processes.py): one line carries the whole file
 MAX_NBYTES = 8 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NAME_EXPECTED = "1 to 64 letters, digits and . _ -"
@@ -79,7 +79,7 @@ def write_key_file(file: Path, known: KeyFile) -> None:
 
 
 class _Field(NamedTuple):
-    """One field of an entry. `name`: its name in ApiKey."""
+    """One field of an entry. `name`: the field's name in ApiKey."""
 
     name: str
     expected: str
@@ -128,7 +128,7 @@ TOP_FIELDS = ("scheme", "salt", "keys")
 
 
 def checked(name: str, value: Any, place: str) -> Any:
-    """Returns a field's value as in ApiKey. Raises ConfigError that begins with `place`."""
+    """Returns a field's value in the form that ApiKey has. Raises ConfigError that begins with `place`."""
     field = FIELDS[name]
     found = field.read(value)
     if found is None:
@@ -138,7 +138,7 @@ def checked(name: str, value: Any, place: str) -> Any:
 
 
 def _entry_of(key: ApiKey) -> dict[str, Any]:
-    """Returns an entry as in the file, without unset fields."""
+    """Returns an entry in the form that the file has, without unset fields."""
     values = {name: getattr(key, field.name) for name, field in FIELDS.items()}
     if key.expires_s is not None:
         values["expires"] = text_of(key.expires_s)
@@ -162,7 +162,7 @@ def _read(file: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as stream:
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"{file}: owned by user {status.st_uid}, who could let anybody in; this process is user "
+                f"{file}: owned by user {status.st_uid}, who could give others access; this process is user "
                 f"{os.geteuid()}: chown {os.geteuid()} {file}"
             )
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:

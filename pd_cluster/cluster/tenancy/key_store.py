@@ -1,4 +1,4 @@
-"""The scheduler's API keys: reads --api-key-file, assigns each key a record of its limits, and reloads the file.
+"""Keeps the scheduler's API keys: reads --api-key-file, assigns each key a record of its limits, and reloads the file.
 
 A faulty file changes nothing. Knows nothing of where keys are checked or requests counted.
 """
@@ -34,7 +34,7 @@ class KeyStore:
         may_grow: bool = False,
         may_limit: bool = True,
     ) -> None:
-        """`may_limit`: whether keys may have limits, which hold for all processes of one scheduler together."""
+        """`may_limit`: whether keys may have limits; a limit covers all processes of one scheduler together."""
         self._http = http
         self._may_limit = may_limit
         self._served, self._may_grow = served, may_grow

@@ -1,8 +1,8 @@
-"""The remainder of every key's limits, in memory that the scheduler and its API processes share.
+"""Keeps what is left of every key's limits, in memory that the scheduler and its API processes share.
 
-One record per key, guarded by a lock on one byte (fcntl), which the kernel releases when its holder dies. Tokens that a
-dead process took return with time: a bucket is full again after a minute. Knows nothing of HTTP, nor of keys' hashes
-except a tag that identifies a record's owner.
+Each key has a record, guarded by a lock on one byte (fcntl), which the kernel releases when its holder dies. Tokens
+that a dead process took return with time: a bucket is full again after a minute. Knows nothing of HTTP; of keys' hashes
+it knows only a tag that identifies a record's owner.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TAG, REQUESTS_LIMIT, TOKENS_LIMIT, AT_NS, REQUESTS, TOKENS = range(6)  # words o
 NUM_WORDS = 8
 WORD_NBYTES = 8
 NOBODY = 0  # the tag of a record without an owner
-LOCK_TIMEOUT_S = 1.0  # a lock is held for some microseconds, unless its holder is stopped
-QUICK_TRIES = 50  # the number of tries without a pause before the next one
+LOCK_TIMEOUT_S = 1.0  # a lock is held for microseconds, unless its holder stalls
+QUICK_TRIES = 50  # the number of tries without pauses in between
 PAUSE_S = 0.0002
 
 
@@ -34,7 +34,9 @@ def tag_of(digest: str) -> int:
 
 
 class SharedRateLimits:
-    """Limits that all processes of a host share. One thread of each process uses it, and `clock` is the same in all."""
+    """Limits that all processes of a host share. Only one thread of each process may use it; all processes use the same
+    clock.
+    """
 
     def __init__(
         self, fd: int, clock: Callable[[], int] = time.monotonic_ns, lock_timeout_s: float = LOCK_TIMEOUT_S
@@ -43,7 +45,7 @@ class SharedRateLimits:
         self.fd = fd
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
-        self._stuck: set[int] = set()  # records whose lock was not released in time: only the first request waits
+        self._stuck: set[int] = set()  # records whose lock was not released in time: later requests do not wait
         self._words = memoryview(mmap.mmap(fd, MAX_KEYS * NUM_WORDS * WORD_NBYTES)).cast("q")
 
     @classmethod
@@ -55,9 +57,8 @@ class SharedRateLimits:
         return memory
 
     def take(self, slot: int, tag: int, num_requests: int = 0, num_tokens: int = 0) -> tuple[bool, KeyBuckets] | None:
-        """Takes everything or nothing; returns whether it did, and the new buckets.
-
-        None: the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
+        """Takes all requests and tokens, or none; returns whether it took them, and the new buckets. Returns None if
+        the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
         """
         with self._locked(slot):
             now_ns = self._clock()
@@ -71,7 +72,7 @@ class SharedRateLimits:
             return is_there, found
 
     def give_back(self, slot: int, tag: int, num_tokens: int) -> KeyBuckets | None:
-        """Gives unused tokens back. Returns the new buckets; None: another key has the record. Raises Unavailable."""
+        """Gives back unused tokens. Returns the new buckets; None: another key has the record. Raises Unavailable."""
         with self._locked(slot):
             now_ns = self._clock()
             found = self._read(slot, tag, now_ns)
@@ -82,7 +83,7 @@ class SharedRateLimits:
             return found
 
     def set_limits(self, slot: int, tag: int, requests: int, tokens: int) -> None:
-        """Sets a key's limits, for the scheduler. A key that already has the record keeps what is left.
+        """Sets a key's limits; called by the scheduler. A key that already has the record keeps what is left.
 
         Raises Unavailable.
         """
@@ -100,7 +101,7 @@ class SharedRateLimits:
             self._words[at + TAG] = tag
 
     def clear(self, slot: int) -> None:
-        """Takes the record from its key, for the scheduler. Raises Unavailable."""
+        """Takes the record away from its key; called by the scheduler. Raises Unavailable."""
         with self._locked(slot):
             self._words[slot * NUM_WORDS + TAG] = NOBODY
 
@@ -117,7 +118,9 @@ class SharedRateLimits:
         return found.after(now_ns - words[at + AT_NS])
 
     def _write(self, slot: int, buckets: KeyBuckets, now_ns: int) -> None:
-        """Writes the time first: a death between two words costs the key the newly filled tokens, never the reverse."""
+        """Writes the time first: if the process dies between two words, the key loses newly filled tokens, but never
+        gains any.
+        """
         at = slot * NUM_WORDS
         self._words[at + AT_NS] = now_ns
         self._words[at + REQUESTS] = buckets.requests.units

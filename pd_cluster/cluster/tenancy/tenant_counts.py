@@ -1,7 +1,7 @@
-"""Counters for each tenant. A bounded number of tenants is counted by name; the others are counted together.
+"""Keeps counters for each tenant. A limited number of tenants is counted by name; the others are counted together.
 
-The counters' names are keys in cluster/records/request_stats.py, and so are summed over processes. Knows nothing of
-keys or HTTP.
+The counters join those of cluster/records/request_stats.py under these names, so they are summed over processes. Knows
+nothing of keys or HTTP.
 """
 
 from __future__ import annotations

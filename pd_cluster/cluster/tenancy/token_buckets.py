@@ -1,4 +1,5 @@
-"""A key's limits as token buckets: whole numbers, so that rounding neither loses nor gains. Uses no clock.
+"""Implements a key's limits as token buckets, in whole numbers, so that rounding loses and gains nothing. Uses no
+clock.
 
 A bucket holds at most a minute's worth and fills evenly. Its content is counted in units, `MINUTE_NS` per token, so
 each nanosecond adds as many units as the limit has tokens per minute.
@@ -35,7 +36,7 @@ class Bucket:
         return self.wait_ns(self.limit)
 
     def wait_ns(self, num_tokens: int) -> int:
-        """Returns the nanoseconds until it has this many tokens, if nothing is taken; 0 if it already has them."""
+        """Returns the nanoseconds until the bucket has this many tokens, if nothing is taken; 0 if it has them."""
         missing = num_tokens * MINUTE_NS - self.units
         return -(-missing // self.limit) if self.limit and missing > 0 else 0
 
@@ -43,7 +44,7 @@ class Bucket:
         return self._with(self.units + self.limit * min(max(elapsed_ns, 0), MINUTE_NS))
 
     def less(self, num_tokens: int) -> Bucket:
-        """Returns the bucket without this many tokens, which it must have. Negative numbers add tokens, up to the
+        """Returns the bucket without this many tokens, which it must have. A negative number adds tokens, up to the
         limit.
         """
         return self._with(self.units - num_tokens * MINUTE_NS)
@@ -69,7 +70,7 @@ class KeyBuckets(NamedTuple):
         return KeyBuckets(self.requests.less(num_requests), self.tokens.less(num_tokens))
 
     def wait_ns(self, num_requests: int, num_tokens: int) -> int:
-        """Returns the nanoseconds until both have enough."""
+        """Returns the nanoseconds until both buckets have enough."""
         return max(self.requests.wait_ns(num_requests), self.tokens.wait_ns(num_tokens))
 
 

@@ -1,4 +1,4 @@
-"""The server's own folders of versions: of tensors that a trainer sends, and of links to the files of its folders."""
+"""Makes the server's own folders of versions, from tensors that a trainer sends or links to files of its folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.process_messages import SentTensor
 
 log = logging.getLogger(__name__)
 
-RECEIVED = "received-"  # begins the names of these folders, which the server removes
+RECEIVED = "received-"  # the prefix of these folders' names; the server removes such folders
 # torch's names of dtypes, as trainers send them, and safetensors' names
 DTYPES = {
     "float64": "F64",
@@ -35,7 +35,7 @@ DTYPES = {
 
 
 class ReceivedFolder:
-    """`base`: the model's folder. Call its methods on a thread."""
+    """`base`: the model's folder. Its methods block, so call them on a separate thread."""
 
     def __init__(self, root: Path, base: Path, number: int) -> None:
         self.path, self._base = root / f"{RECEIVED}{number}", base
@@ -61,7 +61,7 @@ class ReceivedFolder:
         self._files |= {each.name: file.name for each in tensors}
 
     def complete(self) -> None:
-        """Adds what a model's folder has beside its weights."""
+        """Adds a model folder's other files: the index, the configuration and quantizers' files."""
         (self.path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self._files}))
         names = ["config.json", *(file.name for pattern in QUANTIZERS_FILES for file in self._base.glob(pattern))]
         for name in names:
@@ -72,10 +72,11 @@ class ReceivedFolder:
 
 
 def linked(root: Path, folder: Path, number: int) -> Path:
-    """Returns a folder of this server with hard links to a checked folder's files, which outlive their first names.
+    """Returns a folder of this server with hard links to a checked folder's files, so that the files survive its
+    removal.
 
-    Returns the folder itself where the file system has no such links, or this process may not make them. Call it on a
-    thread.
+    Returns the folder itself if the file system has no hard links or this process may not make them. Blocks, so call it
+    on a separate thread.
     """
     own = root / f"{RECEIVED}{number}"
     shutil.rmtree(own, ignore_errors=True)  # of an earlier life of this process

@@ -20,7 +20,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME, pattern=P
 
 
 class StartWeightUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """`mode`: as of /pause, for requests that run when the update finishes. `is_checkpoint_format`: always true."""
+    """`mode`: as for /pause; applies to requests that run when the update finishes. `is_checkpoint_format`: always
+    true.
+    """
 
     mode: Literal["abort", "wait", "keep"] = "wait"
     is_checkpoint_format: Literal[True] = True
@@ -41,7 +43,7 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
     init_info: TrainerGroup
 
     def trainer(self) -> JoinTrainer:
-        """Raises RequestError."""
+        """Returns the trainer's group. Raises RequestError."""
         info = self.init_info
         if info.rank_offset >= info.world_size:
             raise RequestError(f"rank_offset: {info.rank_offset}; give less than world_size", "init_info")
@@ -56,7 +58,7 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightUpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """`folder`: below --weights-dir; or the tensors that the trainer sends next, in vLLM's three lists."""
+    """Either `folder`, below --weights-dir, or the tensors that the trainer sends next, in vLLM's three lists."""
 
     folder: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     names: TensorNames = []

@@ -1,4 +1,4 @@
-"""The scheduler's end of the process that receives a trainer's tensors (engine/start/receive_weights.py).
+"""Runs the process that receives a trainer's tensors (engine/start/receive_weights.py), for the scheduler.
 
 Knows nothing of versions or instances.
 """
@@ -16,7 +16,7 @@ import msgspec
 from pd_cluster.errors import DeadlineExceeded, Refused
 from pd_cluster.process_messages import JoinTrainer, Received, ReceiveTensors, SentTensor, ToReceiver
 
-MARGIN_S = 5.0  # so that the group's own timeout ends first, whose error says more
+MARGIN_S = 5.0  # so that the group's own timeout, whose error says more, comes first
 
 
 class WeightReceiver:

@@ -1,7 +1,7 @@
-"""Updates of the served weights: checked on every instance, then changed on all of them while no request runs.
+"""Updates the served weights: checks new ones on every instance, then changes all instances while no request runs.
 
-docs/protocol/weights.md has the state × event table. Knows nothing of HTTP. Runs on the event loop, and
-reads files on threads.
+docs/protocol/weights.md has the state × event table. Knows nothing of HTTP. Runs on the event loop, and reads files on
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pd_cluster.process_messages import JoinTrainer, SentTensor
 
 log = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 600.0  # every byte is read
+CHECK_TIMEOUT_S = 600.0  # long, because every byte is read
 CHANGE_TIMEOUT_S = 600.0
 UPDATE_TIMEOUT_S = 3600.0  # between two commands of one update
 DEFAULT_NAME = "default"  # the name of weights without a name
@@ -37,7 +37,7 @@ Phase = Literal["serving", "started", "checked", "changing"]
 
 
 class WeightMembers(Protocol):
-    """The part of a roster that updates need. `weights`: the version that all instances shall have."""
+    """The part of a roster that updates need. `weights`: the version that all instances must have."""
 
     instances: list[Instance]
     weights: wire.WeightVersion
@@ -56,7 +56,8 @@ class RequestControl(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightRules:
-    """`root`: the folder below which versions lie. `base`: the model's folder. `hosts`: the trainers' addresses; None:
+    """`root`: the folder that contains all versions. `base`: the model's folder. `hosts`: the trainers' addresses;
+    None:
     any. `received`: the folder for tensors; None: `root`.
     """
 
@@ -68,7 +69,7 @@ class WeightRules:
 
 
 class WeightUpdates:
-    """`phase`: of the present update."""
+    """`phase`: the phase of the current update."""
 
     def __init__(
         self,
@@ -82,11 +83,11 @@ class WeightUpdates:
         self._root = rules.root.resolve()
         self._received_root = self._root if rules.received is None else rules.received
         self._one_at_a_time = asyncio.Lock()
-        self._number = 0  # of the last check; epochs never repeat
+        self._number = 0  # the number of the last check; epochs never repeat
         self._checked: wire.WeightVersion | None = None
         self._mode: PauseMode = "wait"
         self._receiver: WeightReceiver | None = None
-        self._received: ReceivedFolder | None = None  # the tensors of the present update
+        self._received: ReceivedFolder | None = None  # the tensors of the current update
         self._linked: Path | None = None  # this server's folder of links to the checked files
         self._expiry: asyncio.TimerHandle | None = None
         self.phase: Phase = "serving"
@@ -97,11 +98,11 @@ class WeightUpdates:
         return self._membership.weights
 
     def versions(self) -> dict[str, int]:
-        """Returns the epoch of each ready instance's weights, by its name."""
+        """Returns instance name -> epoch of its weights, for ready instances."""
         return {each.name: each.load.weights.held.epoch for each in self._membership.instances if each.is_ready}
 
     async def start(self, mode: PauseMode) -> None:
-        """Begins an update; `mode`: what happens to running requests at its end. Raises Refused."""
+        """Begins an update; `mode`: how to treat requests that run when it finishes. Raises Refused."""
         async with self._one_at_a_time:
             if self.phase != "serving":
                 raise Refused("an update has been started; finish it, or POST /abort_weight_update")
@@ -111,11 +112,11 @@ class WeightUpdates:
             self._enter("started")
 
     async def take(self, folder: str, tensors: list[SentTensor]) -> None:
-        """Takes weights from a folder, or if there are tensors from the trainer's group."""
+        """Takes weights from the trainer's group if `tensors` are given, otherwise from a folder."""
         await (self._take_tensors(tensors) if tensors else self._take_folder(folder))
 
     async def _take_folder(self, name: str) -> None:
-        """Checks a folder on every instance; nothing changes yet. Raises Refused, RequestError, DeadlineExceeded."""
+        """Checks a folder on every instance; changes no weights. Raises Refused, RequestError, DeadlineExceeded."""
         async with self._one_at_a_time:
             if self.phase not in ("started", "checked"):
                 raise Refused("no update has been started; POST /start_weight_update first")
@@ -125,7 +126,7 @@ class WeightUpdates:
             await self._check(self._folder(name))
 
     async def join(self, trainer: JoinTrainer) -> None:
-        """Joins a trainer's group, in place of an earlier one. Raises RequestError, Refused, DeadlineExceeded."""
+        """Joins a trainer's group; leaves an earlier one. Raises RequestError, Refused, DeadlineExceeded."""
         if self._rules.hosts is not None and trainer.address not in self._rules.hosts:
             raise RequestError(
                 f"master_address: {trainer.address[:256]!r} is not in --weight-update-hosts", "init_info"
@@ -135,9 +136,9 @@ class WeightUpdates:
             self._receiver = await WeightReceiver.joined(trainer)
 
     async def leave(self) -> None:
-        """Leaves the trainer's group. An update that has begun to receive from it is forgotten."""
+        """Leaves the trainer's group, and drops the tensors that were received from it."""
         if self._receiver is not None:
-            self._receiver.kill()  # a command may wait for it
+            self._receiver.kill()  # a running command may wait for it
         async with self._one_at_a_time:
             await self._leave()
 
@@ -158,7 +159,7 @@ class WeightUpdates:
             try:
                 await self._receiver.receive(tensors, file)
             except BaseException:
-                await self._leave()  # the trainer's next tensors would not be those that a later command expects
+                await self._leave()  # otherwise a later command would receive tensors that it does not expect
                 raise
             self._received.add(tensors, file)
 
@@ -194,10 +195,10 @@ class WeightUpdates:
         self._enter("checked")
 
     async def finish(self, name: str = "") -> wire.WeightVersion:
-        """Changes the weights of all instances, and returns the version that they have then.
+        """Changes the weights of all instances, and returns their new version.
 
-        Raises Refused, and DeadlineExceeded if requests do not end in time (nothing has changed then) or an instance
-        does not load them in time (it takes no requests until it has).
+        Raises Refused; also DeadlineExceeded, if requests do not end in time (then nothing has changed) or an instance
+        does not load the weights in time (then it takes no requests until it has).
         """
         async with self._one_at_a_time:
             if self._received is not None:
@@ -213,16 +214,16 @@ class WeightUpdates:
                 has_changed = self.current.epoch >= version.epoch
                 self._enter("serving" if has_changed else "checked")
                 if has_changed:
-                    self._received = self._linked = None  # forgotten, not removed: late instances read the folder
+                    self._received = self._linked = None  # not removed, because late instances still read the folder
                 raise
             self._enter("serving")
-            self._received = self._linked = None  # forgotten, not removed: the folder has the present weights
+            self._received = self._linked = None  # not removed, because the folder has the current weights
             await asyncio.to_thread(remove_received, self._received_root, Path(version.path))
             self.num_changes += 1
             return version
 
     async def abort(self) -> None:
-        """Forgets an update that has not been finished; the weights stay as they are."""
+        """Drops an unfinished update; the weights stay as they are."""
         if self._received is not None and self._receiver is not None and self._one_at_a_time.locked():
             self._receiver.kill()  # the receiver may wait for the trainer
         async with self._one_at_a_time:
@@ -230,7 +231,7 @@ class WeightUpdates:
             self._enter("serving")
 
     async def rename(self, name: str) -> None:
-        """Gives the present weights another name, for tokens that are computed from now on."""
+        """Gives the current weights another name, for tokens that are computed from now on."""
         async with self._one_at_a_time:
             self._membership.change_weights(replace(self.current, name=name))
 
@@ -262,7 +263,7 @@ class WeightUpdates:
                 raise Refused(f"{instance.name} encodes pictures with weights of its own; stop it first")
 
     def _folder(self, name: str) -> Path:
-        """Raises RequestError, ModelNotFound."""
+        """Returns a version's folder. Raises RequestError, ModelNotFound."""
         try:
             folder = (self._root / name).resolve()
             is_there = folder.is_dir()  # raises for names that no file system accepts
@@ -275,14 +276,16 @@ class WeightUpdates:
         return folder
 
     async def _check_everywhere(self, version: wire.WeightVersion) -> None:
-        """Checks a version on all instances that can load it. If lost links leave none for a moment, waits for one.
+        """Checks a version on all instances that can load it. If no instance is connected at the moment, waits for one.
 
         Raises Refused with the first instance's reason, and DeadlineExceeded.
         """
         sent: set[str] = set()
 
         def asked() -> list[Instance]:
-            """Returns the instances to ask, also those that have come meanwhile; one that is gone need not answer."""
+            """Returns the instances that must answer, and sends the check to new ones; those that are gone need not
+            answer.
+            """
             found = self._membership.may_load_weights()
             for conn in {each.conn for each in found} - sent:
                 self._send(conn, wire.CheckWeights(version))
@@ -307,7 +310,7 @@ class WeightUpdates:
             raise Refused("the cluster has no instances; GET /instances shows them")
 
     async def _change(self, version: wire.WeightVersion) -> None:
-        """Raises DeadlineExceeded; instances that are late take no requests until they have this version."""
+        """Changes all instances. Raises DeadlineExceeded; late instances get no requests until they have it."""
         self._membership.change_weights(version)
         try:
             await self._until(self._membership.lacking_weights, CHANGE_TIMEOUT_S)
@@ -316,7 +319,7 @@ class WeightUpdates:
         log.warning("all instances have weights %s (version %d)", version.name, version.epoch)
 
     async def _until(self, lacking: Callable[[], list[Instance]], timeout_s: float) -> None:
-        """Returns when no instance lacks what was requested. Raises DeadlineExceeded."""
+        """Waits until `lacking` returns no instance. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 while lacking():

@@ -1,6 +1,6 @@
-"""Makes a timeline's chart: rows of bars over milliseconds. Knows nothing of how it is drawn.
+"""Makes a timeline's chart: rows of bars on an axis of milliseconds. Knows nothing of how it is drawn.
 
-Each row shows a kind of work; its bars lie between two events of one process. A long decode is cut, so that the part
+Each row shows a kind of work, as bars between two events of one process. A long decode is cut off, so that the part
 before it remains visible.
 """
 
@@ -20,7 +20,7 @@ WORDS = {
     "num_drafted": "{} drafted",
     "num_accepted": "{} accepted",
 }
-LONG_DECODE = 3  # times the duration before it; a longer decode is cut
+LONG_DECODE = 3  # multiple of the duration before the decode; a longer decode is cut off
 LEAD = 1.3  # the shown duration of a cut chart, as a multiple of the duration before the decode
 
 
@@ -32,7 +32,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`note`: details that the bars do not show, such as total duration and amounts."""
+    """`note`: details that the bars do not show, such as the total duration and amounts."""
 
     name: str
     bars: list[Bar]
@@ -52,7 +52,7 @@ class Chart:
     rows: list[Row]
     marks: list[Mark]
     end_ms: float
-    shown_ms: float  # end_ms, or the time at which a long decode is cut
+    shown_ms: float  # `end_ms`, or the time at which a long decode is cut off
 
 
 def chart_of(timeline: dict[str, Any]) -> Chart:
@@ -79,7 +79,7 @@ def chart_of(timeline: dict[str, Any]) -> Chart:
 
 
 def details_of(event: Event) -> str:
-    """Returns an event's numbers in words that fit a table's cell."""
+    """Describes an event's numbers in words that fit a table's cell."""
     numbers = dict(event["numbers"])
     parts = []
     for what, first, number in (("tokens", "start", "stop"), ("layers", "first_layer", "num_layers")):

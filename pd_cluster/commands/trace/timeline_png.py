@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH_PX, HEIGHT_PX, DPI = 1200, 560, 100
 TITLE_NUM_CHARS = 150
-LEAST_SHARE = 0.003  # the least share of the width; a shorter bar would be invisible
+LEAST_SHARE = 0.003  # minimum width of a bar as a share of the chart's width; a shorter bar would be invisible
 COLOURS = ("#7f7f7f", "#e0a100", "#1f6fb4", "#8e5bb5", "#17a2b8", "#2e8b57", "#c0392b", "#86b817")
 MARKS = {"first token": "#222222", "failed": "#c0392b"}
 

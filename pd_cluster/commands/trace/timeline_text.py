@@ -48,7 +48,7 @@ def title_of(timeline: dict[str, Any]) -> str:
 
 
 def chart_lines(chart: Chart, width: int | None) -> list[Text]:
-    """Returns a line per row, and the scale below. `width` None: not a terminal; plain characters are used."""
+    """Returns a line per row, and the scale below. `width` None: not a terminal, so only plain characters are used."""
     names = max(len(row.name) for row in chart.rows)
     notes = max(len(row.note) for row in chart.rows)
     num_columns = PLAIN_NUM_COLUMNS if width is None else max(20, width - names - notes - 2 * MARGIN_NUM_COLUMNS)

@@ -17,7 +17,7 @@ from pd_cluster.result_tables import check_writable
 
 
 def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
-    """Shows the timeline of a request, or without an id lists the last requests. Raises PdClusterError."""
+    """Shows a request's timeline or, without an id, a list of the last requests. Raises PdClusterError."""
     check_writable(json_file)
     check_writable(png, "--png")
     if png and not request_id:

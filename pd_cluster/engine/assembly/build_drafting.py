@@ -22,13 +22,14 @@ from pd_cluster.settings.speculation import Method, Speculation
 
 log = logging.getLogger(__name__)
 
-TOKEN_NBYTES = 64  # approximate bytes of memory per token in the trees of earlier outputs
+TOKEN_NBYTES = 64  # approximate bytes of memory per token of earlier outputs
 
 
 def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
-    """Returns a Drafting, without drafters if a row's logits, and so the output, depend on other rows of the batch.
+    """Returns the engine's Drafting, which has no drafters in two cases.
 
-    A model with states has no drafters either, because a rejected draft's change of a state cannot be undone.
+    In the first, a row's logits depend on the other rows of the batch, so drafts would change the output. In the
+    second, the model has states, and a state cannot undo a rejected draft.
     """
     if any(pool.layout.holds.is_state for pool in runner.pools):
         return Drafting(scheduler, ())

@@ -56,7 +56,7 @@ def build_core(
     device: Device | None = None,
     unit: ExpertUnit | None = None,
 ) -> tuple[EngineCore, ModelRunner]:
-    """Loads an engine without peers, which generates with its followers, if any."""
+    """Loads an engine that generates without peers, together with its followers if it has any."""
     runner = load_runner(config, group, device, unit)
     with contextlib.ExitStack() as undo:
         undo.callback(runner.let_go)
@@ -80,7 +80,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
-            cost=(lambda: timing.cost) if sees_all else StepCost,  # otherwise a long context costs nothing
+            cost=(lambda: timing.cost) if sees_all else StepCost,  # otherwise every step's context is limited
         ),
         prefix,
         keep_rule_of(config, block_size),
@@ -114,7 +114,10 @@ def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:
 
 
 def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:
-    """Returns the model's groups of layers. The rule of a single group was checked when the model was proven."""
+    """Returns the model's groups of layers.
+
+    If there is only one group, its rule is the sliding window that was found at load, if any.
+    """
     found = []
     for at, (pool, swap) in enumerate(zip(runner.pools, runner.swaps, strict=True)):
         rule = pool.layout.holds if len(runner.pools) > 1 else within(runner.window)
@@ -129,7 +132,10 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def weights_of(core: EngineCore, runner: ModelRunner, all_ranks: LeadRunner | ModelRunner) -> WeightSource:
-    """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any."""
+    """Returns how an engine that is in no unit changes its weights.
+
+    `all_ranks`: `runner`, together with its followers if it has any.
+    """
     refusal = ""
     if runner.device.is_accelerator:
         refusal = f"weights are replaced on CPUs only, and this is {runner.device.kind}; restart the instances instead"

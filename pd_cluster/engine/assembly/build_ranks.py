@@ -1,4 +1,4 @@
-"""Builds the ranks of an instance: how each finds its device and the others, and how rank 0 handles their messages."""
+"""Builds the ranks of an instance. Each joins the others on its device; rank 0 handles the followers' messages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pd_cluster.settings.process_configs import WorkerConfig
 from pd_cluster.transport.link_factory import Transports
 
 log = logging.getLogger(__name__)
-MATE_END_S = 1.0  # time for a step to end after a member of the unit is lost
+MATE_END_S = 1.0  # how long a step may take to end after a member of the unit is lost
 Inbox = queue.SimpleQueue[Event]
 
 
 def device_of(config: WorkerConfig) -> Device:
-    """Selects this rank's device for this process and returns it. Raises ConfigError."""
+    """Selects the device of this rank, makes this process use it, and returns it. Raises ConfigError."""
     device = bind(config.engine.device, config.device_ids, config.ranks.rank)
     if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve_command.py does for NPUs
         log.warning(
@@ -69,7 +69,7 @@ def build_follower(config: WorkerConfig) -> Follower:
 def message_handler_of(
     runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
 ) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
-    """Returns the function that forwards a follower's messages; `put` takes events to the engine's thread."""
+    """Returns a function that forwards a follower's messages. `put` passes an event to the engine's thread."""
 
     def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
         if isinstance(message, to.LoadedAdapter):
@@ -83,9 +83,10 @@ def message_handler_of(
 
 
 def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
-    """Ends the engine's loop. If the loop waits for that rank, and so never finishes its round, ends the process.
+    """Stops the engine's loop.
 
-    Nothing else would end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
+    A loop that waits for the lost rank never finishes its round, so a timer also ends the process. Nothing else would
+    end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
     """
     error = InstanceLost(f"rank {rank} of {size} {why}")
     inbox.put(StopEngine(error))
@@ -94,8 +95,8 @@ def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[st
 
 
 def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
-    """Ends the engine's loop. If the loop waits for that member of its unit, ends the processes of all ranks."""
+    """Stops the engine's loop. If the loop waits for the lost member, a timer ends the processes of all ranks."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
-    log.error("%s", why)  # logged first, because the end may take a step
+    log.error("%s", why)  # logged first, because the loop may first finish a step
     tell_lost(why)

@@ -1,4 +1,4 @@
-"""Makes the stages of a worker, in the order in which legs pass them."""
+"""Builds the stages of a worker, in the order in which legs pass them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stages_of(
 def adapters_of(
     config: WorkerConfig, runner: ModelRunner, lead: LeadRunner | None, legs: Legs, context: HandoverContext
 ) -> WorkerAdapters:
-    """`lead`: rank 0 of several ranks."""
+    """Returns the stage that loads adapters. `lead`: rank 0's runner if the instance has several ranks."""
     settings, source = config.engine.adapters, None
     if settings.are_wanted:
         keeper = lead.adapters if lead is not None else runner.held

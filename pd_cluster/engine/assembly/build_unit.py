@@ -20,26 +20,27 @@ from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import WorkerConfig
 from ranktable_tools.host_addresses import is_one_host
 
-# Settings that all members must share: they determine the rows that one member computes for another, their order, and
-# the proofs that all compute at load.
+# Settings that all members must share. They determine which rows one member computes for another, the order of these
+# rows, and the proofs that all members compute at load.
 EQUAL = (
     *("tensor_parallel_size", "max_num_batched_tokens", "quantization", "expert_placement_strategy"),
     *("attention_backend", "block_size"),
 )
-# Settings that determine the rows of the largest step, which members with accelerators compute when they load.
+# Settings that determine how many rows the largest step has. Members with accelerators compute that step when they
+# load.
 EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
-    """This member's connections to the unit's other members, and the meeting of all their ranks."""
+    """This member's connections to the unit's other members, and the meeting of its ranks with theirs."""
 
     mates: MemberConnections
     meeting: UnitMeeting
 
     def group(self, config: WorkerConfig, device: Device, begin: Callable[[], None]) -> AnyUnitGroup:
-        """Returns this rank's end of the exchange, before any ranks have met.
+        """Returns this rank's end of the exchange; the ranks meet later, once weights are loaded.
 
-        `begin` is called once weights are loaded: it opens the mailbox and reports that.
+        The meeting begins with a call of `begin`, which opens the mailbox and reports that this member is forming.
         """
 
         def meet() -> UnitEnds:
@@ -49,11 +50,11 @@ class UnitParts(NamedTuple):
             except ConfigError:
                 self.mates.post.await_confirmed(
                     config.timeouts.dead_after_s
-                )  # so that the others name the difference, too
+                )  # so that the other members report the difference, too
                 raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
-                # A rank table's members were checked at the start.
+                # The start checks only members that a rank table lists.
                 raise ConfigError(why_no_unit(self.mates.place.name, hosts))
             return self.meeting.meet()
 
@@ -61,9 +62,9 @@ class UnitParts(NamedTuple):
 
 
 def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable[[str], None]) -> UnitParts | None:
-    """Returns the parts of rank 0; None if the instance is in no unit.
+    """Returns rank 0's parts of the unit; None if the instance is in no unit.
 
-    The mailbox's thread calls `lost(why)` when another member is lost, which also ends this member.
+    When another member is lost, the mailbox's thread calls `lost(why)`, which also ends this member.
     """
     place = config.unit
     if place is None:
@@ -82,13 +83,13 @@ def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable
 
 
 def terms_of(engine: EngineConfig, device: Device) -> dict[str, str]:
-    """Returns what all members must share, as text that fits a message: settings, kind of device, model's identity."""
+    """Returns what must be equal for all members, as texts that fit a message: settings, kind of device, model."""
     checkpoint = Checkpoint.of(engine)
     names = EQUAL + (EQUAL_ON_DEVICES if device.is_accelerator else ())
     terms = {
         "model": checkpoint.identity,
         "device": device.kind,
-        "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # auto depends on the processor
+        "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # what "auto" means depends on the processor
         "hf_overrides": checkpoint.hf_overrides,
         **{name: str(getattr(engine, name)) for name in names},
     }

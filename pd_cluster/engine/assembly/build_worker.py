@@ -1,4 +1,4 @@
-"""Builds a worker: engine, links, stages, mailbox, loop, in an order in which each value is complete when passed on."""
+"""Builds a worker: engine, links, stages, mailbox, loop. Each part is complete before the next part receives it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def build_worker(
 ) -> tuple[Loop, Mailbox, RankReport]:
     """Binds and loads a worker of any role, and opens its mailbox; the caller runs the loop.
 
-    `tell` sends reports to the parent: that a member of a unit forms, and which rank or member is lost and why. Another
-    thread may call it, because this process may end before its loop reports the loss.
+    `tell` sends the parent two kinds of reports: that a member of a unit is forming, and which rank or member is lost
+    and why. Other threads may call it, because this process may end before its loop could report the loss.
     """
     device = device_of(config)
     if config.role == "encode":

@@ -1,1 +1,1 @@
-"""Drafts of tokens that an engine verifies together with the next one."""
+"""Guesses tokens (drafts) that an engine verifies together with the next token."""

@@ -20,7 +20,7 @@ from pd_cluster.types import Request
 
 @dataclass(slots=True)
 class Chain:
-    """The drafts of one sequence that have been made so far; `depth` is their number."""
+    """The drafts that one sequence has so far. `depth`: how many it will have."""
 
     request: Request
     depth: int
@@ -37,7 +37,7 @@ class Chain:
 
 
 class DraftChoice:
-    """Draws drafts with the parameters and random numbers of the tokens that they guess, or takes the likeliest."""
+    """Draws drafts with the guessed tokens' own sampling parameters and random numbers, or takes the likeliest."""
 
     def __init__(self, sampler: Sampler, limits: DraftLimits) -> None:
         self._sampler, self._limits = sampler, limits
@@ -59,23 +59,26 @@ class DraftChoice:
 
 
 class _Drafted(NamedTuple):
-    num_tokens: int  # the sequence's tokens when the drafts were made
+    num_tokens: int  # the sequence's number of tokens when the drafts were made
     token_ids: Sequence[int]
 
 
 class ChainDrafter(Drafter):
-    """Makes drafts for all sequences of a step at once (`look`). They are valid until a sequence has another token."""
+    """Makes drafts for all sequences of a step at once (`look`). A sequence's drafts are valid until its next token."""
 
     def __init__(
         self, choice: DraftChoice, grow: Callable[[Request, int], int], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`grow` reserves blocks for a number of drafts of a sequence, and returns for how many it succeeded."""
+        """`grow` reserves blocks for a number of a sequence's drafts, and returns how many drafts got blocks."""
         self._choice, self._grow, self._clock = choice, grow, clock
         self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
         self.costs: StepCosts = StepCosts()
 
     def is_for(self, request: Request) -> bool:
-        """Whether the draft model has all tokens' embeddings: only the target has those of images and adapters."""
+        """Whether the draft model has the embeddings of all tokens.
+
+        Only the target embeds images and adapters' virtual tokens.
+        """
         return has_embeddings(request)
 
     def found(self, chains: Sequence[Chain]) -> None:

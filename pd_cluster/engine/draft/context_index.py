@@ -1,8 +1,8 @@
 """Finds where the last tokens of a text occurred before, newest first. Knows nothing of requests or drafts.
 
-The index has zlib's hash chains (Deutsch, RFC 1951, section 4): the newest position of each bucket, and for each
-position the previous one in its bucket. It takes 8 to 12 bytes per token and context length, adds a token in a few
-small operations, and adds thousands with one sort.
+The index uses hash chains as zlib does (RFC 1951, section 4): it stores the newest position of each bucket and, for
+each position, the previous position in its bucket. It needs 8 to 12 bytes per token and context length. Adding one
+token takes a few small operations; adding thousands takes one sort.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-END = -1  # surrounds texts; no token equals it
-MAX_CHAIN_STEPS = 128  # steps along one chain, whose bucket other contexts may share
-FEW_TOKENS = 48  # up to this many tokens are faster to add one by one than to sort
+END = -1  # surrounds texts; not a token id
+MAX_CHAIN_STEPS = 128  # limits the steps along one chain, because other contexts may share its bucket
+FEW_TOKENS = 48  # up to this many tokens, adding them one by one is faster than sorting them
 _MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits are the bucket
 _WORD = (1 << 64) - 1
 
@@ -45,10 +45,10 @@ def _hash_all(tokens: NDArray[np.int32], start: int, stop: int, lengths: Sequenc
 
 
 class ContextIndex:
-    """Finds positions [first, stop) of a text by the tokens before them, for each of some context lengths.
+    """Finds positions [first, stop) of a text by the tokens before them, with one table per context length.
 
     A position is the index of a token in the text. Its context of length n is the n tokens before it. `capacity`: the
-    most positions that it can hold; they are added in ascending order.
+    most positions that the index can hold. Positions are added in ascending order.
     """
 
     def __init__(self, lengths: Sequence[int], first: int, capacity: int) -> None:
@@ -56,8 +56,9 @@ class ContextIndex:
         self.capacity = capacity
         bits = max(4, (capacity - 1).bit_length())
         self.shift = 64 - bits
-        # The newest position of each bucket, and by position the previous one in its bucket; 0: none. Reading single
-        # integers from a memory view takes a third of the array's time.
+        # `_heads`: the newest position of each bucket. `_links`: for each position, the previous one in its bucket. 0:
+        # none. Memory views are kept beside the arrays because reading one integer from a view takes a third of the
+        # time.
         self._heads = [np.zeros(1 << bits, np.int32) for _ in lengths]
         self._links = [np.zeros(capacity, np.int32) for _ in lengths]
         self.heads = [each.data for each in self._heads]
@@ -66,7 +67,7 @@ class ContextIndex:
 
     @property
     def num_free(self) -> int:
-        """The number of positions that it can still add."""
+        """The number of positions that can still be added."""
         return self.first + self.capacity - self.stop
 
     def add(self, hashes: Sequence[int]) -> None:
@@ -82,9 +83,9 @@ class ContextIndex:
         """Adds the next positions: for each length the hashes of their contexts, [num_places]."""
         num_places, at = len(hashes[0]), self.stop - self.first
         numbers = np.arange(num_places, dtype=np.uint64)
-        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # the first and the last of a bucket
+        opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # is it a bucket's first, its last?
         for heads, links, values in zip(self._heads, self._links, hashes, strict=True):
-            # By bucket, then by position: plain integers sort several times faster than a stable sort of indices.
+            # Sort by bucket, then by position, as plain integers; a stable sort of indices takes several times as long.
             ranked: Hashes = (values >> np.uint64(self.shift) << np.uint64(32)) + numbers
             ranked.sort()
             offsets, buckets = (ranked & np.uint64(0xFFFFFFFF)).view(np.int64), (ranked >> np.uint64(32)).view(np.int64)
@@ -100,10 +101,10 @@ class ContextIndex:
 
 
 class IndexedText:
-    """A growing text with indexes of all or some of its positions, oldest first.
+    """A growing text, with indexes (the oldest first) that cover all or some of its positions.
 
-    `tokens`: `reach` times END, the text up to `end`, and at least `reach` times END. `reach`: how many tokens before a
-    position are compared at most, no fewer than the longest context.
+    `tokens` holds END `reach` times, then the text up to `end`, then END at least `reach` times. `reach`: the most
+    tokens that are compared before a position; at least the longest context.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, capacity: int) -> None:
@@ -123,7 +124,7 @@ class IndexedText:
             self.nbytes += 4 * num_more
 
     def put_index(self, at: int, first: int, capacity: int) -> ContextIndex:
-        """Inserts an empty index of the positions from `first` on before the index with number `at`."""
+        """Inserts an empty index, for the positions from `first` on, at number `at` in the list of indexes."""
         index = ContextIndex(self.lengths, first, capacity)
         self.indexes.insert(at, index)
         self.nbytes += index.nbytes
@@ -136,7 +137,10 @@ class IndexedText:
         return hash_contexts(newest_first, self.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens, for which memory must be reserved, and indexes their positions; adds an index when needed."""
+        """Adds tokens and indexes their positions, in a further index if the last one is full.
+
+        Call `reserve` before.
+        """
         if len(token_ids) > FEW_TOKENS:
             self.tokens[self.end : self.end + len(token_ids)] = array("i", token_ids)
             self.end += len(token_ids)
@@ -150,7 +154,7 @@ class IndexedText:
             self.end += 1
 
     def index(self, index: ContextIndex, most: int) -> None:
-        """Adds at most this many of the text's next positions to one of its indexes."""
+        """Adds the next positions of the text, at most `most` of them, to one of its indexes."""
         stop = min(index.stop + min(most, index.num_free), self.end)
         if stop > index.stop:
             tokens = np.frombuffer(self.tokens, np.int32)
@@ -167,7 +171,7 @@ class IndexedText:
         self.put_index(len(self.indexes), last.stop, max(num_new, 2 * last.capacity))
 
     def places(self, which: int, value: int) -> Iterator[int]:
-        """Yields indexed positions, newest first, whose context of the length with this number may have this hash."""
+        """Yields positions, newest first, whose context of `lengths[which]` tokens may have the hash `value`."""
         for index in reversed(self.indexes):
             place = index.heads[which][value >> index.shift]
             if place < self.first:

@@ -6,13 +6,13 @@ from pd_cluster.wire import DraftCounts
 
 
 class DraftTotals:
-    """The token after all drafts, and the one that replaces a wrong draft, do not count as accepted."""
+    """Totals since the start. The token after the last draft or in place of a wrong one is not counted as accepted."""
 
     def __init__(self) -> None:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._num_accepted_at: list[int] = []  # by position, up to the last position with an accepted draft
+        self._num_accepted_at: list[int] = []  # by position, up to the last with an accepted token
         self.drafting_s = 0.0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:

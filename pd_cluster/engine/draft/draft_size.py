@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
-GAIN = 1.03  # the least factor in tokens per second that drafts must promise
-PRIOR = 1.0  # the number of verified drafts that a drafter's usual chance counts as
+GAIN = 1.03  # drafts must promise at least this many times the tokens per second of a step without drafts
+PRIOR = 1.0  # a drafter's usual chance weighs as much as this many verified drafts
 KEPT = 0.95  # the weight of a sequence's earlier hits after each step with new ones
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
 USUAL_CHANCE = 0.5
-USUAL_HIT_DECAY = 0.98  # KEPT for the hits of all sequences together, for drafters that cost time
-FADING = 0.995  # the weight after each step whose drafts were not worth their rows, so that they are tried again
+USUAL_HIT_DECAY = 0.98  # like KEPT, for the hits of all sequences together; used for drafters that cost time
+FADING = 0.995  # weight of earlier hits after a step whose drafts did not pay, so that drafts are tried again
 
 
 class Guess(NamedTuple):
@@ -45,10 +45,11 @@ class _Hits:
 
 
 class DraftSize:
-    """Maximizes tokens per second: r further rows add the most likely r drafts, and on average the sum of their
-    chances.
+    """Chooses the number of drafts that maximizes tokens per second.
 
-    A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these estimates.
+    A step with r further rows verifies the r likeliest drafts, and on average gains as many tokens as the sum of their
+    chances. A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these
+    estimates.
     """
 
     def __init__(self) -> None:
@@ -68,9 +69,9 @@ class DraftSize:
         return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
 
     def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
-        """Whether drafts could speed up a step of `num_rows`, if each sequence had drafts of its best drafter.
+        """Whether drafts could speed up a step of `num_rows` if each sequence had drafts from its best drafter.
 
-        If not, it records that nothing was verified.
+        If not, records that nothing was verified.
         """
         if not self.costs.knows(num_rows):
             return False
@@ -127,10 +128,11 @@ class DraftSize:
         return min(plain_s, self.costs_ahead.step_s(num_rows)) if self.costs_ahead.knows(num_rows) else plain_s
 
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
-        """Returns how many drafts of each sequence, at most `most`, are worth the time to make and verify them.
+        """Returns how many drafts for each sequence, at most `most`, are worth the time to make and verify them.
 
-        `costs`: the time of one draft, by number of sequences. If unknown, one draft measures it, provided that free
-        drafts would pay: a drafter may have many tokens to catch up with before its first draft.
+        `costs`: the time of one draft, by number of sequences. If that time is unknown, the answer is 1, to measure it,
+        provided that drafts would pay if they took no time. It is not assumed to be short, because a drafter may have
+        many tokens to catch up with before its first draft.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)
         usual = self._usual.setdefault(drafter, _Hits())

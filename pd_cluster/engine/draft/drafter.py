@@ -1,4 +1,7 @@
-"""The interface of drafters, which guess the next tokens of a sequence. A wrong guess costs time, never an answer."""
+"""The interface of drafters, which guess the next tokens of a sequence.
+
+A wrong guess costs time but does not change the output.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from pd_cluster.types import Request
 
 
 class Drafter(Protocol):
-    """The engine's thread calls it between steps.
+    """Guesses tokens. The engine's thread calls it between steps.
 
-    A drafter's state of a sequence is keyed weakly by request, and each call extends it by the new tokens. It may be
-    dropped at any time, because the request's tokens suffice to rebuild it. Between calls a shorter or different output
-    may have replaced the output (a resumed request).
+    A drafter keys its state of a sequence weakly by request, and each call adds the new tokens to that state. It may
+    drop the state at any time, because it can rebuild it from the request's tokens. Between two calls, a shorter or
+    different output may have replaced the output (a resumed request).
     """
 
     name: str
     costs: StepCosts | None = None  # the time of one draft for this many sequences; None: negligible
-    needs_blocks: bool = False  # its keys and values are in the sequences' blocks, which a step's moves may change
+    needs_blocks: bool = False  # its KV is in the sequences' blocks, so it makes no drafts in steps that move blocks
 
     def is_for(self, request: Request) -> bool:
-        """Whether it can ever make drafts for this request."""
+        """Whether this drafter can ever make drafts for the request."""
         return True
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         """Prepares for the drafts of a step: `draft` will be called for these requests, for at most `most` tokens each.
 
-        `spare_s`: the time that it may spend on work for later steps.
+        `spare_s`: the time that the drafter may spend on work for later steps.
         """
         return
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        """Returns up to `most` (1 or more) tokens that may follow the request's tokens; no tokens without a guess."""
+        """Returns up to `most` (at least 1) tokens that may follow the request's tokens; none if there is no guess."""
 
     def ended(self, request: Request) -> None:
-        """Handles that a sequence has its last token: no other call for it follows."""
+        """Called after a sequence's last token; no other call for the sequence follows."""

@@ -1,6 +1,6 @@
-"""The outputs of ended sequences, by scope, as indexed texts. Bounded in bytes and in number.
+"""Stores the outputs of ended sequences by scope, as indexed texts. Their bytes and their number are limited.
 
-A sequence is drafted only from outputs of its own scope, so its speed reveals nothing about other scopes' outputs.
+Drafts for a sequence come only from outputs of its own scope, so its speed reveals nothing about other scopes' outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pd_cluster.engine.draft.context_index import END, IndexedText
 Scope = tuple[str, str]  # the cache salt and the variant of a request
 MIN_TEXT_TOKENS = 256  # the smallest size of a text
 MOST_TOKENS = 131072
-GROWTH = 4  # each text is this many times as large as the previous text, so few texts must be searched
+GROWTH = 4  # each text is this many times as large as the previous one, so that a search covers few texts
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class _Outputs:
 
     text: IndexedText
     num_left: int  # tokens that can still be added
-    stops: deque[int] = field(default_factory=deque)  # the end of each output in the text
+    stops: deque[int] = field(default_factory=deque)  # where each output ends in the text
 
 
 class EarlierOutputs:
-    """Outputs in order of their ends. The least recently used scope drops its oldest outputs first.
+    """Outputs in the order in which they ended. The oldest outputs of the least recently used scope are dropped first.
 
-    A draft from an old output is also in the newer output that accepted it. So the order of ends is the order of use,
-    too, and outputs need no time of use. One text takes at most a quarter of `most_nbytes`; the owner drops what
-    exceeds the total.
+    A draft from an old output is also part of the newer output that accepted it, so the order of ends is also the order
+    of use, and no times of use are stored. One text takes at most a quarter of `most_nbytes`; the owner drops texts
+    when the total is exceeded.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, most_nbytes: int) -> None:
@@ -42,7 +42,7 @@ class EarlierOutputs:
         self.nbytes = 0
 
     def texts(self, scope: Scope) -> list[IndexedText]:
-        """Returns the scope's texts, the newest first. Counts as a use."""
+        """Returns the scope's texts, the newest first. This counts as a use of the scope."""
         texts = self._scopes.get(scope)
         if texts is None:
             return []
@@ -50,7 +50,10 @@ class EarlierOutputs:
         return [each.text for each in reversed(texts)]
 
     def add(self, scope: Scope, token_ids: Sequence[int]) -> None:
-        """Adds an output, or only its end if it is too long for a text; adds nothing if the limit allows no text."""
+        """Adds an output, or only its last tokens if it is too long for a text.
+
+        Adds nothing if the byte limit allows no text.
+        """
         if self._most_tokens < MIN_TEXT_TOKENS:
             return
         token_ids = (*token_ids[1 - self._most_tokens :], END)
@@ -80,7 +83,7 @@ class EarlierOutputs:
             self.drop_text()
 
     def drop_text(self) -> None:
-        """Forgets the oldest text of the least recently used scope, and so frees its bytes."""
+        """Forgets the oldest text of the least recently used scope and frees its memory."""
         scope, texts = next(iter(self._scopes.items()))
         oldest = texts.popleft()
         self.num_outputs -= len(oldest.stops)

@@ -1,4 +1,4 @@
-"""Drafts tokens that a guide forces: the text that must follow, as the tokenizer splits it."""
+"""Drafts tokens that a guide forces: the only text that the guide allows next, as the tokenizer splits it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ class ForcedTokens(Protocol):
     """The part of guides that this drafter needs."""
 
     def forced(self, requests: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
-        """Returns the tokens of the text that must follow each output; requests without such text may be absent."""
+        """Returns, for each request, the tokens of the text that must come next.
+
+        Requests without such text may be absent.
+        """
 
 
 class ForcedDrafter(Drafter):
@@ -28,7 +31,7 @@ class ForcedDrafter(Drafter):
         return request.sampling.guide is not None
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
-        """Asks for all guided requests of a step at once, because each call waits for another thread."""
+        """Looks up all guided requests of a step in one call, because each call waits for another thread."""
         self._found.clear()
         self._found.update(self._guides.forced(requests))
 

@@ -1,7 +1,7 @@
 """Drafts with a draft head of the target: one layer that reads the hidden states of the last tokens (EAGLE-3, MTP).
 
-Its keys and values are in the sequences' own blocks; see draft_pairs.py. A sequence has drafts one step after its
-first step here, which provides the hidden states.
+Its keys and values are in the sequences' own blocks; see draft_pairs.py. A sequence's first step on this instance
+provides the hidden states; its drafts begin one step later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class HeadRunner(Protocol):
         """The pairs that must still be computed."""
 
     def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
-        """Computes pairs; their hidden states are tapped ones, or ones that an earlier call has returned."""
+        """Computes pairs.
+
+        Their hidden states were tapped from the target (`are_tapped`) or returned by an earlier call.
+        """
 
 
 class HeadDrafter(ChainDrafter):

@@ -1,8 +1,8 @@
 """Drafts with a smaller model of the same vocabulary, for all sequences of a step at once.
 
-Its KV is in twins of the sequences' blocks (kv/twin_blocks.py). A sequence without KV there, such as one that was
-handed over, gets its KV in slices during later steps, and only then drafts. Drafts are drawn with the parameters and
-random numbers of the tokens that they guess.
+The draft model's KV is in twins of the sequences' blocks (kv/twin_blocks.py). If a sequence has no KV there, for
+example after a handover, later steps compute it in slices, and drafts begin once it is complete. Each draft is drawn
+with the sampling parameters and random number of the token that it guesses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.inputs.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
-MAX_CATCH_UP_ROWS = 32  # missing tokens of a sequence that a drafting step computes, one row each
-MIN_SLICE, MAX_SLICE = 16, 512  # missing tokens that a step computes, over all sequences
+MAX_CATCH_UP_ROWS = 32  # a drafting step computes up to this many missing tokens of a sequence, one row each
+MIN_SLICE, MAX_SLICE = 16, 512  # missing tokens that one step computes, in all sequences together
 FIRST_SLICE = 64  # tokens of a slice while the time per token is unknown
 SPARE_SHARE = 0.5  # share of the spare time that a slice may take
 WEIGHT = 0.2  # the weight of the newest slice in the time per token
@@ -46,7 +46,7 @@ class ModelDrafter(ChainDrafter):
     ) -> None:
         super().__init__(choice, grow, clock)
         self._runner, self._twins = runner, twins
-        self._is_warm = False  # the first drafts measure a process's slow first steps
+        self._is_warm = False  # the first drafts are not measured: a process's first steps are slow
         self._token_s = 0.0  # time per token of a slice; 0: unknown
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
@@ -67,7 +67,7 @@ class ModelDrafter(ChainDrafter):
             self._catch_up(late, spare_s)
 
     def _draft(self, chains: Sequence[_TwinChain]) -> None:
-        """Computes the tokens that each sequence lacks, then one draft after another."""
+        """Computes the tokens whose KV each sequence lacks, then one draft after another."""
         started_s, num_behind = self._clock(), sum(each.request.num_tokens - each.num_valid for each in chains)
         depth, going = 0, list(chains)
         while going:
@@ -87,7 +87,7 @@ class ModelDrafter(ChainDrafter):
         self._is_warm = True
 
     def _catch_up(self, late: Sequence[tuple[Request, int]], spare_s: float) -> None:
-        """Computes a slice of the tokens whose KV sequences lack, in order, except each sequence's last token."""
+        """Computes a slice of the tokens whose KV is missing, sequence by sequence, but no sequence's last token."""
         most = FIRST_SLICE
         if self._token_s:
             most = max(MIN_SLICE, int(min(MAX_SLICE, SPARE_SHARE * spare_s / self._token_s)))

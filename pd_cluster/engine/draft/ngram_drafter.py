@@ -12,10 +12,12 @@ from pd_cluster.types import Request
 
 
 class NgramDrafter(Drafter):
-    """Copies the tokens that followed the longest earlier suffix of [prompt_lookup_min, prompt_lookup_max] tokens.
+    """Copies the tokens after the latest earlier occurrence of the sequence's last tokens.
 
-    The latest occurrence of that suffix counts. A copy that reaches the sequence's end continues with the copied
-    tokens, so a loop is drafted as far as needed. (Saxena, "Prompt Lookup Decoding", 2023.)
+    The longest suffix that occurred before is used, of `prompt_lookup_min` to `prompt_lookup_max` tokens.
+
+    A copy that reaches the sequence's end repeats the copied tokens, so drafts of a loop can have any length. (Saxena,
+    "Prompt Lookup Decoding", 2023.)
     """
 
     name = "ngram"

@@ -12,24 +12,25 @@ from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.token_history import FollowedOutput
 from pd_cluster.types import Request
 
-LONGEST_MATCH = 8  # output tokens that are compared to find the position again
-MAX_POSITIONS = 32  # positions on either side of the last sure one
-SINGLE_MATCH_DISTANCE = 16  # tokens after the last sure position in which a single token is searched
-SINGLE_MATCH_TOKENS = 8  # tokens after a deviation in which a single matching token counts
-PART = 8192  # pairs of a prediction that are sorted in one call: about a millisecond
+LONGEST_MATCH = 8  # the most output tokens that are compared to find the position again
+MAX_POSITIONS = 32  # the most positions that are compared on each side of the last sure position
+SINGLE_MATCH_DISTANCE = 16  # a single token is searched among this many tokens after the last sure position
+SINGLE_MATCH_TOKENS = 8  # a single matching token counts for this many output tokens after a deviation
+PART = 8192  # one call sorts this many pairs of a prediction, in about a millisecond
 
 Ints = NDArray[np.int64]
 
 
 class PredictionDrafter(Drafter):
-    """Copies the prediction from the position that the output has reached, and finds it again after a deviation.
+    """Copies the prediction from the position that the output has reached; finds the position again after deviations.
 
-    While output tokens equal the predicted ones, the position advances. Otherwise, it is the end of the longest match
-    of the last 8 to 2 output tokens: the nearest one at or after the last sure position, or otherwise the nearest
-    before. On either side, the 32 nearest positions of the last two tokens are compared. If these two occur nowhere,
-    shortly after the deviation the last token alone is searched in the next 16 tokens. That finds the end of a deletion
-    or insertion; otherwise each output token is assumed to replace a predicted one. A position is sure once a token
-    that it predicts was generated.
+    While output tokens equal the predicted ones, the position advances. After a deviation, the drafter searches the
+    prediction for the longest match of the last output tokens (8 to 2 of them), and the position is the end of that
+    match. Among equal matches, the nearest at or after the last sure position wins, otherwise the nearest before it.
+    The 32 nearest positions of the last two tokens are compared on each side. If these two tokens do not occur and the
+    deviation is short, the last token alone is searched in the next 16 predicted tokens; this finds the end of a
+    deletion or insertion. If that fails too, each output token is assumed to replace a predicted one. A position is
+    sure once a token that it predicts was generated.
     """
 
     name = "prediction"
@@ -61,7 +62,7 @@ class _Follower:
         self.followed = FollowedOutput(request)
         self.place: int | None = 0  # the index of the predicted token that may come next; None: unknown
         self._sure = 0  # the last position that a predicted token confirmed
-        self._num_astray = 0  # output tokens since then
+        self._num_astray = 0  # output tokens since the last sure position
         self._pairs: PairIndex | None = None  # None until there is a deviation
 
     def follow(self) -> None:
@@ -108,7 +109,10 @@ class _Follower:
 
 
 class PairIndex:
-    """The positions after each pair of successive tokens in a prediction. Each look-up sorts one more part of it."""
+    """Finds the positions after each pair of successive tokens in a prediction.
+
+    Each look-up indexes one more part of it.
+    """
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
@@ -116,7 +120,7 @@ class PairIndex:
         self._parts: list[tuple[Ints, Ints]] = []  # pairs as integers, ascending; the positions after them
 
     def nearest(self, pair: Sequence[int], sure: int) -> list[int]:
-        """Returns the nearest positions at or after `sure`, then the nearest before: at most MAX_POSITIONS of each."""
+        """Returns the MAX_POSITIONS nearest positions at or after `sure`, then the MAX_POSITIONS nearest before it."""
         if self._num_indexed < len(self._prediction) - 1:
             self._sort_part()
         wanted = np.int64((pair[0] << 32) + pair[1])

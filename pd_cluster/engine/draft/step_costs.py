@@ -1,4 +1,4 @@
-"""The measured times of steps by number of rows. Numbers only, without a clock."""
+"""Stores the measured times of steps by number of rows. Has no clock."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # the first MAX_AGE_STEPS, doubled by each measurement: other work may slow the first
-NUM_TRIED = 3  # first steps of a size, of which the fastest counts: any may be slow, and the first one initializes
-TRIED_FACTOR = 2  # sizes up to this many times the largest known size may be tried
+FIRST_MAX_AGE_STEPS = 64  # the same after one measurement, which other work may have slowed; each one doubles it
+NUM_TRIED = 3  # first steps of a size; only the fastest counts, because the first one initializes and any may be slow
+TRIED_FACTOR = 2  # sizes of up to this many times the largest known size may be tried
 NEVER = float("inf")
 
 
 class StepCosts:
     """Step times by number of rows, for steps in which every sequence computes one token.
 
-    An unknown size is interpolated linearly between its neighbours. Larger sizes than all known ones are extrapolated
-    from the last two, up to TRIED_FACTOR times as many rows, and infinite beyond, so that a wrong guess costs little.
-    Smaller sizes than all known ones take as long as the smallest.
+    An unknown size is interpolated linearly between its neighbours. Sizes above the largest known one are extrapolated
+    from the last two, up to TRIED_FACTOR times as many rows; beyond that, the estimate is infinite, so that a wrong
+    guess costs little. Sizes below the smallest known one take as long as it.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class StepCosts:
         return self.estimates()[index_of(num_rows)]
 
     def estimates(self) -> list[float]:
-        """Returns the seconds that steps of each of SIZES take."""
+        """Returns the estimated seconds of a step for each of SIZES."""
         if not self._estimates:
             self._estimates += self._estimated()
         return self._estimates

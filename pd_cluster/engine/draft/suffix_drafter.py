@@ -1,7 +1,8 @@
 """Drafts the most frequent continuations of the last tokens, in the sequence and in earlier outputs (suffix decoding).
 
-Oliaro et al., "SuffixDecoding", 2024, with vLLM's names. Their trees have all substrings with their counts. Here only
-the best matches are counted when a draft is needed, so a token costs microseconds and tens of bytes at any depth.
+The method is from Oliaro et al., "SuffixDecoding", 2024; the settings have vLLM's names. Their trees hold all
+substrings with counts. Here only the best matches are counted, when a draft is needed, so a token costs microseconds
+and tens of bytes at any depth.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from pd_cluster.types import Request
 
 MAX_POSITIONS = 16  # positions that are counted
 
-# The number of tokens before a position that equal the last tokens; the tokens from it on, padded with END.
+# How many tokens before a position equal the sequence's last tokens, and the tokens from the position on, padded with
+# END.
 Place = tuple[int, "array[int]"]
 
 
 class Draft(NamedTuple):
     token_ids: list[int]
-    score: float  # the expected number of right tokens, if counts were probabilities
+    score: float  # the expected number of right tokens, with counts taken as probabilities
 
 
 class SuffixDrafter(Drafter):
     """Drafts the tokens that most often followed the longest suffixes of the sequence.
 
-    The class of a position is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
-    MAX_POSITIONS positions of the highest classes are counted, the newest first in a class. For each length m below
-    `max_tree_depth`, the positions that match m tokens or more give a draft.
+    The class of a position is the largest power of two n such that the n tokens before it equal the sequence's last n
+    tokens. The MAX_POSITIONS positions of the highest classes are counted; within a class, the newest come first. For
+    each length m below `max_tree_depth`, the positions that match m tokens or more give one draft.
 
-    Each token of a draft is the most frequent continuation of these positions; on a tie, that of the first position.
-    Its probability is its share of the positions that continue, times the previous token's probability. The draft ends
-    before a probability under `min_token_prob`, at `max_spec_factor` * m tokens, and where m plus its length is the
-    depth. The draft with the highest sum of probabilities wins, whether from the sequence itself or from earlier
-    outputs of its scope (cache salt and variant). On a tie, the sequence's own draft and the longer match win.
+    Each token of a draft is the most frequent next token at these positions; on a tie, the first position's token. Its
+    probability is its share of the positions whose texts continue, times the previous token's probability. The draft
+    ends before a token whose probability is under `min_token_prob`, after `max_spec_factor` * m tokens, or when m plus
+    its length equals `max_tree_depth`. The draft with the highest sum of probabilities wins, whether from the sequence
+    itself or from earlier outputs of its scope (cache salt and variant). On a tie, the sequence's own draft and the
+    longer match win.
 
-    At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in total. Earlier outputs are
-    dropped for running sequences; a sequence that gets no memory is drafted from earlier outputs alone.
+    At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in total. Running sequences have
+    priority: earlier outputs are dropped to make memory for them. A sequence that still gets no memory has drafts from
+    earlier outputs only.
     """
 
     name = "suffix"
@@ -64,7 +68,7 @@ class SuffixDrafter(Drafter):
             max(0, min(int(length * max_spec_factor + 1e-6), max_tree_depth - length))
             for length in range(self._reach + 1)
         ]
-        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match that allows most drafts
+        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match length with most drafts
         self._histories: WeakKeyDictionary[Request, TokenHistory] = WeakKeyDictionary()
         self.earlier = EarlierOutputs(self._lengths, self._reach, most_nbytes)
 
@@ -116,7 +120,10 @@ class SuffixDrafter(Drafter):
         return sum(history.text.nbytes for history in self._histories.values())
 
     def _free(self, wanted: int) -> bool:
-        """Drops earlier outputs until this many bytes are free, or none if that would not suffice. Returns success."""
+        """Drops earlier outputs until this many bytes are free; drops none if that cannot suffice.
+
+        Returns whether they are free.
+        """
         most = self._most_nbytes - self._own_nbytes() - wanted
         while 0 <= most < self.earlier.nbytes:
             self.earlier.drop_text()
@@ -125,7 +132,7 @@ class SuffixDrafter(Drafter):
     def _better(
         self, best: Draft, texts: Sequence[IndexedText], newest_first: list[int], hashes: list[int], most: int
     ) -> Draft:
-        """Returns the best draft of these texts, or `best` if it is as good."""
+        """Returns the best draft from these texts, or `best` if none has a higher score."""
         places: list[Place] = []
         above = len(newest_first) + 1  # matches of this length or more have been tried
         for which in reversed(range(len(self._lengths))):
@@ -140,7 +147,7 @@ class SuffixDrafter(Drafter):
                 places += islice(found, MAX_POSITIONS - len(places))
                 tops.update(num_matched for num_matched, _ in places if num_matched < above)
             for top, next_top in pairwise([*sorted(tops, reverse=True), length - 1]):
-                # Matches of (next_top, top] tokens have the same positions: take the length that allows most drafts.
+                # All match lengths in (next_top, top] have the same positions, so use the one that allows most drafts.
                 limit = min(most, self._limits[min(max(self._peak, next_top + 1), top)])
                 if limit > best.score:
                     draft = self._likeliest([after for num_matched, after in places if num_matched >= top], limit)

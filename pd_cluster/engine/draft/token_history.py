@@ -1,4 +1,4 @@
-"""The tokens of one sequence, prompt and output, with an index of their contexts that grows with them."""
+"""Holds the tokens of one sequence, prompt and output, and an index of their contexts that grows with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDEX_TOKENS = 16384  # the size of an index of old tokens
 
 
 class FollowedOutput:
-    """How much of a request's output was processed. A resumed request may have a shorter or different output."""
+    """Tracks how much of a request's output was processed. A resumed request may have a shorter or different output."""
 
     def __init__(self, request: Request) -> None:
         self.token_ids = request.output_token_ids
@@ -39,12 +39,13 @@ def _per_call(lengths: Sequence[int]) -> int:
 
 
 class TokenHistory:
-    """A request's tokens and their positions: the newest are indexed at once, the older ones a slice per call.
+    """A request's tokens, with indexes of their positions.
 
-    The last slice of the first tokens is indexed at once, and then each new token. Older tokens follow in parts, the
-    newest part first, because positions near the end are better guesses; slices of a part follow in ascending order, as
-    hash chains require. So no step waits for a long prompt, and a draft may miss a position until all are indexed.
-    Virtual tokens of an adapter are left out.
+    The constructor indexes only the last tokens of the sequence. New tokens are indexed when they arrive. Each call
+    also indexes one slice of the older tokens, so that no step waits for a long prompt; until all are indexed, a draft
+    may miss a position. The older tokens are split into parts. The newest part is indexed first, because positions near
+    the end are better guesses; within a part, slices follow in ascending order, as hash chains require. Virtual tokens
+    of an adapter are not included.
     """
 
     def __init__(self, request: Request, lengths: Sequence[int], reach: int) -> None:

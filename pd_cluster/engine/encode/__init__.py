@@ -1,1 +1,1 @@
-"""Encoder instances, which compute images' features, and the prefill instances' side of them."""
+"""Encoder instances, which compute the features of images, and the parts of prefill instances that use them."""

@@ -33,7 +33,7 @@ def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> E
 def build_encoder(
     config: WorkerConfig, device: Device, report: Callable[[Event], None]
 ) -> tuple[EncodeWorker, Mailbox, RankReport]:
-    """Binds and loads an encoder of a model that takes images. `report` passes events to the loop's thread.
+    """Binds and loads an encoder of a model that takes images. `report` passes an event to the loop's thread.
 
     Raises ModelError for weights that do not match.
     """

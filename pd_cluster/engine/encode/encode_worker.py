@@ -1,7 +1,7 @@
 """An encoder: computes features of images, one at a time. State × event table in docs/protocol/handover.md.
 
-Only the loop's thread computes and owns the queue and the store; the mailbox's thread only passes keys to pairs, and
-the socket's thread only hands out files. Knows nothing of prompts, tokens or KV cache.
+Only the loop's thread computes, and it alone owns the queue and the kept features. The mailbox's thread only passes
+values to pairs; the socket's thread only hands out files. Knows nothing of prompts, tokens or KV cache.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 IDLE_WAIT_S = 0.05
-MAX_WAITING = 256  # images that are queued or offered; each offer is an open file
-MAX_KEPT_IMAGES = 256  # images; each is an open file, too
+MAX_WAITING = 256  # the most images that are queued or offered; each offer is an open file
+MAX_KEPT_IMAGES = 256  # the most images whose features are kept; each is an open file, too
 
 
 @dataclass(slots=True)
 class _Item:
-    """An image that a prefill instance waits for. `token`: the token of its offer; b"": it is queued."""
+    """An image that a prefill instance waits for. `token` identifies its offer; b"" while the image is queued."""
 
     conn: str
     number: int
@@ -50,7 +50,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class TowerSource:
-    """`again` loads the tower after sleep; None: it never sleeps."""
+    """The loaded tower. `again` loads it after a sleep; None: the encoder never sleeps."""
 
     tower: Tower
     again: Callable[[], Tower] | None
@@ -131,9 +131,9 @@ class EncodeWorker:
         try:
             file = self._features_of(item)
         except OSError as error:
-            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder is full: {error.strerror}"))
+            self._post.send(item.conn, wire.EncodeFailed(item.number, f"no space for the features: {error.strerror}"))
             return
-        except torch.AcceleratorError:  # the device is lost for all images
+        except torch.AcceleratorError:  # the device is lost, so no image can be computed
             raise
         except Exception as error:  # one image's fault must not end the encoder
             log.exception("an image cannot be computed")
@@ -148,14 +148,14 @@ class EncodeWorker:
         self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
 
     def _features_of(self, item: _Item) -> SealedFile:
-        """Returns an image's features, computed unless they were kept. Raises OSError, and the tower's errors."""
+        """Returns an image's features; computes them if they were not kept. Raises OSError and the tower's errors."""
         found = self._kept.get(item.key)
         if found is not None:
             file = found[0].duplicate()
             self._kept.move_to_end(item.key)
             self._num_hits += 1
             return file
-        assert self._tower is not None  # nothing is queued while it sleeps
+        assert self._tower is not None  # nothing is queued during sleep
         begun_s = time.monotonic()
         features = self._tower.encode(item.image).cpu().contiguous()
         self._num_encoded += 1
@@ -171,7 +171,7 @@ class EncodeWorker:
     def _keep(self, key: bytes, file: SealedFile, num_tokens: int) -> None:
         """Keeps a copy of an image as the most recently used, if there is space. Raises OSError."""
         if num_tokens > self._num_kept_tokens:
-            return  # one image that is too large must not displace the others
+            return  # an image that is too large must not displace the others
         self._kept[key] = file.duplicate(), num_tokens
         while self._kept and (
             sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MAX_KEPT_IMAGES
@@ -298,7 +298,7 @@ class EncodeWorker:
         self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group, over))
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Passes keys to the pairs that wait for them, on the mailbox's thread."""
+        """Passes link values to the pairs that wait for them. Runs on the mailbox's thread."""
         if not isinstance(body, wire.LinkValue):
             return False
         if (pair := self._pairs.get(conn)) is not None:
@@ -307,7 +307,7 @@ class EncodeWorker:
 
     def _read_scheduler(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
-            case wire.WantedAdapters(adapters):  # a tower has no adapters, so it has each as wanted
+            case wire.WantedAdapters(adapters):  # a tower needs no adapters, so all count as loaded
                 self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
             case wire.ResetCache():
                 self._forget()

@@ -1,4 +1,4 @@
-"""The links of a prefill instance to encoders. State × event table in docs/protocol/handover.md.
+"""The links from a prefill instance to encoders. State × event table in docs/protocol/handover.md.
 
 Runs on the engine's thread.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncoderTerms:
-    """The model and numerics that both ends of a link must share, and the transports for features allowed here."""
+    """The model and numerics that both ends of a link must share, and the transports that this end allows."""
 
     model_identity: str
     numerics: Numerics
@@ -55,7 +55,7 @@ class EncoderTerms:
                 return f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same"
         if not set(self.ways) & set(asked.transports):
             return (
-                f"features travel over {' or '.join((SHM, *PAIRS))}, but --kv-transport allows neither at both ends "
+                f"features travel over {' or '.join((SHM, *PAIRS))}, but --kv-transport allows none at both ends "
                 f"(the encoder's is {self.kv_transport}); omit the flag, or run without encoders"
             )
         return ""
@@ -68,12 +68,12 @@ class _Link:
     conn: str = ""
     due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
     backoff_s: float = FIRST_BACKOFF_S
-    num_steps: int = 0  # steps of the encoder's load when it last grew
-    progress_s: float = 0.0  # the time when it last grew
+    num_steps: int = 0  # the encoder's number of steps in the last heartbeat
+    progress_s: float = 0.0  # the time when `num_steps` last grew
 
 
 class EncoderLinks:
-    """`lost(conn, reason)` is called when a connection that was up will deliver no more features."""
+    """Keeps a link to each encoder. Calls `lost(conn, reason)` when a connection will deliver no more features."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class EncoderLinks:
         """Keeps links to exactly these encoders."""
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [peer for peer in self._links if peer not in wanted]:
-            self._close(self._links.pop(peer), "the scheduler no longer wants it")
+            self._close(self._links.pop(peer), "the scheduler no longer needs it")
         for peer, info in wanted.items():
             self._links.setdefault(peer, _Link(info))
         self.tick()
@@ -118,23 +118,26 @@ class EncoderLinks:
         return link.conn if link is not None and link.state.is_open else ""
 
     def heard(self, conn: str, num_steps: int) -> None:
-        """Records that an encoder has computed images, for any instance."""
+        """Records the encoder's number of steps; a new number means that it has computed images for some instance."""
         link = self._by_conn(conn)
         if link is not None and num_steps != link.num_steps:
             link.num_steps, link.progress_s = num_steps, self._clock()
 
     def progress_s(self, conn: str) -> float:
-        """Returns when the encoder was last heard to have computed an image."""
+        """Returns when this instance last heard that the encoder had computed an image."""
         link = self._by_conn(conn)
         return link.progress_s if link is not None else 0.0
 
     def fetch(self, conn: str, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Has features read; FeaturesRead follows, or `lost`. `shape` None: nobody needs them, but they may arrive."""
+        """Starts to read features; FeaturesRead or `lost` follows.
+
+        `shape` None: no leg needs them, but they may still arrive.
+        """
         if (reader := self._readers.get(conn)) is not None:
             reader.read(done, shape)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Passes an encoder's value to its reader, on the mailbox's thread."""
+        """Passes an encoder's link value to its reader. Runs on the mailbox's thread."""
         if (reader := self._readers.get(conn)) is not None:
             reader.meeting.put(value.key, value.value)
 

@@ -1,7 +1,7 @@
 """Holds a prefill instance's legs while encoders compute their images. Tables in docs/protocol/handover.md.
 
-A leg is held until the features of each image have arrived, or failed; then it begins, and its step computes the failed
-ones. Runs on the engine's thread. Knows nothing of how features travel.
+A leg is held until the encoder has delivered the features of each image or has failed. Then the leg begins, and its
+step computes the features that are missing. Runs on the engine's thread. Knows nothing of how features are transferred.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, F
 from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
-MAX_WAIT_FACTOR = 6  # multiple of --encode-timeout for an image whose encoder is busy with others
-MAX_REQUESTED_TOKENS = 32_768  # maximum for images that are requested, or have landed and are not used yet
+MAX_WAIT_FACTOR = 6  # an image whose encoder is busy with others may take this many times --encode-timeout
+MAX_REQUESTED_TOKENS = 32_768  # the most tokens of images that are requested, or have landed and are not used yet
 
 
 @dataclass(slots=True)
 class _Ask:
-    """An image that an encoder computes. `legs`: keys of legs that need it; `is_read`: its features are being read."""
+    """An image that an encoder computes. `legs`: keys of legs that need it. `is_read`: its features are being read."""
 
     item: int
     conn: str
@@ -53,7 +53,7 @@ class _Ask:
 class _WaitingLeg:
     leg: HeldLeg
     key: str  # Request.leg_key
-    images: set[bytes]  # keys of the images that it waits for
+    images: set[bytes]  # keys of the images that the leg waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Encoders(Stage):
         return False
 
     def _ask_for(self, request: Request, encoders: Sequence[str], tower: Tower) -> set[bytes]:
-        """Requests the features of a request's images that are not here. Returns the keys of images to wait for."""
+        """Requests from encoders the features that this instance lacks. Returns the keys of the images to wait for."""
         order, leg = request.order, request.leg_key
         num_cached = self._num_cached(request)
         waits: set[bytes] = set()
@@ -147,7 +147,7 @@ class Encoders(Stage):
         return waits
 
     def _num_cached(self, request: Request) -> int:
-        """Counts the prompt's leading tokens whose KV cache is here."""
+        """Counts the prompt's leading tokens whose KV is cached here."""
         scheduler = self._engine.scheduler
         blocks, num = scheduler.blocks, 0
         for each in scheduler.prompt_hashes(request):
@@ -207,7 +207,7 @@ class Encoders(Stage):
     # ---- images
 
     def _end(self, key: bytes, reason: str = "") -> None:
-        """Handles that an image has landed, or failed for `reason`; legs that wait for no other image begin."""
+        """Handles an image that has landed, or has failed for `reason`. Legs that wait for no other image begin."""
         del self._asks[key]
         if reason:
             self._num_fallbacks += 1
@@ -240,7 +240,7 @@ class Encoders(Stage):
         self._end(key)
 
     def _is_late(self, ask: _Ask, now_s: float) -> bool:
-        """Whether the encoder has made no progress for a while, or its queue is too long."""
+        """Whether the encoder has made no progress for too long, or the image has waited too long in its queue."""
         limit_s = self._timeouts.encode_timeout_s
         still_s = now_s - max(ask.asked_s, self._links.progress_s(ask.conn))
         return still_s > limit_s or now_s - ask.asked_s > MAX_WAIT_FACTOR * limit_s

@@ -1,4 +1,4 @@
-"""Events for the engine's thread from other threads: those of the mailbox, of links and of the parent."""
+"""Events that other threads (of the mailbox, of links, of the parent's channel) send to the engine's thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The mailbox's thread has confirmed to D that this transfer is valid: D owns it now."""
+    """The mailbox's thread has confirmed to D that this transfer is valid, so D owns it now."""
 
     conn: str
     transfer_id: str
@@ -55,7 +55,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """The adapters' loading thread has loaded an adapter, or failed because of `problem`."""
+    """The thread that loads adapters has loaded one, or has failed because of `problem`."""
 
     digest: str
     problem: str
@@ -63,7 +63,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StartDrain:
-    """Asks the worker to drain: it soon accepts no more requests, and stops when all requests have ended."""
+    """The worker must drain: it soon accepts no more requests, and stops when all requests have ended."""
 
 
 Event = (

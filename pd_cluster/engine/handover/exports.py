@@ -1,8 +1,8 @@
 """The prefill side of every transfer: sends a request's KV cache.
 
-docs/protocol/handover.md has the state × event table; every method here is one event. It has no torch, sockets or
-clock: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same
-code through any order of events.
+docs/protocol/handover.md has the state × event table; every method here is one event. This module uses no torch,
+sockets or clock of its own: sends, copies and reports go through the ports that the constructor receives, so that tests
+can drive the same code through any order of events.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from pd_cluster.types import Request, Status, TokenOutput
 
 
 class ExportPorts(Protocol):
-    """The services that Exports needs. `conn` is a link's connection."""
+    """The services that Exports needs. `conn` identifies a link's connection."""
 
     def link_to(self, peer: str) -> str | None:
         """Returns the connection of the link to this peer, if it is up."""
 
     def awaken(self, peer: str) -> bool:
-        """Opens a link at rest: `link_up` or `link_lost` follows. Returns False if no link to this peer is at rest."""
+        """Opens the link to this peer if it is at rest; `link_up` or `link_lost` follows.
+
+        Returns False if it is not at rest.
+        """
 
     def limits(self, conn: str, group: int) -> ShipLimits: ...
 
     def send(self, conn: str, body: wire.Body) -> None: ...
 
     def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Queues a KVChunk and its payload in the lanes of a group of layers."""
+        """Queues a KVChunk and its payload in the lanes of one group of layers."""
 
     def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
         """Queues the last message of these lanes, after all chunks."""
@@ -54,21 +57,21 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
-    """`progress`: the sent part of each group of layers."""
+    """One transfer. `progress`: which part of each group of layers has been sent."""
 
     request: Request
     conn: str
     state: ExportState
     since_s: float
     progress: list[ShipProgress]
-    num_wanted: int = 0  # tokens of the first group of layers that the peer lacks in its cache
+    num_wanted: int = 0  # tokens of the first group of layers that the peer's cache lacks
     step_stop: int = 0  # prompt tokens that will be computed when the current step ends
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
 
 class ExportOutcomes(Protocol):
     def export_ended(self, request: Request, error: str | None) -> None:
-        """Ends the leg; `error` None: it was handed over as intended."""
+        """Ends the leg; `error` None: the transfer was handed over."""
 
 
 class Exports:
@@ -89,7 +92,7 @@ class Exports:
         return len(self._exports)
 
     def lend(self, request: Request, conn: str, is_up: bool = True) -> None:
-        """Offers a prompt's beginning, which P holds for this peer, over the connection that asked for it.
+        """Offers the beginning of a prompt, which P holds for this peer, over the connection that the pull came from.
 
         If that link is not up yet, the offer waits for it.
         """
@@ -115,7 +118,10 @@ class Exports:
     # ---- steps
 
     def computing(self, chunks: list[tuple[Request, int]]) -> bool:
-        """Prepares for a step. Returns whether to call `layers_done`, because some of its KV will be handed over."""
+        """Prepares for a step.
+
+        Returns whether `layers_done` must be called, because some of the step's KV will be handed over.
+        """
         self._step = []
         for request, num_tokens in chunks:
             export = self._exports.get(request.transfer_id) if request.leg == "prefill" else None
@@ -125,9 +131,9 @@ class Exports:
         return bool(self._step)
 
     def layers_done(self, num_layers: int) -> None:
-        """Ships layers: the step has written the KV of its tokens in the first `num_layers` attention layers.
+        """Ships layers once the step has written the KV of its tokens in the first `num_layers` attention layers.
 
-        A draft head's layer is last: exports to peers without this head complete before it.
+        A draft head's layer is last, so exports to peers without this head are complete before it.
         """
         for export in self._step:
             if export.state is ExportState.STREAMING:
@@ -141,7 +147,7 @@ class Exports:
         export = self._exports.get(request.transfer_id)
         if export is None:
             return
-        if request.status is Status.FINISHED:  # its first token was its last, so the engine has released the blocks
+        if request.status is Status.FINISHED:  # it has only one token, so the engine has released the blocks
             self._let_go(export)
             self._revoke(export)
             return
@@ -159,7 +165,7 @@ class Exports:
         if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
-            self._ended(export.request, f"{export.request.peer} wants KV cache from token {wanted} on")
+            self._ended(export.request, f"{export.request.peer} sent invalid first tokens: {wanted}")
         else:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):
@@ -169,7 +175,7 @@ class Exports:
             self._ship(export)
 
     def is_valid_credit(self, conn: str, credit: wire.Credit) -> bool:
-        """Whether a credit is valid. An invalid credit ends its request, so it is handled only while no step runs."""
+        """Whether a credit is valid. An invalid credit ends its request, which is possible only between steps."""
         export = self._find(conn, credit.transfer_id)
         if export is None:
             return True
@@ -191,7 +197,7 @@ class Exports:
         return export.num_wanted, export.since_s, export.request.is_pull
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
-        """Ends the leg, because D was told that the transfer is valid; see HeldTransfers."""
+        """Ends the leg, because P has confirmed the transfer to D; see HeldTransfers."""
         export = self._find(conn, transfer_id)
         if export is not None:
             self._let_go(export)
@@ -203,7 +209,7 @@ class Exports:
             self._give_up(export, f"{export.request.peer} abandoned the transfer: {cancel.reason}")
 
     def abort(self, request: Request) -> None:
-        """Withdraws a transfer that is no longer needed. The caller releases the request."""
+        """Withdraws a transfer that is no longer needed. The caller releases the request's blocks."""
         export = self._exports.get(request.transfer_id)
         if export is not None and not self._let_go(export):
             self._revoke(export)
@@ -226,9 +232,9 @@ class Exports:
             self._give_up(export, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer whose peer has made no progress for longer than its lease.
+        """Ends every transfer whose peer has made no progress within its lease.
 
-        A streaming transfer that waits only for this engine does not expire.
+        A streaming transfer does not expire, because it waits only for this engine.
         """
         now_s = self._clock()
         for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
@@ -243,7 +249,7 @@ class Exports:
                     self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
                 if awaiting:
-                    reason = f"the link to {export.request.peer} rests, and D had no capacity within {limit_s:g} s"
+                    reason = f"the link to {export.request.peer} is at rest, and D had no room within {limit_s:g} s"
                 self._ended(export.request, None if handed_over else reason)
 
     # ---- internal
@@ -275,7 +281,7 @@ class Exports:
     def _ship(self, export: Export) -> None:
         """Ships all complete blocks that are not queued yet.
 
-        Once the first token exists, it also ships the incomplete block, the states and the lanes' ends.
+        Once the first token exists, it also ships the incomplete block, the states and the last message of each lane.
         """
         export.since_s = self._clock()
         request, done = export.request, bool(export.first_tokens) or export.request.is_pull
@@ -311,7 +317,7 @@ class Exports:
         self._ended(export.request, None if handed_over else error)
 
     def _let_go(self, export: Export) -> bool:
-        """Forgets the transfer. Returns True if D was already told that it is valid, because D then owns it."""
+        """Forgets the transfer. Returns True if P has already confirmed it to D, which then owns it."""
         transfer_id = export.request.transfer_id
         del self._exports[transfer_id]
         if export in self._step:

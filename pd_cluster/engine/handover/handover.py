@@ -36,7 +36,10 @@ class Outcomes(ExportOutcomes, ImportOutcomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HandoverTerms:
-    """`is_prefill`: the role until the scheduler changes it. An import reserves blocks for `growth_tokens` more."""
+    """`is_prefill`: the role until the scheduler changes it.
+
+    An import reserves blocks for `growth_tokens` further tokens.
+    """
 
     is_prefill: bool
     growth_tokens: int
@@ -84,8 +87,9 @@ class Handover:
         self.out_links.set_peers(list(filter(self._is_partner, partners)) if self.is_prefill else [])
 
     def _is_partner(self, peer: wire.PeerInfo) -> bool:
-        """Whether this prefill instance sends KV cache to that peer: a decode instance, or with pulls another prefill
-        instance.
+        """Whether this prefill instance sends KV cache to that peer.
+
+        The peer must be a decode instance or, if pulls are on, another prefill instance.
         """
         if peer.role == "decode":
             return True
@@ -95,7 +99,7 @@ class Handover:
     # ---- steps
 
     def layers_done(self, num_layers: int) -> None:
-        """Ships finished layers while a step runs, also for credits that have just arrived."""
+        """Ships finished layers while a step runs, including those of transfers whose credits have just arrived."""
         odd = []
         while not self.credits.empty():
             conn, credit = self.credits.get_nowait()
@@ -110,14 +114,14 @@ class Handover:
     # ---- events
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step's end, on the mailbox's thread. Returns False for others."""
         match body:
             case wire.KVFrame():  # it goes directly to the link's thread
                 self.in_links.route(conn, body)
             case wire.LinkValue():  # one end of a link waits for it
                 self.in_links.meet(conn, body)
                 self.out_links.meet(conn, body)
-            case wire.Confirm(transfer_id):  # D gets its answer at once
+            case wire.Confirm(transfer_id):  # D gets the answer at once
                 if self.exports.held.answer(conn, body, self._context.post.send, self._context.note):
                     self._context.report(HandedOver(conn, transfer_id, self._context.clock()))
             case wire.Credit():  # a running step reads it, too
@@ -168,7 +172,7 @@ class Handover:
         return True
 
     def _lend(self, conn: str, peer: str, pull: wire.Pull) -> None:
-        """Offers the part of a prompt's beginning that is in the caches here, if any."""
+        """Answers a pull: offers the beginning of the prompt that is cached here, or revokes the pull if none is."""
         request = Request(pull.transfer_id, pull.order, transfer_id=pull.transfer_id, peer=peer, is_pull=True)
         request.prompt_token_ids = request.prompt_token_ids[: pull.num_tokens]
         is_up = self.out_links.table.link_to(peer) == conn
@@ -179,7 +183,7 @@ class Handover:
             self._context.post.send(conn, wire.Revoke(pull.transfer_id))
 
     def handle(self, event: Event) -> None:
-        """Handles an event of a link's thread, or of the mailbox's thread about a transfer; ignores others."""
+        """Handles events of links' threads, and those of the mailbox's thread about transfers; ignores all others."""
         match event:
             case Arrived(transfer_id):
                 self.imports.on_arrived(transfer_id)

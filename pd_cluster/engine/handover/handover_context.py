@@ -16,7 +16,7 @@ from pd_cluster.types import Note
 
 @dataclass(frozen=True, slots=True)
 class HandoverContext:
-    """`report` passes events from other threads to the engine's thread."""
+    """Shared by links, transfers and legs. `report` passes an event from another thread to the engine's thread."""
 
     endpoint: LocalEndpoint
     post: Post

@@ -1,4 +1,4 @@
-"""Measures the times of handovers for routing's predictions, by their links' transports. Engine's thread only."""
+"""Measures handover times by transport; the router predicts with them. Used by the engine's thread only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pd_cluster.wire import LayoutInfo, pull_over
 
 
 class HandoverTiming:
-    """A handover's time: from its prompt's last step until the peer has landed it and asks for confirmation."""
+    """A handover's time begins when its prompt's last step ends, and ends when D has landed it and sends Confirm."""
 
     def __init__(self, layouts: Sequence[LayoutInfo]) -> None:
         self._layouts = layouts
         self._fits: dict[str, OnlineHandoverFit] = {}
 
     def add(self, link: LinkState, num_tokens: int, took_s: float, is_pull: bool = False) -> None:
-        """Records a handover of this many tokens over a link that is up. No step hides any part of a pull."""
+        """Records a handover of this many tokens over a link that is up.
+
+        Pulls are measured separately: no step hides part of their time.
+        """
         if not link.is_open or took_s <= 0:
             return
         over = pull_over(link.over) if is_pull else link.over
@@ -30,6 +33,6 @@ class HandoverTiming:
 
     @property
     def costs(self) -> dict[str, HandoverCost]:
-        """Returns the measured costs; the keys are as LinkState.over returns them, or of pulls."""
+        """Returns the measured costs. Keys: LinkState.over, or `pull_over` of it for pulls."""
         known = ((over, fit.cost) for over, fit in self._fits.items())
         return {over: cost for over, cost in known if cost is not None}

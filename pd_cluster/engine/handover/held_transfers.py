@@ -9,10 +9,10 @@ from pd_cluster.types import Note
 
 
 class HeldTransfers:
-    """Transfers whose KV cache is complete and still in its blocks. Two threads may take one; only the first gets it.
+    """Transfers whose KV cache is complete and still in its blocks.
 
-    A thread that takes it for a `Confirm` may confirm it to D; a thread that takes it to abandon it may release the
-    blocks.
+    Two threads may take a transfer; only the first gets it. The mailbox's thread takes it to confirm it to D; the
+    engine's thread takes it to release the blocks of an abandoned one.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,10 @@ class HeldTransfers:
         return self._held.pop((conn, transfer_id), False) is None
 
     def answer(self, conn: str, confirm: wire.Confirm, send: Callable[[str, wire.Body], None], note: Note) -> bool:
-        """Answers D whether the transfer is valid; returns True if D owns it now. The mailbox's thread calls it."""
+        """Answers a Confirm: whether the transfer is valid. Returns True if D owns it now.
+
+        The mailbox's thread calls this.
+        """
         transfer_id = confirm.transfer_id
         is_held = self.take(conn, transfer_id)
         if is_held:

@@ -1,8 +1,8 @@
 """The decode side of every transfer: receives a request's KV cache.
 
-docs/protocol/handover.md has the state × event table; every method here is one event. It has no torch, sockets or
-clock: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same
-code through any order of events.
+docs/protocol/handover.md has the state × event table; every method here is one event. This module uses no torch,
+sockets or clock of its own: sends, copies and reports go through the ports that the constructor receives, so that tests
+can drive the same code through any order of events.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ class ImportPorts(Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
     def precision(self, conn: str) -> str:
-        """Returns how KV cache that came over this link differs from KV cache computed here; "" if it does not."""
+        """Returns how KV cache received over this link differs from KV cache computed here; "" if it is the same."""
 
     def begin(
         self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
     ) -> None:
-        """Lets the link's threads write a prompt of `num_tokens`, and its state if there is one.
+        """Lets the link's threads write the KV of a prompt of `num_tokens`, and its state if the model has states.
 
-        For each group of layers, `tables` has its blocks, and `first_tokens` the first token that this instance lacks.
+        For each group of layers, `tables` has the blocks to write, and `first_tokens` the first token that this
+        instance lacks.
         """
 
     def forget(self, conn: str, transfer_id: str) -> None:
-        """Stops the link's thread; `on_drained` follows, even if the link is down."""
+        """Makes the link's threads stop writing this transfer; `on_drained` follows, even if the link is down."""
 
     def progress_s(self, conn: str) -> float: ...
 
     def left_s(self, transfer_id: str) -> float:
-        """Returns the expected time until the end of a transfer whose whole KV cache has arrived."""
+        """Returns the expected time until the end of a transfer whose KV cache has arrived completely."""
 
 
 class ImportState(enum.Enum):
@@ -73,26 +74,26 @@ class Import:
     request: Request | None = None
     num_cached_tokens: int = 0  # tokens that the peer had cached
     first_tokens: list[TokenOutput] = field(default_factory=list)
-    num_wanted_tokens: int = 0  # tokens that the first group of layers has not cached here; set with the credit
-    is_imminent: bool = False  # all its KV cache has arrived, and a step may wait for the rest
+    num_wanted_tokens: int = 0  # tokens that the cache here lacks in the first group of layers; set with the credit
+    is_imminent: bool = False  # its whole KV cache has arrived, and a step may wait until it joins
 
 
 class ImportOutcomes(Protocol):
     def offered(self, request: Request, num_cached_tokens: int) -> None:
-        """The peer that computes the prompt had cached this many of its tokens."""
+        """Called when an offer arrives. The peer computes the prompt, and had cached this many of its tokens."""
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
-        """The request's KV has arrived; these sequences take part in the next step."""
+        """Called when the request's KV has arrived; these sequences take part in the next step."""
 
     def import_ended(self, request: Request, error: str | None) -> None:
         """Ends the leg at this instance; `error` None: another process reports the reason."""
 
     def pull_ended(self, request: Request, num_tokens: int) -> None:
-        """A pull has ended; it brought the KV cache of this many tokens."""
+        """Called when a pull has ended; it brought the KV cache of this many tokens."""
 
 
 class Imports:
-    """A landing reserves blocks for `growth_tokens` more tokens than its prompt."""
+    """Transfers from peers. A landing reserves blocks for its prompt and `growth_tokens` further tokens."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Imports:
     def num_quarantined_blocks(self) -> int:
         """Counts the landing blocks of abandoned transfers, which a transport may still write.
 
-        It counts the first group of layers, as the pool's other figures do.
+        Only blocks of the first group of layers count, as in the pool's other figures.
         """
         return self._num_draining_blocks(self._scheduler.groups[0], 0.0)
 
@@ -137,7 +138,7 @@ class Imports:
         """Raises QuarantineFull if transfers abandoned long ago hold more than this share of a group's blocks."""
         for group in self._scheduler.groups:
             num_blocks = self._num_draining_blocks(group, self._timeouts.transfer_timeout_s)
-            most = math.ceil(most_share * group.blocks.num_blocks)  # a pool of few states may lend one
+            most = math.ceil(most_share * group.blocks.num_blocks)  # rounded up: pools of states are small
             if num_blocks > most:
                 raise QuarantineFull(num_blocks, most)
 
@@ -147,9 +148,9 @@ class Imports:
         return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)
 
     def num_incoming(self, batch: str) -> int:
-        """Counts requests whose KV will land without further action.
+        """Counts requests whose KV will land without further action here.
 
-        Returns 0 if a request lacks blocks or belongs to another batch.
+        Returns 0 if any request still waits for blocks or belongs to another batch.
         """
         total = 0
         for each in self._imports.values():
@@ -157,7 +158,7 @@ class Imports:
                 continue
             if each.request is None or each.request.batch != batch or each.state is ImportState.QUEUED:
                 return 0
-            total += each.request.sampling.max_tokens > 1  # with one token, P has the whole answer
+            total += each.request.sampling.max_tokens > 1  # with one token, P sends the whole answer
         return total
 
     def submit(self, request: Request) -> None:
@@ -173,7 +174,7 @@ class Imports:
             self._outcomes.import_ended(request, f"transfer {request.transfer_id} is under way for another request")
 
     def pull(self, request: Request, conn: str) -> None:
-        """Expects a prompt's beginning that this instance has asked a peer for, over a link from there."""
+        """Requests the beginning of a prompt from a peer, over the link from that peer, and expects its offer."""
         found = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), conn, request=request)
         self._imports[request.transfer_id] = found
         self._ports.send(conn, wire.Pull(request.transfer_id, request.order, len(request.prompt_token_ids)))
@@ -182,7 +183,7 @@ class Imports:
         """Handles an offer from `peer` (name@epoch) over its connection."""
         found = self._imports.pop(offer.transfer_id, None)
         if found is not None and found.state is not ImportState.EXPECTED:
-            self._imports[offer.transfer_id] = found  # a repeated offer; the first is valid
+            self._imports[offer.transfer_id] = found  # a repeated offer; the first one counts
             return
         request = found.request if found is not None else None
         if found is not None and request is not None and peer not in ("", request.peer):
@@ -198,7 +199,7 @@ class Imports:
         self._check_offer(offered)
 
     def credit(self) -> None:
-        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there are blocks.
+        """Reserves landing blocks for queued offers, by priority and then by arrival, while there are enough blocks.
 
         An offer gets blocks in all groups of layers or in none.
         """
@@ -224,9 +225,10 @@ class Imports:
 
     @property
     def imminent_s(self) -> float | None:
-        """Returns the seconds until a transfer that lacks only its end or P's answer may join; None: no such transfer.
+        """Returns the expected seconds until a request joins whose whole KV cache has arrived; None: there is none.
 
-        Transfers that a step has waited for in vain do not count.
+        Its transfer lacks only the last message or P's answer. Transfers for which a step has already waited in vain do
+        not count.
         """
         found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
@@ -243,7 +245,10 @@ class Imports:
             found.is_imminent = True
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
-        """Waits for P's answer. The link's thread has sent `Confirm`, perhaps during a step; P may refuse it."""
+        """Waits for P's answer to the `Confirm` that the link's thread has sent, perhaps during a step.
+
+        P may refuse it.
+        """
         found = self._imports.get(transfer_id)
         if found is None or found.state is not ImportState.LANDING:
             return
@@ -288,7 +293,10 @@ class Imports:
             self._give_up(found, None)
 
     def abort(self, request: Request) -> None:
-        """Ends a transfer that is no longer needed. Returns at once; landing blocks are freed after the last write."""
+        """Ends a transfer that is no longer needed.
+
+        Does not wait; landing blocks are freed after the last write to them.
+        """
         found = self._imports.get(request.transfer_id)
         if found is not None and found.state is not ImportState.DRAINING:
             if found.conn:
@@ -346,7 +354,10 @@ class Imports:
         return found == expected and all(0 <= t.token_id < self._vocab_size for t in tokens)
 
     def _give_up(self, found: Import, error: str | None) -> None:
-        """Ends the leg; `error` None: the peer or the scheduler knows the reason. Landing blocks drain first."""
+        """Ends the leg. `error` None: the peer or the scheduler reports the reason.
+
+        Landing blocks are freed later, by `on_drained`.
+        """
         if found.state is ImportState.DRAINING:
             return
         request = found.request

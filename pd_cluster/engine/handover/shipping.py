@@ -1,6 +1,6 @@
-"""Determines which pieces of a prompt's KV cache leave in one group of layers, and tracks what has left. Sends nothing.
+"""Determines which pieces of a prompt's KV cache to send in one group of layers, and tracks which were sent.
 
-Pure arithmetic: Exports decides when a piece may leave.
+Pure arithmetic: Exports decides when to send them, and sends them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from pd_cluster.kv.group_rule import ALL, Rule
 from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.kv.layer_groups import first_token_of
 
-MIN_LAYERS_NBYTES = 1 << 20  # a smaller amount of finished layers waits for more
+MIN_LAYERS_NBYTES = 1 << 20  # finished layers wait until there are this many bytes to send
 
 
 class ShipLimits(NamedTuple):
-    """The limits that the other end of a group's lanes and their transport set for pieces."""
+    """Limits of a group's pieces. The peer and the transport of the group's lanes set them."""
 
     peer_block_size: int  # tokens
     max_payload_nbytes: int
-    num_layers: int  # layers that are sent: all, or all except those of a draft head
+    num_layers: int  # layers to send: all, or all except those of a draft head
 
 
 class ShipGroup(NamedTuple):
     """A group of layers at this end. `block_size`: in tokens. `layer_nbytes`: a block's bytes in the largest layer.
 
-    `places`: its layers' indices among all attention layers of the model, ascending; () if it has all of them.
+    `places`: the indices of the group's layers among all attention layers of the model, ascending; () if the group has
+    all of them.
     """
 
     block_size: int
@@ -38,13 +39,13 @@ class ShipGroup(NamedTuple):
     places: tuple[int, ...] = ()
 
     def num_done(self, num_layers: int) -> int:
-        """Returns how many of its layers are among the model's first `num_layers` attention layers."""
+        """Returns how many of the group's layers are among the model's first `num_layers` attention layers."""
         return bisect_left(self.places, num_layers) if self.places else num_layers
 
 
 @dataclass(frozen=True, slots=True)
 class ShipSizes:
-    """Decides for each group of layers which pieces leave. `min_nbytes`: the least bytes of a piece during a step."""
+    """Sizes that determine each group's pieces. `min_nbytes`: the smallest piece that is sent during a step."""
 
     groups: tuple[ShipGroup, ...]
     min_nbytes: int = MIN_LAYERS_NBYTES
@@ -63,10 +64,10 @@ class ShipSizes:
 
 @dataclass(slots=True)
 class ShipProgress:
-    """The progress of sending one group's share of a prompt with `num_tokens` tokens.
+    """Tracks which part of one group's KV, for a prompt of `num_tokens`, is queued for sending.
 
-    All tokens before `next_token` are queued in all transferred layers; later tokens of the running step are queued in
-    `num_layers`. A state is one token.
+    Tokens before `next_token` are queued in all layers to send; the running step's later tokens are queued in the first
+    `num_layers`. A state counts as one token.
     """
 
     group: ShipGroup
@@ -77,12 +78,13 @@ class ShipProgress:
 
     @property
     def num_own_tokens(self) -> int:
-        """Counts the tokens of the whole prompt in this group."""
+        """The number of tokens to send for the whole prompt in this group."""
         return 1 if self.group.holds.is_state else self.num_tokens
 
     def accepts(self, first_token: int, limits: ShipLimits) -> bool:
-        """Whether the peer may request tokens from this token on: a block starts with it, and no later token is sent
-        yet.
+        """Whether the peer may request the tokens from this one on.
+
+        It must start a block of the peer's, and be no earlier than the first token that the group's rule keeps.
         """
         if self.group.holds.is_state:
             return first_token == 0
@@ -92,12 +94,12 @@ class ShipProgress:
     def finished_layers(
         self, num_layers: int, num_computed: int, limits: ShipLimits, table: Sequence[int], min_nbytes: int
     ) -> Iterator[wire.KVPiece]:
-        """Yields pieces of layers that a running step has finished, if they are worth a payload.
+        """Yields pieces of layers that a running step has finished, if they are large enough.
 
         `num_layers`: how many of the model's attention layers have finished. `num_computed`: how many of the prompt's
         tokens will be computed when the step has ended.
         """
-        if self.group.holds.is_state:  # a state is sent at the end: each chunk changes it
+        if self.group.holds.is_state:  # a state is sent at the end, because each chunk changes it
             return
         stop, first, done = self._complete(num_computed), self.num_layers, self.group.num_done(num_layers)
         if stop <= self.next_token or done <= first:
@@ -108,7 +110,7 @@ class ShipProgress:
             yield from self._pieces(stop, first, done, limits, table)
 
     def computed(self, num_computed: int, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields pieces of all tokens that are computed and final, between steps."""
+        """Yields pieces of all tokens in blocks that are complete. Called between steps."""
         if self.group.holds.is_state:
             if num_computed >= self.num_tokens:
                 yield from self._state_pieces(limits, table)
@@ -132,7 +134,7 @@ class ShipProgress:
             self.num_layers = stop_layer
 
     def _state_pieces(self, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields the state, in pieces with the most layers that fit a payload."""
+        """Yields the state in pieces of as many layers as fit a payload."""
         at_once = max(1, limits.max_payload_nbytes // self.group.layer_nbytes)
         for first in range(0, limits.num_layers, at_once):
             yield wire.KVPiece(0, 1, first, min(at_once, limits.num_layers - first), list(table[:1]))

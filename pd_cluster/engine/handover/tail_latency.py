@@ -1,6 +1,7 @@
-"""Measures the tail of a transfer: from its last KV cache to its first token, which prefill computes meanwhile.
+"""Measures the tail of a transfer: the time from the arrival of its whole KV cache until its first token has landed.
 
-The links' threads record arrivals without waiting for a step; the engine's thread reads the estimates.
+Prefill computes the first token during that time. The links' threads record arrivals, also during a step; the engine's
+thread reads the estimates.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from collections.abc import Callable
 
 from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkEvent
 
-KEPT = 0.8  # the weight of the earlier average when another tail is measured
+KEPT = 0.8  # the weight of the earlier average when a further tail is measured
 
 
 class TailLatency:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._arrived_s: dict[str, float] = {}  # transfer -> when all its KV cache had arrived, until it ends
+        self._arrived_s: dict[str, float] = {}  # transfer -> when its whole KV cache had arrived; removed when it lands
         self._tail_s = 0.0  # recent average; 0: unknown
 
     def __len__(self) -> int:

@@ -1,1 +1,1 @@
-"""The legs of requests on one worker: how they arrive and end, and how schedulers learn of it."""
+"""Begins and ends the legs of requests on one worker, and reports to schedulers."""

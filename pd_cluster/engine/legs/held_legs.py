@@ -1,4 +1,4 @@
-"""Legs that wait for their adapters, each with the rest of its deadline. Knows nothing of adapters' locations."""
+"""Legs that wait until their adapters are loaded, with their deadlines. Does not know where adapters come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster import wire
 
 @dataclass(frozen=True, slots=True)
 class HeldLeg:
-    """`expires_s`: the deadline by the worker's clock; infinite: none."""
+    """A leg that waits. `expires_s`: its deadline by the worker's clock; infinite: none."""
 
     conn: str
     submit: wire.Submit
@@ -35,7 +35,7 @@ class HeldLegs:
         return digest in self._legs
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the adapters that legs wait for."""
+        """Yields the digests of adapters that legs wait for."""
         return iter(list(self._legs))
 
     def owners(self, digest: str) -> set[bytes]:
@@ -47,7 +47,7 @@ class HeldLegs:
         self._legs.setdefault(submit.order.variant, []).append(HeldLeg(conn, submit, expires_s))
 
     def take(self, digest: str) -> list[HeldLeg]:
-        """Removes and returns the legs of an adapter, each with the rest of its deadline."""
+        """Removes and returns the legs of an adapter, each with the time that is left until its deadline."""
         now_s = self._clock()
         return [with_rest(leg, now_s) for leg in self._legs.pop(digest, ())]
 
@@ -75,7 +75,7 @@ class HeldLegs:
 
 
 def with_rest(leg: HeldLeg, now_s: float) -> HeldLeg:
-    """Returns the leg with the rest of its deadline."""
+    """Returns the leg with the time that is left until its deadline."""
     if leg.expires_s == math.inf:
         return leg
     submit = msgspec.structs.replace(leg.submit, deadline_s=max(0.001, leg.expires_s - now_s))

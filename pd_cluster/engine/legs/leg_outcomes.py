@@ -23,7 +23,7 @@ class LegOutcomes:
     ) -> None:
         self.table, self.output_batcher, self.notes, self.records = table, output_batcher, notes, records
         self._scheduler = scheduler
-        self.ended_pulls: dict[str, int] = {}  # transfer -> tokens that it brought; a stage takes them
+        self.ended_pulls: dict[str, int] = {}  # transfer -> tokens that it brought; PrefixPulls removes them
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         if not request.sampling.beam_width:

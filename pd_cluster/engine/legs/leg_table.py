@@ -1,4 +1,4 @@
-"""The legs of requests that run on one worker, for all parts of the engine that begin, feed and end them.
+"""The legs that run on one worker. All parts of the engine that begin, feed and end legs share this table.
 
 Knows nothing of why a leg ends. Used on the engine's thread.
 """
@@ -13,9 +13,9 @@ from pd_cluster.types import Request, Status
 
 @dataclass(slots=True)
 class LegTable:
-    """By leg key: `sequences` that have not ended, `deadlines`, and `weights` that schedulers assigned.
+    """Maps leg keys to `sequences` that have not ended, to `deadlines`, and to `weights` that schedulers assigned.
 
-    `unwanted`: keys of legs that nobody reads any more; Legs drops them.
+    `unwanted`: keys of legs whose outputs no client reads any more; Legs drops them.
     """
 
     sequences: dict[str, list[Request]] = field(default_factory=dict)
@@ -33,7 +33,10 @@ class LegTable:
             self.deadlines[key] = deadline_s
 
     def remove(self, request: Request) -> bool:
-        """Removes an ended sequence of a leg in this table; returns whether it was the last one, which ends the leg."""
+        """Removes an ended sequence; the leg must be in this table.
+
+        Returns whether it was the last one, which ends the leg.
+        """
         key = request.leg_key
         self.sequences[key].remove(request)
         if self.sequences[key]:
@@ -55,7 +58,7 @@ class LegTable:
         return [key for key in self.sequences if self.client_of(key) == conn]
 
     def outstanding(self) -> dict[str, int]:
-        """Returns the summed weights of each scheduler's legs that have not ended, in tokens, by its connection."""
+        """Returns, by scheduler's connection, the sum of the weights (in tokens) of its legs that have not ended."""
         sums: dict[str, int] = {}
         for key, sequences in self.sequences.items():
             client = sequences[0].client
@@ -63,12 +66,12 @@ class LegTable:
         return sums
 
     def readdress(self, key: str, client: str) -> None:
-        """Sends the further outputs of a running leg to another scheduler, or to nobody."""
+        """Sends the further outputs of a running leg to another scheduler, or to none."""
         for request in self.sequences.get(key, ()):
             request.client = client
 
     def variants(self) -> Iterator[str]:
-        """Yields the adapters of legs that are or will be computed here, without legs that are handed over."""
+        """Yields the adapters of legs that are or will be computed here. Omits legs that are being handed over."""
         for sequences in self.sequences.values():
             for each in sequences:
                 if each.status is not Status.EXPORTING:

@@ -1,4 +1,4 @@
-"""The legs of requests on one worker: how they arrive and end."""
+"""Begins and ends the legs of requests on one worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pd_cluster.types import LegEnd, Request, Status, resume
 
 OTHERS = "this attempt already runs here, for another scheduler"
 ENDING = "an earlier leg of this attempt is still ending here"
-MIN_WAITING = 16  # this number of legs may always wait, even if a step has fewer sequences
+MIN_WAITING = 16  # at least this many legs may wait, even if a step has fewer sequences
 
 
 class Legs:
-    """Begins and ends the legs of one worker."""
+    """The legs of one worker, from arrival to end."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Legs:
 
     @classmethod
     def of(cls, context: HandoverContext, core: EngineCore, limits: EngineLimits, terms: HandoverTerms) -> Legs:
-        """Builds the legs of a worker, none of which has begun."""
+        """Builds the legs of a worker, with no leg begun."""
         clock, table = context.clock, LegTable()
         output_batcher, notes = OutputBatcher(context.post, context.tracer, clock), LegNotes(context.note, clock)
         outcomes = LegOutcomes(table, core.scheduler, output_batcher, notes, Records(table, output_batcher, clock))
@@ -49,11 +49,11 @@ class Legs:
 
     @property
     def are_over(self) -> bool:
-        """Whether no leg and no draining block is left here."""
+        """Whether no leg and no draining landing block is left on this worker."""
         return not self.table.sequences and not self._core.scheduler.requests
 
     def variants(self) -> set[str]:
-        """Returns the adapters of requests that are or will be computed here, without requests that are handed over."""
+        """Returns the adapters of requests that are or will be computed here, except those being handed over."""
         requests = self._core.scheduler.requests.values()
         computed = {each.order.variant for each in requests if each.status is not Status.EXPORTING}
         return {*self.table.variants(), *computed}
@@ -61,9 +61,9 @@ class Legs:
     # ---- arrival
 
     def submit(self, conn: str, submit: wire.Submit, closed: str, num_held: int = 0) -> None:
-        """Accepts a leg, or reports why not.
+        """Accepts a leg, or reports why it is refused.
 
-        `closed`: why this worker accepts no requests now; "" if it does. `num_held`: legs that stages hold.
+        `closed`: why this worker accepts no requests now; "" if it accepts them. `num_held`: legs that stages hold.
         """
         request = request_of(submit, conn, self._clock())
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
@@ -77,7 +77,7 @@ class Legs:
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
         if is_full := problem is None and self.would_refuse(submit, num_held):
-            problem, is_fault = f"as many requests wait here as it computes at a time ({self._most_waiting})", True
+            problem, is_fault = f"this instance's queue is full (limit: {self._most_waiting} requests)", True
         refusal = self._core.sampler.processors.problem(request) if problem is None else None
         problem = problem or refusal
         self.notes.submitted(request, problem)
@@ -96,7 +96,7 @@ class Legs:
                 self._core.scheduler.add(each)
 
     def end_unbegun(self, conn: str, submit: wire.Submit, error: str, is_full: bool = False) -> None:
-        """Ends a leg that never began here. `is_full`: the request shall be sent again soon."""
+        """Ends a leg that never began here. `is_full`: the scheduler should soon send the request again."""
         self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error, is_full=is_full))
 
     def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
@@ -122,7 +122,7 @@ class Legs:
             self._end(key, error, is_refusal=True)
 
     def fail(self, key: str, error: str) -> None:
-        """Ends a leg for which this server's code has failed, unless another of its sequences has ended it already."""
+        """Ends a leg because of a fault in this server's code, unless another of its sequences has ended it already."""
         if key in self.table:
             self._end(key, error)
 
@@ -154,7 +154,7 @@ class Legs:
             self.drop(key)
         elif leader.sampling.beam_width:
             return  # hypotheses are sent together at the end
-        elif not leader.output_token_ids and not leader.is_resumed:  # the leg's sequences are not forked yet
+        elif not leader.output_token_ids and not leader.is_resumed:  # not forked into its sequences yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":
             for request in [r for r in sequences if r.index == index]:
@@ -162,7 +162,7 @@ class Legs:
                 self._core.scheduler.finish(request)
 
     def drop(self, key: str) -> None:
-        """Stops a leg in any state and frees its blocks; landing blocks follow once nothing writes to them."""
+        """Stops a leg in any state and frees its blocks; landing blocks are freed once nothing writes to them."""
         for request in list(self.table.sequences[key]):
             self._outcomes.forget(request)
             self.handover.abort(request)
@@ -170,7 +170,7 @@ class Legs:
                 self._core.scheduler.finish(request)
 
     def drop_unwanted(self) -> None:
-        """Drops the legs that nobody reads any more."""
+        """Drops the legs whose outputs no client reads any more."""
         unwanted = self.table.unwanted
         while unwanted:
             if (key := unwanted.pop()) in self.table:

@@ -1,6 +1,6 @@
-"""Collects a worker's messages to its schedulers until the end of the step: one message per scheduler and step.
+"""Collects a worker's outputs for its schedulers and sends each scheduler one message per step.
 
-Tokens wait longer if the client does not read them one by one. Knows nothing of legs or of reasons.
+Tokens wait longer if the client does not read them one by one. Knows nothing of legs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.leg_trace import Tracer
 from pd_cluster.types import MAX_UNSENT, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
-NOBODY = ""  # in place of a connection: the stream has no reader
-# The most logprobs in a message, whose size is limited; those of one token are never split.
+NOBODY = ""  # takes the place of a connection when the stream has no reader
+# The most logprobs in a message, whose size is limited. The logprobs of one token always stay in one message.
 MAX_MESSAGE_LOGPROBS = 1 << 18
 
 
@@ -43,7 +43,7 @@ class OutputBatcher:
     def add_token(self, request: Request, token: TokenOutput) -> None:
         """Adds a sequence's next token.
 
-        If the sequence gathers, its first token is sent at once, later tokens together.
+        If the sequence gathers tokens, its first token is sent at once, and later tokens are sent in groups.
         """
         if request.gathers and token.position:
             num_unsent = request.num_unsent
@@ -56,7 +56,7 @@ class OutputBatcher:
         self._add(request, token)
 
     def add_group(self, request: Request, tokens: Sequence[TokenOutput]) -> None:
-        """Adds the tokens that a sequence got in one step, which are sent together."""
+        """Adds the tokens that a sequence got in one step. They are sent together."""
         if request.gathers:
             for token in tokens:
                 self.add_token(request, token)
@@ -86,16 +86,16 @@ class OutputBatcher:
         self._ended[client].append(end)
 
     def send(self, client: str, body: wire.Body) -> None:
-        """Sends a message after everything that was added before."""
+        """Sends everything that was added before, and then a message."""
         self.flush()
         self._post.send(client, body)
 
     def tick(self) -> None:
-        """Lets the next flush send events even without other messages."""
+        """Makes the next flush send events even if there are no outputs."""
         self._events_due = True
 
     def flush(self) -> None:
-        """Sends one message to each scheduler with waiting outputs, and one for each large output."""
+        """Sends each scheduler one message with its waiting outputs, and one more message for each large output."""
         clients = {*self._tokens, *self._ended, *self._prompts, *self._pooled}
         if clients or self._events_due:
             self._collect_events()
@@ -117,11 +117,11 @@ class OutputBatcher:
             self._post.send(client, wire.Outputs(tokens, [] if more else ended, brief, events, self._clock()))
             for at, part in enumerate(more, 1):
                 self._post.send(client, wire.Outputs(part, ended if at == len(more) else []))
-            for pooled in self._pooled.pop(client, []):  # these outputs are large, too
+            for pooled in self._pooled.pop(client, []):  # these outputs are large too
                 self._post.send(client, wire.Outputs(pooled=[pooled]))
 
     def _collect_events(self) -> None:
-        """Copies new events for every scheduler, because this worker does not know which scheduler has a transfer."""
+        """Copies new events for every scheduler, because this worker does not know whose transfers they concern."""
         if events := self._tracer.drain():
             for known in self._events.values():
                 known += events

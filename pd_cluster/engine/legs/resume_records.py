@@ -1,7 +1,7 @@
-"""Records of streams that can resume: their request and output, for a while after their reader is lost.
+"""Keeps the requests and outputs of streams that can resume, for a limited time after their reader is lost.
 
-docs/protocol/requests.md, "Streams that resume", has the states. Knows nothing of text, of what clients have received,
-or of how legs are computed.
+docs/protocol/requests.md, "Streams that resume", has the states. Knows nothing of text, of which tokens clients have
+received, or of how legs are computed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from pd_cluster.types import LegEnd, PromptOutput, Request, RequestSpec, TokenOu
 log = logging.getLogger(__name__)
 
 GONE = "the record of the stream was dropped"
-STOPPED = "the stream stopped while nobody read it"
+STOPPED = "the stream stopped while it had no reader"
 TAKEN = "another reader has taken this stream over"
-NAME_NBYTES = 8  # the part of a digest by which a record is found; the rest is compared in constant time
+NAME_NBYTES = 8  # a record is found by this part of its digest; then the whole digest is compared in constant time
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """`reader`: a scheduler's connection, or NOBODY until `expires_s`.
+    """The record of one stream.
 
-    `former`: the scheduler that read the stream when the leg ended, and now looks for another instance to continue it.
+    `reader`: a scheduler's connection, or NOBODY, then until `expires_s`. `former`: the scheduler that read the stream
+    when its leg ended, and that now looks for another instance to continue it.
     """
 
     keep: wire.Keep = field(repr=False)
@@ -56,12 +57,12 @@ class Record:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its last token."""
+        """Whether the record has the stream's last token."""
         return bool(self.tokens) and self.tokens[-1].finish_reason is not None
 
 
 class Records:
-    """Marks legs that nobody will read as unwanted in the table of running legs."""
+    """All records of a worker. Legs that no client will read are marked as unwanted in the table of running legs."""
 
     def __init__(self, legs: LegTable, output_batcher: OutputBatcher, clock: Callable[[], float]) -> None:
         self._legs, self._output_batcher, self._clock = legs, output_batcher, clock
@@ -73,9 +74,10 @@ class Records:
         return len(self._by_name)
 
     def open(self, conn: str, submit: wire.Submit) -> None:
-        """Keeps a record of an accepted leg, if the request asks for it and there is memory.
+        """Opens a record of an accepted leg, if its request asks for one and there is enough memory.
 
-        It replaces an earlier attempt's record: that leg ends, and so does its stream at another scheduler.
+        It replaces an earlier record of the same stream: the earlier leg ends, and so does the stream at another
+        scheduler.
         """
         keep, sampling = submit.keep, submit.order.sampling
         if keep is None or sampling.n != 1 or sampling.beam_width:
@@ -92,13 +94,16 @@ class Records:
         self._grow(record, order_nbytes + 2 * len(keep.recipe) + wire.nbytes_of(tokens))
 
     def note_prompt(self, prompt: PromptOutput) -> None:
-        """Stores the outputs of a prompt, wherever it was computed; the first ones count, as for clients."""
+        """Stores the outputs of a prompt, wherever it was computed. The first outputs count, as they do for clients."""
         record = self._by_request.get(prompt.request_id)
         if record is not None and record.attempt == prompt.attempt and record.prompt is None:
             record.prompt = prompt
 
     def note(self, request: Request, tokens: list[TokenOutput]) -> None:
-        """Stores a sequence's next tokens, each once, and the report of its drafts, before they are batched."""
+        """Stores a sequence's next tokens, each only once, and the report of its drafts.
+
+        Called before they are batched.
+        """
         record = self._of(request)
         if record is None:
             return
@@ -122,7 +127,7 @@ class Records:
 
     def _release(self, conn: str, release: wire.Release) -> None:
         record = self._by_request.get(release.request_id)
-        if record is None:  # dropped for lack of memory while its leg continued
+        if record is None:  # dropped for lack of memory, although its leg continued
             if self._legs.client_of(key := f"{release.request_id}#{release.attempt}") == conn:
                 self._legs.unwanted.add(key)
             return
@@ -136,7 +141,7 @@ class Records:
             self._legs.unwanted.add(record.leg_key)
 
     def closed(self, conn: str) -> None:
-        """Lets the legs continue although their scheduler is gone."""
+        """Lets the legs of a lost scheduler continue without a reader."""
         for record in self._by_name.values():
             if record.reader == conn:
                 self._leave(record)
@@ -144,16 +149,16 @@ class Records:
                 record.former = NOBODY
 
     def aborted(self, conn: str, abort: wire.Abort) -> None:
-        """Starts a stream's window after a request to abort its leg.
+        """Starts a stream's window when its scheduler aborts a leg that has ended.
 
-        The scheduler aborts it to continue the stream with another reader, so the stream's last token is still to come.
+        The scheduler aborts the leg to continue the stream elsewhere, so the stream's last token is still to come.
         """
         record = self._by_request.get(abort.request_id)
         if record is not None and (record.attempt, record.reader) == (abort.attempt, conn):
             self._leave(record, former=conn)
 
     def leg_ended(self, request: Request) -> None:
-        """Starts the window of a stream whose leg ended before its last token."""
+        """Starts the window of a stream whose leg has ended before the stream's last token."""
         record = self._of(request)
         if record is not None and not record.is_whole and record.reader != NOBODY:
             self._leave(record, former=record.reader)
@@ -226,7 +231,7 @@ class Records:
         return record if record is not None and record.attempt == request.attempt else None
 
     def _grow(self, record: Record, nbytes: int) -> None:
-        """Adds to the bytes of a record. If memory runs out, the tenant that uses most of it loses records."""
+        """Adds to the bytes of a record. If memory runs out, the tenant with the most bytes loses records."""
         record.nbytes += nbytes
         self.nbytes += nbytes
         while self.nbytes > record.keep.capacity_nbytes and self._by_name:
@@ -237,11 +242,12 @@ class Records:
                 self._legs.unwanted.add(victim.leg_key)
 
     def _victim(self, growing: Record) -> Record:
-        """Returns the record to drop, of the tenant with the most bytes, or of the growing record's if it has as many.
+        """Returns the record to drop.
 
-        A tenant's records without a reader are dropped first, in order of expiry; if it has none, its largest record is
-        dropped. But if the tenant is the growing record's, and dropping all its records without a reader would not free
-        enough memory, the growing record itself is dropped.
+        It belongs to the tenant with the most bytes; on a tie, to the growing record's tenant. Among that tenant's
+        records, one without a reader is dropped, the first to expire; if all have readers, the largest is dropped.
+        There is one exception: if that tenant also owns the growing record, and dropping all its records without a
+        reader would not free enough memory, the growing record itself is dropped.
         """
         sizes: Counter[bytes] = Counter()
         for each in self._by_name.values():

@@ -1,1 +1,1 @@
-"""Whether a worker takes requests: it may drain or sleep."""
+"""Determines whether a worker takes requests: it may drain, sleep, or change its weights."""

@@ -13,9 +13,9 @@ from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 
 
 class Availability:
-    """`schedulers`: name@epoch by connection. `clients`: other senders of requests; None: there are no others.
+    """`schedulers`: name@epoch by connection. `clients`: all senders of requests, if they are not the schedulers.
 
-    `weights` None: they stay as they are.
+    `weights` None: the weights never change.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class Availability:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it sleeps, or drains and every sender knows that."""
+        """Whether the worker drains and takes no more requests.
+
+        This is so once all senders of requests know of the drain or are gone, or while the worker sleeps.
+        """
         is_deserted = not self.schedulers or not self._clients
         return self.drain.has_begun and (is_deserted or self.drain.is_heard or bool(self.sleep.closed))
 
@@ -46,7 +49,7 @@ class Availability:
         )
 
     def settle(self) -> None:
-        """Changes to the requested weights and level of sleep, if they are others; nothing may be in use."""
+        """Changes the weights and the level of sleep as requested. No request may be in progress."""
         if self.weights.is_due and not (self.sleep.level or self.drain.has_begun):
             self.weights.settle()
         if self.sleep.is_due and not self.drain.has_begun:

@@ -1,6 +1,6 @@
-"""A worker's sleep: the level that its scheduler requested, and the level that it has reached.
+"""A worker's sleep: the level that its scheduler has requested, and the level that the worker has reached.
 
-docs/protocol/membership.md has the state × event table. Knows nothing of the memory's contents.
+docs/protocol/membership.md has the state × event table. Does not know what is in memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MIB = 1 << 20
 
 
 class EngineSleep:
-    """`go` brings the model and its pool to a level; None: their memory cannot be returned."""
+    """`go` brings the model and its pool to a level; None: this worker cannot release their memory."""
 
     def __init__(self, go: Callable[[SleepLevel], None] | None, forget: Callable[[], None]) -> None:
-        """`forget`: empties the prefix cache."""
+        """`forget` empties the prefix cache."""
         self._go, self._forget = go, forget
         self._requested: SleepLevel = 0
-        self.level: SleepLevel = 0  # the level that is reached
+        self.level: SleepLevel = 0  # the level that the worker has reached
 
     def wish(self, level: SleepLevel) -> None:
         if self._go is None:
@@ -33,7 +33,7 @@ class EngineSleep:
 
     @property
     def is_due(self) -> bool:
-        """Whether the requested level is not reached yet; nothing may be in use during the change."""
+        """Whether the requested level is not reached yet. During the change no request may be in progress."""
         return self._requested != self.level
 
     @property

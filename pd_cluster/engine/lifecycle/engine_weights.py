@@ -1,4 +1,4 @@
-"""A worker's weights: the version that its scheduler requested, and the version that it computes with.
+"""A worker's weights: the version that its scheduler has requested, and the version with which the worker computes.
 
 docs/protocol/weights.md has the state × event table. Knows nothing of tensors or of the requests' contents.
 """
@@ -18,13 +18,14 @@ from pd_cluster.wire import WeightStatus, WeightVersion
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 5.0  # between looks for the files of a version that were not there
+RETRY_S = 5.0  # between attempts to find a version's files
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """`check`: raises PdClusterError if a version's files do not fit. `find`: the same, unless it has checked these
-    files before. `load`: loads a version on every rank.
+    """Functions for a version of the weights. `check` raises PdClusterError if the version's files do not fit.
+
+    `find` does the same, but skips files that were checked before. `load` loads the version on every rank.
     """
 
     check: Callable[[WeightVersion], None]
@@ -33,21 +34,21 @@ class WeightSource:
 
 
 class EngineWeights:
-    """`source` None: the weights stay as they are."""
+    """`source` None: the weights never change."""
 
     def __init__(self, source: WeightSource | None) -> None:
         self._source = source
         self._requested = WeightVersion()
         self._checking = WeightVersion()
-        self._retry_s = 0.0  # when to look for the requested version's files again
-        self.status = WeightStatus()  # the checking thread replaces it, too
+        self._retry_s = 0.0  # when to try again to find the requested version's files
+        self.status = WeightStatus()  # also replaced by the checking thread
 
     @property
     def epoch(self) -> int:
         return self.status.held.epoch
 
     def check(self, version: WeightVersion) -> None:
-        """Checks a version's files on a thread of its own, while steps go on."""
+        """Checks a version's files on a separate thread while the engine continues."""
         self._checking = version
         threading.Thread(target=self._check, args=(version,), name="weights", daemon=True).start()
 
@@ -60,17 +61,17 @@ class EngineWeights:
             self.status = replace(self.status, checked=version.epoch, problem=problem)
 
     def wish(self, version: WeightVersion) -> None:
-        """Requests a version. An earlier one than the one that is held is ignored."""
-        if version.epoch == self.epoch:  # perhaps under another name
+        """Requests a version. Ignores one that is older than the version already requested."""
+        if version.epoch == self.epoch:  # its name may differ
             self.status = replace(self.status, held=version)
         elif self._source is None:
-            log.warning("a scheduler requests weights %s, and this instance keeps its own", version.name)
+            log.warning("a scheduler requests weights %s, but this instance cannot change its weights", version.name)
         elif version.epoch >= self._requested.epoch:
             self._requested, self._retry_s = version, 0.0
 
     @property
     def is_due(self) -> bool:
-        """Whether the requested version is not held yet; nothing may be in use during the change."""
+        """Whether the requested version is not loaded yet. During the change no request may be in progress."""
         return self._requested.epoch > self.epoch
 
     @property
@@ -79,15 +80,16 @@ class EngineWeights:
         return "this instance takes no requests until it has loaded its new weights" if self.is_due else ""
 
     def refusal(self, epoch: int) -> str:
-        """Returns why a leg for this version is not taken; "" if it is."""
+        """Returns why a leg that needs this version is refused; "" if it is accepted."""
         if epoch == self.epoch:
             return ""
         return f"this instance has version {self.epoch} of the weights, and the request needs version {epoch}"
 
     def settle(self) -> None:
-        """Loads the requested version, or if its files are not there, says so and tries again later.
+        """Loads the requested version.
 
-        Raises ModelError if a rank cannot load it.
+        If its files cannot be used, records the reason and tries again later. Raises ModelError if a rank cannot load
+        the version.
         """
         assert self._source is not None
         started_s, version = time.monotonic(), self._requested
@@ -100,7 +102,7 @@ class EngineWeights:
             return
         self._source.load(version)
         self.status = replace(self.status, held=version, lacks="")
-        log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
+        log.info("loaded weights %s (version %d) in %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
 
 def _problem(check: Callable[[WeightVersion], None], version: WeightVersion) -> str:

@@ -1,4 +1,4 @@
-"""A worker's drain: whether it has begun, and whether its peers have had time to learn of it.
+"""A worker's drain: whether it has begun, and whether all peers have had time to learn of it.
 
 docs/protocol/membership.md, "The end of a process", has the rules. Knows nothing of connections or of remaining work.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-CLOSES_AFTER_S = 0.5  # maximum time until peers learn that a worker drains, and their earlier messages arrive
+CLOSES_AFTER_S = 0.5  # the time in which peers learn of a drain, and messages that they sent before arrive
 
 
 class WorkerDrain:
@@ -19,7 +19,7 @@ class WorkerDrain:
         self.has_begun = False
 
     def begin(self) -> None:
-        """Begins the drain unless it has begun. The caller informs its peers at once."""
+        """Begins the drain unless it has already begun. The caller must inform the peers at once."""
         self.has_begun = True
         self._heard_s = min(self._heard_s, self.clock() + self._wait_s)
 

@@ -1,1 +1,1 @@
-"""Both ends of a trial transfer of KV blocks, each in its own process, without a model."""
+"""Transfers KV blocks over a trial link, without a model. Each end of the link is a process of its own."""

@@ -1,6 +1,6 @@
 """One end of a trial transfer: `python -m pd_cluster.engine.link_probe.probe_end` (see probe_messages.py).
 
-It has a pool on a rank's device, and one link at a time, but no model and no engine.
+The process has a pool on a rank's device, and one link at a time, but no model and no engine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pd_cluster.engine.start.rank_main import die_with_parent
 from pd_cluster.errors import LinkError, PdClusterError, told
 from pd_cluster.kv.kv_pool import KVPool
 
-AGAIN_S = 0.2  # the time between two attempts to reach an end that may not have started yet
+AGAIN_S = 0.2  # between two attempts to reach the other end, which may not have started yet
 
 
 class ProbeEnd:
-    """A rank's process: its pool, and its end of one link at a time."""
+    """The pool of this process, and its end of one link at a time."""
 
     def __init__(self) -> None:
         self._begin: BeginProbes
@@ -72,7 +72,10 @@ class ProbeEnd:
             end.mailbox.close()
 
     def _linked(self, command: Send) -> SendingEnd:
-        """Retries while the other end may not have started yet. Raises LinkError."""
+        """Links to the other end. Retries for `wait_s`, because the other end may not have started yet.
+
+        Raises LinkError.
+        """
         deadline_s = time.monotonic() + command.wait_s
         while True:
             end = SendingEnd(self._begin, command, self._pool)
@@ -103,7 +106,7 @@ def _pool_on(device: Device) -> KVPool:
 
 
 def main() -> None:
-    """Answers commands until stdin ends. Libraries' own output goes to stderr."""
+    """Answers commands until stdin ends. The output of libraries goes to stderr."""
     die_with_parent()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

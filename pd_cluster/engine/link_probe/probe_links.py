@@ -1,6 +1,6 @@
 """Both ends of one trial link: a worker's mailbox, links and transports around a pool, without an engine.
 
-A link has one lane. Knows nothing of commands or processes.
+The link has one lane. Knows nothing of commands or processes.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ assert LAYOUT.block_nbytes == BLOCK_NBYTES
 TIMEOUTS = Timeouts()
 OPTIONS = wire.KVOptions()  # a worker's defaults
 DEADLINE_S = 60.0  # the time for a link to open, and for one transfer
-LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, in another order than the sender's
+LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, which differ in order from the sender's
 
 
 def content_of(seed: int, block: int) -> torch.Tensor:
-    """Returns the sender's block, [1, block_numel]."""
+    """Returns the content of a block of the sender, [1, block_numel]."""
     return probe_content(LAYOUT, seed + block)
 
 
 class LinkEnd(ABC):
-    """The parts that both ends share. `events` are those that an engine would handle, for one thread of this end."""
+    """The parts that both ends share. One thread of this end handles `events`, as an engine's thread would."""
 
     def __init__(
         self, begin: BeginProbes, secret: bytes, pool: KVPool, options: wire.KVOptions, port: int = 0, epoch: int = 0
@@ -98,12 +98,13 @@ class LinkEnd(ABC):
             engine=EngineConfig(model=""),
             timeouts=TIMEOUTS,
         )
-        # The listener accepts one key, as a worker accepts its scheduler's, so nobody else can link to it.
+        # The listener accepts only one key, as a worker accepts only its scheduler's, so no other process can link to
+        # it.
         kind: Literal["scheduler", "worker"] = "scheduler" if begin.role == "prefill" else "worker"
         self.mailbox = Mailbox(Life(config.name, self.epoch), kind, config.credentials, TIMEOUTS)
         self.port = self.mailbox.bind(begin.host, config.kv_port_range)
         own = peer_key(config.name, self.epoch)
-        # The blocks are not secret, so a transport that is requested by name may be used between hosts.
+        # The blocks are not secret, so any transport that is requested by name may be used between hosts.
         network_policy = NetworkPolicy(own, trusts_network=begin.kv_transport != AUTO)
         self.endpoint = LocalEndpoint(
             own, secret, "", Numerics(), (LAYOUT,), (pool.num_blocks,), options, network_policy
@@ -131,7 +132,7 @@ class LinkEnd(ABC):
 
     @abstractmethod
     def urgent(self, conn: str, body: wire.Body) -> bool:
-        """Handles a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
+        """Handles a message, on the mailbox's thread, that cannot wait for another thread; returns False for others."""
 
     def report(self, event: Event) -> None:
         self.events.put(event)
@@ -230,13 +231,13 @@ class SendingEnd(LinkEnd):
                 pass
 
     def _reason(self) -> str:
-        """Returns why the link will not open; "" while it may."""
+        """Returns why the link will not open; "" as long as it may open."""
         state = self._links.states()[self._peer]
         return str(state) if state.phase in ("refused", "waiting") else ""
 
 
 class _SingleTransfer:
-    """One transfer at a time, which ends with its link."""
+    """Raises LinkError if the link goes down during the transfer."""
 
     def uses(self, conn: str) -> bool:
         return False
@@ -250,13 +251,13 @@ class _SingleTransfer:
 
 
 class _IgnoresLinkLoss:
-    """Ignores the link's end, because the sender reports it."""
+    """Ignores that the link goes down, because the sender reports it."""
 
     def on_link_down(self, conn: str, reason: str) -> None: ...
 
 
 class ReceivingEnd(LinkEnd):
-    """D's end, with a thread instead of an engine."""
+    """D's end, with a thread in place of an engine."""
 
     def __init__(self, begin: BeginProbes, listen: Listen, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, listen.secret, pool, options, listen.port, listen.epoch)
@@ -271,7 +272,7 @@ class ReceivingEnd(LinkEnd):
         self._thread.start()
 
     def compare(self, command: Compare) -> None:
-        """Raises LinkError unless the blocks that landed last have the content of `seed`."""
+        """Raises LinkError unless the blocks that landed last have the content that belongs to `seed`."""
         began = poll(lambda: bool(self._conns or self._error), command.wait_s)
         if began and command.wait_s:
             poll(
@@ -292,7 +293,7 @@ class ReceivingEnd(LinkEnd):
         self.mailbox.close()
 
     def report(self, event: Event) -> None:
-        """Counts landed transfers on the lane's thread, because the sender may then ask for the comparison."""
+        """Counts landed transfers on the lane's thread: once one has landed, the sender may request the comparison."""
         self._num_landed += isinstance(event, Landed)
         super().report(event)
 
@@ -309,7 +310,7 @@ class ReceivingEnd(LinkEnd):
     def _run(self) -> None:
         try:
             while not self._error:
-                self._take(self.events.get())  # until `close`, or the mailbox's end
+                self._take(self.events.get())  # until `close` or the end of the mailbox
         except LinkError as error:
             self._error = error.text
 

@@ -1,4 +1,4 @@
-"""Messages between the pre-flight and its rank processes: JSON lines, a command on stdin, its answer on stdout.
+"""Messages between the pre-flight and its rank processes: JSON lines, with a command on stdin and its answer on stdout.
 
 Imports no torch.
 """
@@ -11,15 +11,18 @@ import msgspec
 
 from pd_cluster.types import Role
 
-# A block of 16 tokens of a model with 32 layers and 4 KV heads in float16 is 1 MiB.
+# 16 tokens of a model with 32 layers and 4 KV heads make a block of 1 MiB in float16.
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64
-NOBODY = "nobody answers on the other host"
+NOBODY = "no process answers on the other host"
 
 
 class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first command: makes the pool on this rank's device. A prefill instance's pool has content of `seed`."""
+    """The first command: makes the pool on this rank's device.
+
+    For a prefill instance, fills it with content from `seed`.
+    """
 
     name: str
     role: Role
@@ -32,9 +35,10 @@ class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is for this link alone.
+    """For a decode instance's rank: waits for a link, and answers with its port and epoch.
 
-    `port` and `epoch` are set if the other end is on another host, which must know them; 0: any.
+    `secret` is for this link only. `port` and `epoch` are set if the other end is on another host and must know them in
+    advance; 0: any.
     """
 
     secret: bytes
@@ -43,9 +47,10 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """For a prefill instance's rank: links to a listening rank and moves `num_transfers` times `NUM_BLOCKS` blocks.
+    """For a prefill instance's rank: links to a listening rank and sends `NUM_BLOCKS` blocks `num_transfers` times.
 
-    `host`: the other end's, if it is not this rank's. `wait_s`: how long the other end may take to start.
+    `host`: the host of the other end, if it differs from this rank's. `wait_s`: how long the other end may take to
+    start.
     """
 
     secret: bytes
@@ -58,7 +63,7 @@ class Send(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compare(msgspec.Struct, frozen=True, tag=True):
-    """For the listening rank: compares what landed last with the content of `seed`, and closes the link.
+    """For the listening rank: compares the blocks that landed last with the content from `seed`, and closes the link.
 
     `wait_s`: how long the transfers may take to begin if the other end is on another host.
     """
@@ -72,7 +77,10 @@ Command = BeginProbes | Listen | Send | Compare
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`transfers_s`: seconds of each transfer, from first payload to confirmation. `error`: the reason if it failed."""
+    """The answer to a command. `transfers_s`: seconds of each transfer, from its first payload to its confirmation.
+
+    `error`: why the command failed.
+    """
 
     device: str = ""
     port: int = 0
@@ -83,5 +91,5 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_of(secret: bytes, role: Role) -> bytes:
-    """Returns the private key of one end of a link; both ends know both keys."""
+    """Returns the private key of one end of a link. Both ends can derive both keys."""
     return hashlib.sha256(secret + role.encode()).digest()

@@ -1,1 +1,1 @@
-"""One engine on several devices."""
+"""Runs one engine on several devices."""

@@ -1,7 +1,7 @@
-"""A rank other than 0: executes rank 0's plans, and has its ends of lanes. Read `run` first.
+"""A rank other than 0: executes rank 0's plans and holds the ends of lanes on its device. Read `run` first.
 
-It accepts messages only from rank 0. The channel's thread only queues: steps for the computing thread, work for the
-lanes' threads.
+It accepts messages only from rank 0. The channel's thread only queues work: steps for the computing thread, and calls
+for the lanes' threads.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from pd_cluster.types import note_nothing
 
 log = logging.getLogger(__name__)
 
-COUNT_INTERVAL_S = 0.2  # the interval of reports to rank 0 about moved bytes
+COUNT_INTERVAL_S = 0.2  # between reports to rank 0 of the bytes that the lanes have moved
 
 At = tuple[str, int]  # connection and lane
 OfSteps = (
     to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest | to.LoadWeights
-)  # processed in order
+)  # the computing thread processes these in order
 
 
 class ProgressQueue:
-    """Runs jobs in order, each once the steps have reached its progress."""
+    """Runs jobs in order, each once the steps have made the progress that it waits for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,9 +74,9 @@ class _HeldEnd(NamedTuple):
 
 
 class LaneHost:
-    """This rank's ends of lanes. `send` messages rank 0.
+    """This rank's ends of lanes. `send` sends a message to rank 0.
 
-    Sending and receiving each wait for steps in their own order.
+    Sending ends and receiving ends have separate queues of jobs that wait for steps.
     """
 
     def __init__(self, lanes: LocalLanes, send: Callable[[to.RankMessage], None]) -> None:
@@ -87,7 +87,7 @@ class LaneHost:
         self._counted: dict[At, tuple[int, int]] = {}
 
     def handle(self, message: to.ToLanes) -> None:
-        """Handles a message, on the channel's thread."""
+        """Handles a message from rank 0. Runs on the channel's thread."""
         at = message.conn, message.lane
         if isinstance(message, to.Call):
             self._call(at, message)
@@ -101,7 +101,7 @@ class LaneHost:
             self._report(at, LinkFailed(message.conn, str(error)))
 
     def reached(self, progress: to.Reached) -> None:
-        """Runs jobs that waited for this progress, on the computing thread."""
+        """Runs jobs that waited for this progress. Called on the computing thread."""
         self._sending.reached(progress)
         self._receiving.reached(progress)
 
@@ -132,7 +132,7 @@ class LaneHost:
         gate = self._receiving
         if (held := self._held.get(at)) is not None:
             gate, job = held.gate, partial(getattr(held.end, call.method), *held.calls.arguments(call))
-        elif call.method == "forget":  # nothing lands at an end that could not be opened
+        elif call.method == "forget":  # nothing can land at an end that did not open
             job = partial(self._report, at, Drained(*RECEIVE_CALLS.arguments(call)))
         else:
             return
@@ -146,7 +146,7 @@ class LaneHost:
 
 
 class Follower:
-    """`lanes` is None for an engine without peers."""
+    """A rank other than 0. `lanes` is None for an engine without peers."""
 
     def __init__(self, runner: ModelRunner, channel: Channel, lanes: LocalLanes | None) -> None:
         self._runner = runner
@@ -162,13 +162,14 @@ class Follower:
         self._channel.start("rank 0", self._hear, self.stop)
 
     def stop(self) -> None:
-        """Makes `run` return after its step, because rank 0 is gone or this process must end."""
+        """Makes `run` return after the current step, because rank 0 is gone or this process must end."""
         self._steps.put(None)
 
     def run(self) -> None:
         """Computes until `stop`.
 
-        Raises InstanceLost if another rank is lost during a step, and any error that a message of rank 0 raised here.
+        Raises InstanceLost if another rank is lost during a step, and any error that was raised while a message from
+        rank 0 was handled.
         """
         while True:
             self._count()
@@ -253,5 +254,5 @@ def _numbers(data: bytes) -> Ints:
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:
-    """Returns a send function for the lanes' threads: messages for a link's connection are sent through rank 0."""
+    """Returns a send function for the lanes' threads. It sends messages for a link's connection through rank 0."""
     return lambda conn, body: channel.send(to.Posted(conn, body))

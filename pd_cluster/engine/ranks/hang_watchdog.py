@@ -1,6 +1,6 @@
 """Ends a process whose engine does not return from a step, because waits for devices have no timeout.
 
-faulthandler's thread does it without the interpreter lock, and logs the stacks of all threads.
+A thread of faulthandler, which does not need the interpreter lock, logs the stacks of all threads and ends the process.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-AGAIN_S = 1.0  # the shortest time between two changes of the deadline
+AGAIN_S = 1.0  # the deadline is moved at most this often
 
 
 class _Alarm:
-    """Wraps faulthandler's timer, of which a process has one."""
+    """Wraps faulthandler's timer; a process has only one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,14 +42,14 @@ _alarm = _Alarm()
 
 
 def end_within(limit_s: float) -> None:
-    """Ends this process with code 1 unless it has ended by then. This deadline cannot be changed."""
+    """Ends this process with code 1 after `limit_s`, unless it ends earlier. Nothing can move this deadline later."""
     _alarm.make_final(time.monotonic(), limit_s)
 
 
 def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """Returns a function for an engine's loop to call in every round; `limit_s` after its last call the process ends.
+    """Returns a function that an engine's loop calls in every round; the process ends `limit_s` after the last call.
 
-    The exit code is 1. 0 disables the limit. More than one call per second only reads the clock.
+    The exit code is 1. A limit of 0 means none. Further calls within a second only read the clock.
     """
     next_s = float("inf") if limit_s <= 0 else 0.0
 

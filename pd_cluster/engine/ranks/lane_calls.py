@@ -1,7 +1,7 @@
-"""Converts calls of lanes' ends on other ranks to messages.
+"""Converts calls to lanes' ends on other ranks into messages.
 
 The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect, so
-that a change needs no other place. Knows nothing of the methods' effects.
+only they need changes. Knows nothing of what the methods do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Method(NamedTuple):
 
 
 class LaneCalls:
-    """The methods of a protocol of lanes' ends."""
+    """The methods of a protocol, SendEnd or ReceiveEnd, as messages."""
 
     def __init__(self, protocol: type) -> None:
         functions = [each for each in vars(protocol).values() if inspect.isfunction(each)]
@@ -34,13 +34,13 @@ class LaneCalls:
     def message(
         self, at: tuple[str, int], method: str, arguments: tuple[object, ...], progress: Callable[[], Reached]
     ) -> Call:
-        """`at`: the end's connection and lane. `progress`: the caller's."""
+        """Returns a call's message. `at`: the end's connection and lane. `progress`: how far the caller's steps are."""
         result = self._methods[method].result
         after = None if result == AtOnce else progress() if result == AfterSteps else Reached()
         return Call(*at, method, msgspec.Raw(msgspec.msgpack.encode(arguments)), after)
 
     def arguments(self, call: Call) -> tuple[Any, ...]:
-        """Raises ValidationError for a method or arguments that the protocol does not have."""
+        """Raises ValidationError if the protocol does not have the method or these arguments."""
         if call.method not in self._methods:
             raise msgspec.ValidationError(f"an end of a lane has no method {call.method}")
         return self._methods[call.method].arguments.decode(call.arguments)

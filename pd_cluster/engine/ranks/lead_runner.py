@@ -1,6 +1,7 @@
-"""Rank 0's side of an instance with several ranks: the followers compute the same steps.
+"""Rank 0's side of an instance with several ranks.
 
-Each follower has a `Channel`. Knows nothing of the steps' purpose.
+The followers compute the same steps, which they receive over a `Channel` each. Does not know which requests the steps
+serve.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ALL_LAYERS = 1 << 30
 
 
 class Watch:
-    """Reads followers' messages, and pings all followers, even if they compute nothing now.
+    """Reads followers' messages, and pings all followers, also while they compute nothing.
 
-    `lost(rank, why)` is called when one is gone, or has not answered for `timeout_s`.
+    Calls `lost(rank, why)` when a follower is gone or has not answered for `timeout_s`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Watch:
                     return
                 try:
                     channel.send(to.Ping())
-                except InstanceLost:  # it accepts no more messages
+                except InstanceLost:  # the follower accepts no more messages
                     self._lost(at + 1, f"has accepted no message for {self._timeout_s:g} s")
                     return
 
@@ -86,8 +87,8 @@ class LeadRunner:
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
-        self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
-        self._unit_rows: tuple[int, ...] = ()  # rows of each member of the unit in the next step
+        self.progress = to.Reached(0, ALL_LAYERS)  # this rank's progress
+        self._unit_rows: tuple[int, ...] = ()  # by member of the unit: its rows in the next step
         self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
 
     @property
@@ -95,13 +96,16 @@ class LeadRunner:
         return self.runner.encoded
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Counts as a step: on every rank, a landing in a block must wait until the block's content has been moved."""
+        """Moves blocks on every rank.
+
+        Counts as a step: a landing in a block must wait until the block's old content has moved.
+        """
         self._tell(to.Moves(list(moves)))
         self.runner.move(moves)
         self.progress = to.Reached(self.progress.num_steps + 1, ALL_LAYERS)
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
-        """See ModelRunner; every rank executes them for its own share of the blocks."""
+        """See ModelRunner. Every rank executes the commands for its own share of the blocks."""
         self._tell(to.TierCommands(kind, list(orders)))
         self.runner.order(kind, orders)
 
@@ -109,7 +113,7 @@ class LeadRunner:
         self.runner.close_tiers()
 
     def expect(self, rows: Sequence[int]) -> None:
-        """See ModelRunner; the followers get it with the step."""
+        """See ModelRunner. The followers receive the rows with the step."""
         self._unit_rows = tuple(rows)
         self.runner.expect(rows)
 
@@ -118,12 +122,12 @@ class LeadRunner:
         self.runner.take_part()
 
     def sleep(self, level: SleepLevel) -> None:
-        """See ModelRunner; all ranks do it at the same time."""
+        """See ModelRunner. All ranks do this at the same time."""
         self._tell(to.Rest(level))
         self.runner.sleep(level)
 
     def change_weights(self, path: str, stamp: Stamp) -> None:
-        """See ModelRunner; all ranks do it at the same time."""
+        """See ModelRunner. All ranks do this at the same time."""
         self._tell(to.LoadWeights(path, stamp))
         self.runner.change_weights(path, stamp)
 
@@ -133,7 +137,7 @@ class LeadRunner:
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Sends the step to the other ranks. Tokens that the host does not know yet go from device to device."""
+        """Launches a step on all ranks. Rank 0's device broadcasts tokens that the host does not know yet."""
         step = self.runner.step_of(chunks)
         advance = self._begin(step, after is not None, on_layer)
         tokens = self.runner.launch_step(step, chunks, after, advance)
@@ -153,7 +157,10 @@ class LeadRunner:
         return output
 
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
-        """Sends the step to the followers; returns `on_layer`, preceded by an update of this rank's progress."""
+        """Sends the step to the followers.
+
+        Returns a function that updates this rank's progress and then calls `on_layer`.
+        """
         message = message_of(step, is_ahead, on_layer is not None)
         if self._unit_rows:
             message = structs.replace(message, unit_rows=self._unit_rows)
@@ -181,7 +188,7 @@ class LeadRunner:
 
 
 def message_of(step: StepInput, is_ahead: bool, by_layers: bool) -> to.Step:
-    """Returns the message of a step, without its images."""
+    """Returns the message for a step, without the step's images."""
     rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
     rope_positions, adapters, virtual, leaders, keeps = (
         b"" if each is None else each.tobytes()

@@ -1,4 +1,4 @@
-"""Adapters of an instance with several ranks: rank 0 has each rank load its share, and waits for all of them."""
+"""Adapters of an instance with several ranks: rank 0 makes each rank load its share, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 class LeadAdapters:
-    """Rank 0's side. `tell` sends to all `num_followers` followers."""
+    """Rank 0's side. `tell` sends a message to all `num_followers` followers."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class LeadAdapters:
         return self._held.variants
 
     def hear(self, message: to.LoadedAdapter) -> None:
-        """Records a follower's answer, on its channel's thread."""
+        """Records a follower's answer. Called on the thread of the follower's channel."""
         with self._changed:
             if message.digest in self._answers:
                 self._answers[message.digest][message.rank] = message.problem
                 self._changed.notify_all()
 
     def load_adapter(self, folder: AdapterFolder) -> None:
-        """Loads an adapter on all ranks, on a thread besides the steps'. Raises ModelError, ConfigError."""
+        """Loads an adapter on all ranks, on a thread that computes no steps. Raises ModelError, ConfigError."""
         if folder.digest in self.variants:
             return
         max_rank = folder.max_rank if isinstance(folder, LoraFolder) else 0
@@ -57,7 +57,7 @@ class LeadAdapters:
         self._tell(to.LoadAdapter(folder.digest, str(folder.path), slot, max_rank))
         try:
             self._await(folder.digest)
-            self._held.load_adapter(folder, slot)  # last, because requests may use it from now on
+            self._held.load_adapter(folder, slot)  # last, because requests may then use the adapter
         except Exception:
             self._tell(to.DropAdapter(folder.digest))
             raise
@@ -75,7 +75,7 @@ class LeadAdapters:
         with self._changed:
             while len(self._answers[digest]) < self._num_followers:
                 if not self._changed.wait(deadline_s - time.monotonic()):
-                    raise ModelError(f"adapter {digest[:12]}: some rank did not load it within {self._timeout_s:g} s")
+                    raise ModelError(f"adapter {digest[:12]}: a rank did not load it within {self._timeout_s:g} s")
             for rank, problem in sorted(self._answers[digest].items()):
                 if problem:
                     raise ModelError(f"rank {rank}: {problem}")

@@ -1,4 +1,4 @@
-"""A socket pair between two ranks of one instance: sends whole messages, in order, from any thread."""
+"""One end of a socket pair between two ranks of an instance. Any thread may send messages; their order is kept."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ BUFFER_NBYTES = 4 << 20
 
 
 class Channel:
-    """`types`: the union of messages that may be received. The other end must read promptly, without waiting.
+    """`types`: the union of the messages that may be received.
 
-    `timeout_s`: how long a message may wait for space in the socket's buffer.
+    The other end must read them promptly, and never wait while it handles one. `timeout_s`: how long a message may wait
+    for space in the socket's buffer.
     """
 
     def __init__(self, fd: int, types: Any, timeout_s: float) -> None:
@@ -34,7 +35,7 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(types)
         self._lock = threading.Lock()
-        self.error: Exception | None = None  # raised by `handle`
+        self.error: Exception | None = None  # the error that `handle` raised
 
     def start(self, name: str, handle: Callable[[Any], None], ended: Callable[[], None]) -> None:
         """Passes every message to `handle`, on a separate thread; calls `ended` when the other end is gone."""
@@ -46,7 +47,7 @@ class Channel:
                     handle(self._decoder.decode(stream.read(HEADER.unpack(header)[0])))
             except (OSError, struct.error, msgspec.DecodeError) as error:  # the peer died while it sent a message
                 log.debug("%s: %s", name, error)
-            except Exception as error:  # top of this thread
+            except Exception as error:  # the top of this thread
                 log.exception("%s: a message could not be handled", name)
                 self.error = error
             ended()

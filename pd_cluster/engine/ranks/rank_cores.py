@@ -1,4 +1,4 @@
-"""The cores that the ranks of one host share: each rank has its own cores and lends them while it rests."""
+"""Shares the cores of a host among its ranks: each rank has its own cores and lends them while it is idle."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pd_cluster.settings.process_settings import CoreSharing
 
 log = logging.getLogger(__name__)
 
-LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, a step is mostly work of the host, which more threads delay
+LEAST_NBYTES = 64_000_000  # with fewer bytes of weights, most of a step is bookkeeping, which more threads slow down
 
 
 class HostCores:
-    """The core ledger and the core affinity of one rank, if they are configured."""
+    """One rank's part in the core ledger, and its core affinity, if they are configured."""
 
     def __init__(self, config: WorkerConfig, device: Device) -> None:
         self._shared = None if device.is_accelerator else config.cores
@@ -37,18 +37,19 @@ class HostCores:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Loads the model on the memory nodes of the rank's own cores, if it has any."""
+        """A context for loading the model into the memory nodes of the rank's own cores, if it has any."""
         if self._shared is not None and self._wants(self._shared.binding):
             self._home = _home(self._shared, self._index)
         with contextlib.nullcontext() if self._home is None else self._home.loading():
             yield
 
     def share(self, threads: StepThreads) -> None:
-        """Lets steps use the cores of resting ranks, and binds steps to the rank's own cores while none are lent to it.
+        """Lets steps use the cores of idle ranks, and binds steps to the rank's own cores while no others are lent to
+        it.
 
-        Unless required by a flag, steps are bound only while every other rank is visible: in containers with separate
-        cores a rank may run on cores that are not in its share. Ranks of one instance or unit wait for each other, so a
-        single rank cannot measure whether borrowing pays.
+        Unless a flag requires it, steps are bound only while all other ranks are visible in the ledger: in containers
+        with separate cores, a rank may run on cores outside its share. The ranks of an instance or unit wait for each
+        other, so a single rank cannot measure whether borrowing pays.
         """
         ledger = None
         if self._shared is not None and self._shared.ledger and self._wants(self._shared.lending):

@@ -26,7 +26,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepImage(msgspec.Struct, frozen=True, array_like=True):
-    """An ImagePart of model/inputs/image_rows.py. Only the rank that computes the image's features gets its pixels."""
+    """An ImagePart of model/inputs/image_rows.py. Only the rank that computes its features gets the pixels."""
 
     row: int
     start: int
@@ -39,10 +39,10 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 class Step(RankMessage, frozen=True, omit_defaults=True):
     """A StepInput of model/inputs/step_input.py, as little-endian int64 values.
 
-    `rope_positions`, `adapters`, `virtual`, `leaders` and `keeps` are empty if they are None there; `further` has the
-    blocks of other groups by sequence. `unit_rows`: the rows of each member of the unit, if there is one. `is_ahead`:
-    rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step layer by
-    layer, and so do all followers.
+    `rope_positions`, `adapters`, `virtual`, `leaders` and `keeps` are empty where the StepInput has None. `further`:
+    for each further group, the number of blocks of each sequence, and the blocks. `unit_rows`: the rows of each member
+    of the unit, if there is a unit. `is_ahead`: no host knows the input ids yet, so rank 0's device broadcasts them.
+    `by_layers`: all ranks track their progress layer by layer.
     """
 
     rows: bytes
@@ -61,7 +61,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
 
 
 class TakePart(RankMessage, frozen=True):
-    """A step of a unit in which this instance has no rows: it computes its experts for the other members' rows."""
+    """A step of a unit in which this instance has no rows; its experts compute for the other members' rows."""
 
     unit_rows: tuple[int, ...]
 
@@ -71,7 +71,7 @@ class Moves(RankMessage, frozen=True):
 
 
 class TierCommands(RankMessage, frozen=True):
-    """Commands for the rank's part of a tier, after all earlier moves. A follower answers with `TierReport`."""
+    """Commands for the rank's part of a tier. They follow all earlier moves. A follower answers with `TierReport`."""
 
     kind: LowerKind
     orders: list[AnyTierCommand]
@@ -87,7 +87,7 @@ class LoadAdapter(RankMessage, frozen=True):
 
 
 class DropAdapter(RankMessage, frozen=True):
-    """Takes effect between the preceding and the following step."""
+    """Drops an adapter between the preceding and the following step."""
 
     digest: str
 
@@ -106,7 +106,7 @@ class LoadWeights(RankMessage, frozen=True):
 
 
 class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """An engine's progress: begun steps, and layers that the last of them has written."""
+    """An engine's progress: the number of begun steps, and the number of layers that the last one has written."""
 
     num_steps: int = 0
     num_layers: int = 0
@@ -120,7 +120,7 @@ class Ping(RankMessage, frozen=True):
 
 
 class OpenSend(RankMessage, frozen=True):
-    """P's end. `Offers` follows, or `Reported` with the failure."""
+    """Opens P's end of a lane. The follower answers with `Offers`, or with `Reported` if it fails."""
 
     conn: str
     lane: int
@@ -130,7 +130,7 @@ class OpenSend(RankMessage, frozen=True):
 
 
 class OpenReceive(RankMessage, frozen=True):
-    """D's end. `Reported` follows if it fails."""
+    """Opens D's end of a lane. The follower sends `Reported` if it fails."""
 
     conn: str
     lane: int
@@ -139,9 +139,9 @@ class OpenReceive(RankMessage, frozen=True):
 
 
 class Call(RankMessage, frozen=True):
-    """A method of an end, with its arguments as an array; see lane_calls.py.
+    """A call of a method of an end, with its arguments as an array; see lane_calls.py.
 
-    Takes effect after the preceding calls, once this rank has reached `after`; None: at once.
+    It takes effect after the preceding calls, once this rank has reached `after`; None: at once.
     """
 
     conn: str
@@ -159,7 +159,7 @@ class Pong(RankMessage, frozen=True):
 
 
 class LoadedAdapter(RankMessage, frozen=True):
-    """`problem`: why it could not be loaded; "" if it was."""
+    """`problem`: why the adapter could not be loaded; "" if it was loaded."""
 
     rank: int
     digest: str
@@ -171,7 +171,7 @@ class TierReport(RankMessage, frozen=True):
 
 
 class Offers(RankMessage, frozen=True):
-    """This rank's offers for a lane, its largest payloads, and the content of its probe block."""
+    """This rank's offers for a lane, its largest payload by transport, and the seed of its probe block."""
 
     conn: str
     lane: int
@@ -181,7 +181,7 @@ class Offers(RankMessage, frozen=True):
 
 
 class Posted(RankMessage, frozen=True):
-    """A message to send over the link's connection."""
+    """A message that rank 0 must send over the link's connection."""
 
     conn: str
     body: wire.Body

@@ -1,7 +1,7 @@
-"""Ends of lanes on other ranks of this instance, as rank 0 uses them: calls become messages (lane_calls.py).
+"""Rank 0's proxies for ends of lanes on other ranks: calls become messages (lane_calls.py).
 
-The engine's thread makes the calls, except `put` and `meet`, which the mailbox's thread makes. Followers' messages are
-read on their channels' threads, which only update counts or pass messages on.
+The engine's thread makes the calls, except `put` and `meet`, which the mailbox's thread makes. The threads of the
+followers' channels read the followers' messages; they only update counts or pass messages on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
 
 
 class _RemoteEnd:
-    """An end on another rank. The methods of `calls` that are not defined here become messages."""
+    """An end on another rank. Each method in `calls` that is not defined here becomes a message."""
 
     calls: ClassVar[LaneCalls]
 
@@ -115,7 +115,10 @@ class RemoteReceive(_RemoteEnd):
 
 
 class RankLanes:
-    """Creates the ends of lanes on their ranks, and reads the followers' messages. Implements link_ends.LaneEnds."""
+    """Creates the ends of lanes on their ranks, and handles followers' messages about them.
+
+    Implements link_ends.LaneEnds.
+    """
 
     def __init__(
         self,
@@ -165,7 +168,7 @@ class RankLanes:
         self._ends.pop((conn, index), None)
 
     def hear(self, message: to.OfLanes) -> None:
-        """Handles a message, on a channel's thread."""
+        """Handles a follower's message, on the thread of its channel."""
         if isinstance(message, to.Posted):
             self._send(message.conn, message.body)
             return

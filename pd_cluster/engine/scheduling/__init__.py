@@ -1,1 +1,1 @@
-"""Decides what one step computes: requests in order, within the available blocks and tokens. Integers only."""
+"""Decides which requests' tokens a step computes, within the available blocks and tokens. Uses only integers."""

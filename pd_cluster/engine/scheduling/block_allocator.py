@@ -1,7 +1,7 @@
 """Allocates blocks to the sequences of one engine, and preempts sequences for others.
 
-Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. A sequence gets all the
-blocks that it lacks, in all groups of layers, or none.
+Uses only integers. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. A sequence gets all
+the blocks that it lacks, in all groups of layers, or none.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pd_cluster.types import Request, Status
 
 
 class BlockAllocator:
-    """Gives blocks to requests, if necessary those of younger ones. See StepScheduler for the rules.
+    """Gives blocks to requests, and takes them from younger requests if necessary. See StepScheduler for the rules.
 
-    `requests`, `waiting` and `running` are the scheduler's own; a preemption moves a request between them.
+    `requests`, `waiting` and `running` are the scheduler's own lists; a preemption moves a request between them.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class BlockAllocator:
         self.num_tier_hit_tokens = 0
 
     def reserve(self, group: GroupHoldings) -> int:
-        """Returns the blocks kept free for running requests' growth, so that admission causes no preemption."""
+        """Returns the number of blocks to keep free for running requests, so that admission causes no preemption."""
         return 0 if group.is_state else len(self._running)
 
     def num_missing(self, request: Request, hit: Hit) -> list[int] | None:
-        """Returns how many blocks it needs in each group besides the hit's; None: there are not enough."""
+        """Returns how many blocks the request needs in each group besides the hit's; None: there are not enough."""
         start = request.num_computed_tokens if request.is_swapped else hit.num_blocks * self._holdings.block_size
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
@@ -47,14 +47,14 @@ class BlockAllocator:
         return missing if self.has(missing, hit.tables) else None
 
     def has(self, missing: Sequence[int], known: Sequence[list[int]]) -> bool:
-        """Whether each group has this many free blocks besides the known and the reserved ones."""
+        """Whether each group has this many free blocks besides the cached (`known`) and the reserved ones."""
         return all(
             num_blocks + self.reserve(each) <= each.blocks.num_available - each.blocks.num_unheld(held)
             for each, num_blocks, held in zip(self._groups, missing, known, strict=True)
         )
 
     def enter(self, request: Request, plan: StepPlan) -> Hit | None:
-        """Takes blocks for its known tokens that are not cached. Returns None if there are not enough."""
+        """Takes blocks for the request's tokens that are not cached. Returns None if there are not enough blocks."""
         holdings = self._holdings
         hit = holdings.find(request, request.num_tokens - 1)  # the last token must be computed for its logits
         if (missing := self.num_missing(request, hit)) is None:
@@ -93,14 +93,14 @@ class BlockAllocator:
             request.swap_tables[each.at], request.tables[each.at] = [], [each.padding_block] * num_before + taken
             if not each.is_state:
                 num_hashed.append(num_before)
-        request.num_hashed_blocks = min(num_hashed)  # the earlier blocks' hashes are lost
+        request.num_hashed_blocks = min(num_hashed)  # earlier blocks are not hashed again
 
     def _num_before(self, group: GroupHoldings, request: Request, start: int) -> int:
         """Counts the padding blocks at the beginning of the table of a request that is computed from `start` on."""
         return group.num_passed(request, start) if request.is_swapped else group.num_before(request, start)
 
     def _begin_state(self, group: GroupHoldings, request: Request, known: list[int], plan: StepPlan) -> None:
-        """Gives it its own state: a copy of the known state, or zeros."""
+        """Gives the request its own state: a copy of the cached state, or zeros."""
         group.blocks.share(known)
         (own,) = group.blocks.take(1)
         plan.moves += [Move("copy", block, own, group.at) for block in known] or [Move("clear", own, own, group.at)]
@@ -110,7 +110,7 @@ class BlockAllocator:
     def num_missing_to_land(self, request: Request, hit: Hit, num_tokens: int, num_further: int = 0) -> list[int]:
         """Returns how many blocks a landing of `num_tokens` tokens needs in each group besides the hit's.
 
-        Each further sequence counts as one block, but all of them together never exceed an empty pool.
+        Each further sequence needs one more block, but the total is never more than the pool has.
         """
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
@@ -120,7 +120,7 @@ class BlockAllocator:
         return missing
 
     def land(self, request: Request, hit: Hit, missing: Sequence[int], in_tier: Sequence[bytes]) -> list[int]:
-        """Takes landing blocks, some of which are loaded from the host's cache.
+        """Takes landing blocks; some are loaded from host memory.
 
         Returns the first token that must land in each group; see StepScheduler.land.
         """
@@ -138,7 +138,7 @@ class BlockAllocator:
         return [num_known * self._holdings.block_size for num_known in nums_known]
 
     def lend(self, request: Request, hit: Hit, in_tier: Sequence[bytes]) -> None:
-        """Holds the known blocks of a beginning; some are loaded from the host's cache."""
+        """Holds the cached blocks of a prompt's beginning; some are loaded from host memory."""
         for each, known in zip(self._groups, hit.tables, strict=True):
             before = 0 if each.is_state else each.num_before(request, request.num_computed_tokens)
             request.tables[each.at] = [each.padding_block] * before + (
@@ -146,8 +146,9 @@ class BlockAllocator:
             )
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block tables to `num_tokens`, preempting younger requests. Returns False if it must wait for a
-        later step.
+        """Grows the block tables to `num_tokens`, and preempts younger requests for that.
+
+        Returns False if the request must wait for a later step.
 
         A block with several holders is replaced by a copy before it is written.
         """
@@ -170,11 +171,11 @@ class BlockAllocator:
         return True
 
     def _lacks(self, request: Request, num_tokens: int) -> list[Lack]:
-        """Returns the blocks that it lacks to compute its tokens up to `num_tokens`, for each group that lacks any."""
+        """Returns, for each group that lacks blocks, those needed to compute a request's tokens up to `num_tokens`."""
         return [lack for each in self._groups if (lack := each.lack(request, num_tokens)) is not None]
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether its admission would load blocks from the host's cache, or evict or copy some to it."""
+        """Whether admission of the request would load blocks from host memory, or evict or copy blocks to it."""
         if self._blocks.tier is None:
             return False
         cached = self._holdings.find(request, request.num_tokens - 1).tables[0]
@@ -186,7 +187,10 @@ class BlockAllocator:
         )
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
-        """Takes blocks for its next `num_tokens` tokens. Returns False if some are missing or one must be copied."""
+        """Takes blocks for the request's next `num_tokens` tokens.
+
+        Returns False if blocks are short or one must be copied.
+        """
         lacks = self._lacks(request, request.num_computed_tokens + num_tokens)
         for each, num_blocks, copied in lacks:
             most = each.blocks.num_available if each.blocks.tier is None else each.blocks.num_free
@@ -197,9 +201,10 @@ class BlockAllocator:
         return True
 
     def grow_for_drafts(self, request: Request, num_drafts: int) -> int:
-        """Takes blocks for drafts after all its tokens; returns for how many there are blocks.
+        """Takes blocks for drafts after all of a request's tokens.
 
-        Only free blocks beyond the reserve are taken: drafts neither preempt nor evict anything.
+        Returns how many drafts have blocks. Takes only free blocks beyond the reserve, so drafts neither preempt nor
+        evict anything.
         """
         for each in self._groups:
             table = request.tables[each.at]
@@ -210,7 +215,7 @@ class BlockAllocator:
         return num_drafts
 
     def parked(self, request: Request) -> list[Request]:
-        """Returns the parked beams that give up blocks for a request: of its own search and of younger requests."""
+        """Returns the parked beams that may lose blocks to a request: those of its own search or of younger ones."""
         parked = [r for r in self._requests.values() if r.status is Status.PARKED and r.tables[0]]
         return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
 
@@ -228,7 +233,7 @@ class BlockAllocator:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
         victim.num_preemptions += 1
-        if victim.status is Status.PARKED:  # it stays parked: its tokens are computed again only when it runs
+        if victim.status is Status.PARKED:  # it stays parked, and computes its tokens again only when it runs
             return
         self._running.remove(victim)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
@@ -238,6 +243,6 @@ class BlockAllocator:
 
 
 def _take(group: GroupHoldings, known: list[int], num_blocks: int) -> list[int]:
-    """Shares known blocks and takes others; returns all in order."""
+    """Shares cached blocks and takes others. Returns all of them, in order."""
     group.blocks.share(known)
     return known + group.blocks.take(num_blocks)

@@ -1,4 +1,7 @@
-"""Tracks the blocks that requests hold in each group of layers, and the contents that they can share. Integers only."""
+"""Tracks the blocks that requests hold in each group of layers, and the contents that they can share.
+
+Uses only integers and hashes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from pd_cluster.types import Request
 
 
 class Hit(NamedTuple):
-    """The beginning of a request that the prefix cache has, in blocks of tokens.
+    """The beginning of a request that the prefix cache has: `num_blocks` blocks of tokens.
 
-    `tables`: for each group, the known blocks after those that its window has passed; for a state, the one kept at this
-    point. `num_known` blocks are known if states are ignored.
+    `tables`: for each group, the cached blocks, without those that its window has passed; for a state, the block of the
+    state after this beginning. `num_known`: how many blocks would be cached if states were ignored.
     """
 
     num_blocks: int
@@ -25,9 +28,10 @@ class Hit(NamedTuple):
 
 
 class Holdings:
-    """`prefix` None: nothing is looked up or kept.
+    """The blocks of all requests.
 
-    The first group's blocks have the log of contents and the lower tiers, which exist only if it is the only group.
+    `prefix` None: there is no prefix cache. The first group's blocks have the log of contents and the lower tiers.
+    Lower tiers exist only if there is one group.
     """
 
     def __init__(
@@ -55,9 +59,9 @@ class Holdings:
     # ---- known contents
 
     def find(self, request: Request, num_tokens: int) -> Hit:
-        """Returns the known beginning of its first `num_tokens` tokens.
+        """Returns how much of the request's first `num_tokens` tokens is cached.
 
-        A pooled prompt's beginning is whole chunks, so that the rest is computed as without the prefix cache.
+        For a pooled prompt only whole chunks count, so that the other chunks are the same as without the prefix cache.
         """
         step = 1 if request.pooling is None else self._blocks_of_chunk
         if self.prefix is None or request.is_swapped or request.computes_all or not step:
@@ -75,13 +79,13 @@ class Holdings:
         return Hit(num_blocks, tables, num_known)
 
     def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
-        """Returns the most first blocks, up to `most`, after which each group has all that a later token attends to."""
+        """Returns the largest number of first blocks after which each group has all that later tokens attend to."""
         num_blocks = most
         while num_blocks:
             unknown = [self._last_unknown(each, request, num_blocks) for each in groups]
             if not (found := [at for at in unknown if at is not None]):
                 break
-            num_blocks = min(found) // step * step  # any longer beginning needs this block, too
+            num_blocks = min(found) // step * step  # any longer beginning also needs this block
         return num_blocks
 
     def _last_unknown(self, group: GroupHoldings, request: Request, num_blocks: int) -> int | None:
@@ -93,13 +97,13 @@ class Holdings:
         return group.blocks.find(request.block_hashes[first:num_blocks]) if num_blocks else []
 
     def _first_seen(self, group: GroupHoldings, request: Request, num_blocks: int) -> int:
-        """Returns the first of a request's blocks that later tokens attend to."""
+        """Returns the first of a request's blocks that tokens after `num_blocks` blocks attend to."""
         return num_blocks - 1 if group.is_state else group.num_before(request, num_blocks * self.block_size)
 
     def landing(self, request: Request) -> Hit:
-        """Returns the known blocks of a prompt that lands, for each group independently; states are never included.
+        """Returns the cached blocks of a prompt that lands, for each group independently; never includes states.
 
-        In a group with a window they begin with the first block that the token after the prompt attends to.
+        In a group with a window, they begin with the first block that the token after the prompt attends to.
         """
         num_tokens = len(request.prompt_token_ids)
         if self.prefix is None or request.computes_all:
@@ -111,7 +115,7 @@ class Holdings:
         return Hit(0, tables)
 
     def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
-        """Returns the contents after its cached blocks that host memory has; empty if computing is faster."""
+        """Returns the contents in host memory that follow the cached blocks; none if computing them is faster."""
         tier = self.blocks.tier
         if tier is None or self.prefix is None or request.is_swapped or request.computes_all:
             return []
@@ -121,16 +125,17 @@ class Holdings:
         return found if found and tier.cost.is_worth_it() else []
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        """Returns the hashes of its prompt's blocks that another request may have computed; empty without sharing."""
+        """Returns the hashes of the prompt's blocks that others may have computed; none if blocks are not shared."""
         if self.prefix is None or request.computes_all:
             return []
         num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
         return self.hashes(request, num_tokens // self.block_size)
 
     def missing_below(self, request: Request, num_cached: int) -> list[int]:
-        """Returns its cached blocks that lower tiers lack, since a block that is reused is worth keeping there.
+        """Returns which of the request's cached blocks lower tiers lack; a block that is reused is worth keeping there.
 
-        Blocks of common beginnings are never evicted, so lower tiers would lack them, and find nothing after them.
+        Blocks of common beginnings are never evicted, so lower tiers would never get them. Without these blocks, the
+        blocks after them could not be used.
         """
         tier = self.blocks.tier
         if tier is None or not tier.lower or not num_cached:
@@ -139,7 +144,7 @@ class Holdings:
         return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_missing_below(hashes[at])]
 
     def keep_below(self, request: Request, cached: Sequence[int]) -> None:
-        """Copies cached blocks that lower tiers lack to host memory, which passes them on."""
+        """Copies cached blocks that lower tiers lack to host memory, from which they are copied on to lower tiers."""
         if (tier := self.blocks.tier) is not None:
             for at in reversed(self.missing_below(request, len(cached))):
                 tier.store(cached[at], request.block_hashes[at], request.retention)
@@ -147,12 +152,12 @@ class Holdings:
     # ---- held blocks
 
     def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
-        """Shares the first group's cached blocks and takes the missing ones, the first of which are loaded.
+        """Shares the first group's cached blocks and takes the missing ones.
 
-        Returns all in order.
+        The first of these are loaded from host memory. Returns all of them, in order.
         """
         tier = self.blocks.tier
-        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before an evicted block needs a slot
+        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before evictions need slots
         self.blocks.share(cached)
         taken = self.blocks.take(num_missing)
         if tier is not None and slots:
@@ -160,7 +165,7 @@ class Holdings:
         return cached + taken
 
     def remember(self, request: Request) -> None:
-        """Adds its full blocks to the prefix cache, so that others can share them."""
+        """Adds the request's full blocks to the prefix cache, so that other requests can share them."""
         if self.prefix is None:
             return
         num_blocks = request.num_computed_tokens // self.block_size
@@ -178,15 +183,18 @@ class Holdings:
         request.num_hashed_blocks = num_blocks
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Returns the hashes of its first blocks of tokens; the last one is also the content of a state after them."""
+        """Returns the hashes of the request's first blocks of tokens.
+
+        The last hash also identifies the state after them.
+        """
         return self._hashed(request, num_blocks)[:num_blocks]
 
     def last_hash(self, request: Request, num_blocks: int) -> bytes:
-        """Returns the last of `hashes`."""
+        """Returns the last hash of `hashes`."""
         return self._hashed(request, num_blocks)[num_blocks - 1]
 
     def _hashed(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Returns the request's own list of hashes, which has at least this many."""
+        """Returns the request's own list of hashes, extended to at least this many."""
         assert self.prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:

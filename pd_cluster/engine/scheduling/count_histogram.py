@@ -1,4 +1,4 @@
-"""Counts integers by buckets. An addition costs a search among a dozen bounds."""
+"""Counts integers in buckets. Adding one takes a binary search among about a dozen bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd_cluster import wire
 
 
 class CountHistogram:
-    """Counts that only grow. A number counts in the first bucket whose bound it does not exceed."""
+    """Counts that only grow. A number belongs to the first bucket whose bound is not below it."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds

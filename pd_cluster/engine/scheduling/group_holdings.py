@@ -1,7 +1,8 @@
-"""Tracks the blocks that requests hold in one group of layers of an engine. Integers only.
+"""Tracks the blocks that requests hold in one group of layers of an engine. Uses only integers.
 
-A request's table of a group lists blocks in the order of its tokens. In a group with a window, the padding block, which
-no kernel reads, replaces blocks that no later token attends to. A state is one block for any number of tokens.
+A request's table for a group lists blocks in the order of its tokens. In a group with a window, the padding block takes
+the place of blocks that no later token attends to; kernels never read it. A state is one block for any number of
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pd_cluster.types import Request
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`swap`: host memory for the blocks of preempted requests."""
+    """The pools of a group, and the rule of its layers. `swap`: host memory for the blocks of preempted requests."""
 
     blocks: BlockPool
     rule: Rule = ALL
@@ -26,11 +27,12 @@ class LayerGroup:
 class Lack(NamedTuple):
     """The blocks that a request lacks in one group before a step.
 
-    `copied`: the index in its table of a block that the step would write, and that a copy must replace first.
+    `copied`: the index in the request's table of a block that the step would write and that must first be replaced by a
+    copy.
     """
 
     group: GroupHoldings
-    num_blocks: int  # after its table
+    num_blocks: int  # blocks to append to its table
     copied: int | None
 
     @property
@@ -39,7 +41,7 @@ class Lack(NamedTuple):
 
 
 class GroupHoldings:
-    """The tables of all requests in one group: `request.tables[at]`."""
+    """Manages one group's table of every request: `request.tables[at]`."""
 
     def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
         """`step_tokens`: the maximum number of tokens of a step."""
@@ -50,20 +52,21 @@ class GroupHoldings:
 
     @property
     def slides(self) -> bool:
-        """Whether a request takes its blocks as it needs them; blocks before its window are then never taken.
+        """Whether a request takes blocks only as it needs them, and so never takes blocks before its window.
 
-        With a lower tier, blocks are loaded as a whole beginning instead.
+        With a lower tier this is not so, because the whole beginning of a prompt is loaded.
         """
         return self.rule.window > 0 and self.blocks.tier is None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the length of a table of this many tokens."""
+        """Returns the length of the table for this many tokens."""
         return 1 if self.is_state else -(-num_tokens // self._block_size)
 
     def num_on_entry(self, request: Request, num_computed: int) -> int:
-        """Returns the length of its table when it begins to run: for all its tokens, or only for the next step's.
+        """Returns the length of a request's table when it begins to run: for all its tokens, or only for its next step.
 
-        A prefill leg is never preempted, so two of them must not wait for each other's blocks.
+        A prefill leg gets blocks for all its tokens: as prefill legs are never preempted, two of them could otherwise
+        wait for each other's blocks forever.
         """
         num_tokens = request.num_tokens
         if self.slides and request.leg != "prefill":
@@ -71,20 +74,20 @@ class GroupHoldings:
         return self.num_blocks_for(num_tokens)
 
     def held(self, request: Request) -> list[int]:
-        """Returns its blocks, without the table's entries for freed ones."""
+        """Returns the request's blocks, without padding blocks."""
         table = request.tables[self.at]
         return [block for block in table if block != self.padding_block] if self.rule.window else table
 
     def num_held(self, request: Request) -> int:
-        """Counts its blocks, without a list of them."""
+        """Counts the blocks that `held` returns, without building the list."""
         table = request.tables[self.at]
         return len(table) - (table.count(self.padding_block) if self.rule.window else 0)
 
     def num_passed(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that no token after `num_computed` attends to.
 
-        A prefill leg keeps all that a block of the decode instance may begin with. If all layers have this window, it
-        keeps all blocks, since a decode instance with a lower tier asks for them.
+        A prefill leg keeps some more blocks, because the decode instance's blocks may be larger and begin earlier. In
+        the first group it keeps all blocks, because a decode instance with a lower tier requests them.
         """
         if not self.rule.window or (request.leg == "prefill" and self.at == 0):
             return 0
@@ -92,11 +95,11 @@ class GroupHoldings:
         return self.rule.num_passed(num_computed - kept, self._block_size)
 
     def num_before(self, request: Request, num_computed: int) -> int:
-        """Counts the first blocks that a request that begins there never takes."""
+        """Counts the first blocks that a request never takes if it begins after `num_computed` tokens."""
         return self.num_passed(request, num_computed) if self.slides else 0
 
     def free_passed_blocks(self, request: Request) -> None:
-        """Frees blocks that the window has passed; the prefix cache keeps known contents."""
+        """Frees blocks that the window has passed. Those with a known content remain in the prefix cache."""
         table = request.tables[self.at]
         first = stop = self.num_passed(request, request.num_computed_tokens)
         while first and table[first - 1] != self.padding_block:
@@ -105,9 +108,9 @@ class GroupHoldings:
         table[first:stop] = [self.padding_block] * (stop - first)
 
     def lack(self, request: Request, num_tokens: int) -> Lack | None:
-        """Returns what it lacks to compute its tokens up to `num_tokens`; None if it lacks nothing.
+        """Returns what a request lacks to compute its tokens up to `num_tokens`; None if it lacks nothing.
 
-        A state with several holders, or one that is kept under a prefix, is never written, but copied first.
+        A block with several holders, or a state that is kept for a prefix, is never written; a copy replaces it first.
         """
         table = request.tables[self.at]
         first = 0 if self.is_state else request.num_computed_tokens // self._block_size
@@ -118,18 +121,18 @@ class GroupHoldings:
         return Lack(self, max(0, num_blocks), first if copies else None)
 
     def must_copy(self, block: int) -> bool:
-        """Whether a holder must copy this block before writing it, because others use it."""
+        """Whether a holder must copy this block before it writes, because the block has other users."""
         return self.blocks.is_shared(block) or (self.is_state and self.blocks.has_content(block))
 
     def to_swap(self, request: Request) -> list[int]:
-        """Returns the blocks whose contents a preempted request needs again."""
+        """Returns the blocks whose contents a preempted request will need again."""
         if not (num_computed := request.num_computed_tokens):
             return []
         first, stop = self.num_passed(request, num_computed), self.num_blocks_for(num_computed)
         return [block for block in request.tables[self.at][first:stop] if block != self.padding_block]
 
     def share(self, request: Request, num_tokens: int) -> list[int]:
-        """Returns a table of the same first tokens for another sequence, which becomes a holder of its blocks."""
+        """Returns a table of a request's first tokens for another sequence, which becomes a holder of the blocks."""
         table = request.tables[self.at][: self.num_blocks_for(num_tokens)]
         self.blocks.share([block for block in table if block != self.padding_block])
         return table

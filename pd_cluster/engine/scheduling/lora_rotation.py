@@ -1,8 +1,8 @@
-"""Chooses the LoRA adapters of a step if more are needed than a step may have. Integers only.
+"""Chooses the LoRA adapters of a step if more are needed than a step may have. Uses only integers.
 
 Adapters take turns: those that have waited longest come first, and a new one comes after all others. So each of V
-needed adapters takes part at least once in ceil(V / most) steps, whatever arrives meanwhile. Requests of the model
-itself take part in every step.
+needed adapters takes part at least once in ceil(V / most) steps, even if others arrive in the meantime. Requests
+without an adapter take part in every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class StepAdapters:
         return not digest or digest in self._chosen
 
     def admits(self, request: Request) -> bool:
-        """Whether a request that enters takes part; its adapter then takes a free place of the step."""
+        """Whether a request that enters may take part.
+
+        If so, and its adapter is new to the step, takes a free place for it.
+        """
         if self.has(request):
             return True
         if not self._num_free:
@@ -39,10 +42,10 @@ class LoraRotation:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._queue: dict[str, None] = {}  # needed adapters: the one that has waited longest first
+        self._queue: dict[str, None] = {}  # needed adapters, the one that has waited longest first
 
     def next(self, requests: Iterable[Request]) -> StepAdapters:
-        """Chooses the adapters of a step; `requests`, in the order of service, run or are the first that wait."""
+        """Chooses the adapters of a step. `requests`, in order of service: those that run, and the first that waits."""
         digests = (lora_of(request.order.variant) for request in requests)
         wanted = dict.fromkeys(digest for digest in digests if digest)
         self._queue = {digest: None for digest in self._queue if digest in wanted} | wanted

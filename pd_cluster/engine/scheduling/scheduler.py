@@ -1,8 +1,8 @@
 """Decides how many tokens each request computes in the next step, and which blocks it holds.
 
-Integers only: no torch, sockets or clock. There is no prefill or decode phase: every request has `num_behind` tokens
-still to compute, within one token budget. A prefix hit, a landing and a swap differ only in that
-`num_computed_tokens` starts higher.
+Uses only integers: no torch, sockets or clock. There is no prefill or decode phase: every request has `num_behind`
+tokens still to compute, and all share one token budget. After a prefix hit, a landing or a swap, `num_computed_tokens`
+only starts at a higher number.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ KEEP_ALIGNED = KeepRule()
 
 
 class StepSizes(NamedTuple):
-    """The limits of a step. `most_adapters`: 0: there are none. `keeps_images_whole`: no chunk ends inside an image.
+    """The limits of a step. `most_adapters`: the most LoRA adapters in a step; 0: there are no adapters.
 
-    `cost`: returns the measured cost of steps, which limits chunks behind long contexts.
+    `keeps_images_whole`: no chunk ends inside an image. `cost` returns the measured cost of steps, which limits chunks
+    that follow a long context.
     """
 
     block_size: int  # tokens
@@ -52,19 +53,18 @@ class StepSizes(NamedTuple):
 
 
 class StepScheduler:
-    """Holds every request of one engine. The first in order of service always advances: later ones are preempted for
-    it.
+    """Holds every request of one engine. The first in order of service always advances; others are preempted if needed.
 
-    That order is by priority, then by arrival; below, "older" means earlier in it.
+    The order of service is by priority, then by arrival; below, "older" means earlier in this order.
 
-    A request takes the blocks of all its known tokens when it is admitted, and another block when it needs one. If none
-    is free, the youngest running request is preempted: its KV is copied to `swap` if there is space; otherwise it
-    releases its blocks and computes its tokens again later, which gives the same tokens. Requests that are being handed
+    When a request is admitted, it takes the blocks for all its tokens, and later another block whenever it needs one.
+    If none is free, the youngest running request is preempted: its KV is copied to `swap` if there is space; otherwise
+    it releases its blocks and computes its tokens again later, with the same result. Requests that are being handed
     over are never preempted. block_holdings.py describes `prefix`.
 
-    A pooled prompt is computed in chunks that end at fixed positions, whatever else a step has, because attention's
-    last bits depend on where a chunk begins. A chunk waits for a step that can take all of it, and younger ones wait
-    for it.
+    A pooled prompt is computed in chunks that end at fixed positions, whatever else a step computes, because the last
+    bits of attention depend on where a chunk begins. A chunk waits for a step that can take all of it, and younger
+    requests wait for it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StepScheduler:
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
-        self.known = self._checkpoints.reached or self.blocks  # contents after which other requests can begin
+        self.known = self._checkpoints.reached or self.blocks  # contents after which another request can begin
         self._turns = LoraRotation(most_adapters) if most_adapters else None
         self._keeps_images_whole = keeps_images_whole
         self._share = StepShare(max_num_batched_tokens, self.block_size, cost)
@@ -93,8 +93,8 @@ class StepScheduler:
         self.places = SequenceLimit(max_num_seqs, self.requests)
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
-        self.preemptions = CountHistogram(PREEMPTIONS_BOUNDS)  # of sequences that ended
-        self.move_now: Callable[[list[Move]], None] = lambda moves: None  # outside steps
+        self.preemptions = CountHistogram(PREEMPTIONS_BOUNDS)  # counts the preemptions of sequences that have ended
+        self.move_now: Callable[[list[Move]], None] = lambda moves: None  # makes moves between steps
         self.allocator = BlockAllocator(holdings, self.requests, self.waiting, self.running)
 
     # ---- arrival and end of requests
@@ -107,8 +107,8 @@ class StepScheduler:
     def land(self, request: Request, num_tokens: int) -> list[int]:
         """Takes landing blocks for `num_tokens` tokens in every group.
 
-        Returns the first token of the prompt that must land in each; earlier tokens are cached, or no longer attended
-        to. A state lands whole, as its only token. Raises OutOfBlocks, and then changes nothing.
+        Returns, for each group, the first token of the prompt that must land; earlier tokens are cached, or no later
+        token attends to them. A state counts as one token. Raises OutOfBlocks; then nothing has changed.
         """
         hit = self._holdings.landing(request)
         missing = self.allocator.num_missing_to_land(request, hit, num_tokens)
@@ -120,15 +120,15 @@ class StepScheduler:
         in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
         first = self.allocator.land(request, hit, missing, in_tier)
         if moves:
-            self.move_now(moves)  # before anything lands
+            self.move_now(moves)  # before any KV lands
         request.status = Status.LANDING
         self.allocator.num_tier_hit_tokens += len(in_tier) * self.block_size
         return first
 
     def lend(self, request: Request) -> bool:
-        """Holds the known beginning of a prompt for a peer that pulls it, and cuts the prompt there.
+        """Holds the cached beginning of a prompt for a peer that pulls it, and cuts the prompt after it.
 
-        Returns False if nothing of it is known.
+        Returns False if nothing is cached.
         """
         num_tokens = len(request.prompt_token_ids)
         hit = self._holdings.find(request, num_tokens)
@@ -143,19 +143,19 @@ class StepScheduler:
         moves = self._begin_moves([])
         self.allocator.lend(request, hit, in_tier)
         if moves:
-            self.move_now(moves)  # before anything is sent
+            self.move_now(moves)  # before any KV is sent
         request.status = Status.EXPORTING
         return True
 
     def keep_pulled(self, request: Request) -> None:
-        """Adds a pulled beginning, which has landed, to the prefix cache, and holds it no longer."""
+        """Adds a pulled beginning, which has landed, to the prefix cache, and ends its request."""
         request.num_computed_tokens = len(request.prompt_token_ids)
         self._holdings.remember(request)
         self._checkpoints.landed(request)
         self.finish(request)
 
     def num_known_tokens(self, request: Request) -> int:
-        """Counts the prompt's first tokens that are not computed here, because device or host memory has them."""
+        """Counts the prompt's first tokens that need not be computed, because device or host memory has them."""
         most = len(request.prompt_token_ids) - 1
         hit = self._holdings.find(request, most)
         return (hit.num_blocks + len(self._holdings.in_tier(request, most, hit.num_blocks))) * self.block_size
@@ -165,23 +165,26 @@ class StepScheduler:
         return self._holdings.prompt_hashes(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
-        """Makes blocks that are evicted or loaded from now on add their moves here; earlier moves have been made."""
+        """Directs the moves of blocks that are evicted or loaded from now on to `moves`.
+
+        Earlier moves must have been made.
+        """
         if self.blocks.tier is not None:
             self.blocks.tier.begin(lambda kind, source, target: moves.append(Move(kind, source, target)))
         return moves
 
     def landed(self, request: Request) -> None:
-        """Adds a request to the running ones: the peer's KV of all prompt tokens is in its blocks."""
+        """Makes a landed request run: the peer has written the KV of all its prompt tokens."""
         request.num_computed_tokens = len(request.prompt_token_ids)
         request.status = Status.RUNNING
         self.running.append(request)
         self._holdings.remember(request)
 
     def fork(self, parent: Request, index: int) -> Request:
-        """Starts another sequence of the same prompt; it shares computed blocks and copies those that it writes.
+        """Starts another sequence of the same prompt.
 
-        At the limit of running sequences it waits instead, and computes the prompt again or finds it in the prefix
-        cache.
+        It shares computed blocks, and copies a block before it writes to it. If too many sequences run, it waits, and
+        later computes the prompt again or finds it in the prefix cache.
         """
         runs = self.places.num_free_for_further > 0
         child = sibling(parent, index=index, block_hashes=list(parent.block_hashes))
@@ -197,7 +200,7 @@ class StepScheduler:
         return child
 
     def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
-        """Starts the sequences of a computed prompt from their first tokens: they run, or wait for admission."""
+        """Starts the sequences of a computed prompt from their first tokens. They run, or wait for admission."""
         going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
         sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
         for sequence, token in zip(sequences, going_on, strict=True):
@@ -229,9 +232,10 @@ class StepScheduler:
         del self.requests[request.key]
 
     def share_tables(self, request: Request) -> list[list[int]]:
-        """Returns tables of its computed tokens for another sequence, which becomes a holder of these blocks.
+        """Returns tables of a request's computed tokens for another sequence, which becomes a holder of these blocks.
 
-        A sequence that writes a shared block copies it first; so each sequence but the last copies a state.
+        A sequence copies a shared block before it writes to it. So each sequence that shares a state copies the state,
+        except the last one to write.
         """
         return [each.share(request, request.num_computed_tokens) for each in self.groups]
 
@@ -255,8 +259,8 @@ class StepScheduler:
     def plan(self) -> StepPlan:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
 
-        Prompts that have begun come after a waiting request of a higher priority, and long ones after others, which get
-        a share of the step.
+        There are two exceptions: a waiting request comes before prompts of a lower priority that have begun, and
+        shorter prompts come before long ones, but get only a share of the step.
         """
         plan = StepPlan()
         self._begin_moves(plan.moves)
@@ -277,17 +281,17 @@ class StepScheduler:
         return plan
 
     def _gives_way(self, request: Request) -> bool:
-        """Whether a prompt that has begun comes after a request that waits."""
+        """Whether a prompt that has begun comes after the first waiting request."""
         return request.num_behind > 1 and self.waiting[0].priority < request.priority
 
     def _giving_way(self, due: Sequence[Request], first: int) -> GivingWay | None:
-        """Returns the long prompts that give way to shorter ones. `first`: the next waiting request."""
+        """Returns which long prompts give way to shorter ones. `first`: the index of the next waiting request."""
         if not due or due[-1].num_behind == 1 or self._keeps_images_whole:
             return None
         return self._share.giving_way(due, next(iter(self.waiting[first : first + 1]), None), self._pooling_chunk)
 
     def _continue(self, due: Sequence[Request], plan: StepPlan, budget: int, turn: StepAdapters | None) -> int:
-        """Adds chunks of running requests, in this order; returns the rest of the budget."""
+        """Adds chunks of running requests, in this order. Returns the budget that is left."""
         most = plan.num_tokens + budget
         for request in due:
             if not budget:
@@ -307,12 +311,11 @@ class StepScheduler:
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
         """Plans the step after one that is recorded as computed, but whose tokens are not known yet.
 
-        It follows the rules of `plan`. A sequence whose next token is being chosen computes that token; sequences in
-        `leaving` end with it, so their places are free, but not yet their blocks.
-
-        Returns None if the host must plan: a sequence that is due may not go ahead or gives way; a block must be copied
-        or swapped; blocks are short, or the first waiting request could enter only with blocks that are about to be
-        freed; or the model has states, some of which steps keep.
+        It follows the rules of `plan`. A sequence whose next token is still being chosen computes that token in this
+        step. Sequences in `leaving` end with that token: their places are free, but not yet their blocks. Returns None
+        if `plan` must plan the step, once the tokens are known. Possible reasons: a sequence may not go ahead, or gives
+        way; a block must be copied or swapped; blocks are short, or the first waiting request needs blocks that will
+        soon be freed; the model has states.
         """
         if self._holdings.states is not None:
             return None
@@ -345,9 +348,10 @@ class StepScheduler:
         return plan
 
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
-        """Whether it needs neither the host nor blocks of host memory or of a parked beam.
+        """Whether a request can enter a step that is planned ahead.
 
-        A request that lacks pixels may end when admitted, which only a step of the host reports.
+        It must need neither the host nor blocks from host memory or of a parked beam. A request without pixels may end
+        when it is admitted, and only a step that is not planned ahead can report that.
         """
         needs_host = request.lacks_pixels or request.is_swapped or self.allocator.parked(request)
         return may_go(request) and not (needs_host or self.allocator.enters_with_moves(request))
@@ -355,7 +359,7 @@ class StepScheduler:
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step.
 
-        Returns the requests whose last token is computed, which sample now, in the plan's order.
+        Returns the requests that sample now, because their last token is computed, in the plan's order.
         """
         self._checkpoints.computed(plan.keeps, plan.chunks)
         for request, num_tokens in plan.chunks:
@@ -363,7 +367,7 @@ class StepScheduler:
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
     def accepted(self, request: Request) -> None:
-        """Records that its last token, which is computed already, was a draft of the step that is being recorded."""
+        """Records that a request's last token is computed: it was a draft of the step that is being recorded."""
         self._advance(request, 1)
 
     def _advance(self, request: Request, num_tokens: int) -> None:
@@ -373,24 +377,25 @@ class StepScheduler:
         self._holdings.free_passed_blocks(request)
 
     def expire(self, now_s: float) -> None:
-        """Ends retentions whose time is over."""
+        """Ends retentions that have expired."""
         for each in self.groups:
             each.blocks.expire(now_s)
 
     def forget(self) -> None:
-        """Forgets every content, in all groups, so that nothing computed so far is reused."""
+        """Forgets all cached contents, in all groups, so that nothing computed so far is reused."""
         for each in self.groups:
             each.blocks.forget()
 
     def change_numerics(self, numerics: Numerics) -> None:
-        """Forgets every content, and keys later ones by these numerics; there may be no request."""
+        """Forgets all cached contents, and hashes later ones with these numerics. There must be no requests."""
         self.forget()
         self._holdings.change_numerics(numerics)
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
-        """Whether a transfer may be credited. Requests that wait here come first, unless it has a higher priority.
+        """Whether a transfer may be credited.
 
-        Each further sequence reserves one block, but all together never more than an empty pool has.
+        Requests that wait here come first, unless the transfer has a higher priority. Each further sequence needs one
+        more block, but the total is never more than the pool has.
         """
         if not request.is_pull and not self.places.may_land(request, self.waiting):
             return False
@@ -417,16 +422,16 @@ class StepScheduler:
 
     @property
     def num_seqs(self) -> int:
-        """Counts sequences that take part in steps, or will once their KV has landed."""
+        """Counts sequences that take part in steps or will do so once their KV has landed."""
         return self.places.num_taken
 
     def held(self, group: GroupHoldings) -> list[list[int]]:
-        """Returns the blocks of a group by holder: requests, and a planned step that copies states to blocks."""
+        """Returns a group's blocks by holder. Holders are requests, and a planned step that copies states to blocks."""
         copies = [self._checkpoints.taken] if group.is_state else []
         return [*(group.held(request) for request in self.requests.values()), *copies]
 
     def num_held(self, group: GroupHoldings) -> int:
-        """Counts the blocks that `held` returns, a block once for each holder."""
+        """Counts the blocks that `held` returns; a block counts once for each holder."""
         copies = len(self._checkpoints.taken) if group.is_state else 0
         return sum(map(group.num_held, self.requests.values())) + copies
 
@@ -448,10 +453,10 @@ class StepScheduler:
     # ---- admission
 
     def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
-        """Returns how many of its tokens the step can take.
+        """Returns how many of the request's tokens the step can take.
 
-        0 when other prompts' logprobs fill the step, or when the rest of the step is too small for a pooled prompt's
-        chunk or an image that must not be split.
+        This is 0 if other prompts' logprobs fill the step, or if what is left of the step is too small for a pooled
+        prompt's chunk or for an image that must not be split.
         """
         if request.pooling is not None:
             size = self._pooling_chunk
@@ -459,7 +464,7 @@ class StepScheduler:
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
         num_tokens = self._share.limited(plan.chunks, request, min(request.num_behind, budget, rows))
-        if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read their keys and values
+        if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read their KV
             given = num_given_tokens(request.order.variant) - request.num_computed_tokens
             num_tokens = min(num_tokens, given) if given > 0 else num_tokens
         return self._whole(request, num_tokens, budget)
@@ -467,7 +472,7 @@ class StepScheduler:
     def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
         """Returns fewer tokens, or more within the budget, if a chunk would end inside an image.
 
-        0: the rest of the image that it begins with is too large.
+        0: the chunk would begin with an image whose rest exceeds the budget.
         """
         if not self._keeps_images_whole:
             return num_tokens
@@ -486,7 +491,7 @@ class StepScheduler:
         num_leaving: int = 0,
         may_enter: Callable[[Request], bool] = lambda request: True,
     ) -> None:
-        """Admits waiting requests for which there are places, in order, up to the first that may not enter."""
+        """Admits waiting requests in order, as long as there are places, up to the first that may not enter."""
         num_seqs, at = self.num_seqs - num_leaving if self.waiting else 0, 0
         while budget and (at := self.places.next(self.waiting, at)) < len(self.waiting) and may_enter(self.waiting[at]):
             request = self.waiting[at]
@@ -508,7 +513,7 @@ class StepScheduler:
                 continue
             num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
-            if not num_tokens:  # the cached tokens end inside an image, whose rest is for the next step
+            if not num_tokens:  # the cached tokens end inside an image; the next step computes its rest
                 return
             plan.add(request, num_tokens)
             budget -= num_tokens

@@ -1,7 +1,7 @@
-"""Chooses the states that are kept as checkpoints after prefixes, so that later requests begin there.
+"""Chooses the states that are kept as checkpoints after prefixes, so that later requests can begin there.
 
-A kept state is a block of the states' pool whose content is the hash of the tokens before it; the least recently used
-one is evicted first. Integers only.
+A kept state is a block in the states' pool, cached under the hash of the tokens before it. The least recently used
+state is evicted first. Uses only integers and hashes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pd_cluster.types import Request, StateCopy
 
 
 class KeepRule(NamedTuple):
-    """`mode` none: no state is kept; all: at the end of each block.
+    """Says after which tokens states are kept.
 
-    align: at a prompt's last block end, every `interval` tokens of a prompt, where it diverges from known blocks of
-    other requests, and at the last block end of a sequence.
+    `mode` "none": after none. "all": after each block. "align": after a prompt's last whole block, after every
+    `interval` tokens of a prompt, where a prompt diverges from cached blocks of other requests, and after the last
+    whole block of a sequence.
     """
 
     mode: StateCacheMode = "align"
@@ -32,14 +33,14 @@ class Checkpoints:
         self._holdings, self._rule = holdings, rule
         self._size = holdings.block_size
         self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
-        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # kept while it generates: one at a time
-        self.taken: list[int] = []  # blocks that a planned step copies states to
+        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # content of the last kept state
+        self.taken: list[int] = []  # blocks to which a planned step copies states
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None
         states = holdings.states
         self.reached = None if states is None else ReachedBlocks(holdings.blocks, states.blocks)
 
     def entered(self, request: Request, hit: Hit) -> None:
-        """Records where a request diverges from known blocks of others, if no state is kept there yet."""
+        """Records where a request diverges from the cached blocks of others, if no state is kept there yet."""
         if self.is_on and hit.num_known > hit.num_blocks:
             self._parting[request] = hit.num_known * self._size
 
@@ -59,7 +60,10 @@ class Checkpoints:
         return keeps
 
     def computed(self, keeps: list[StateCopy], chunks: list[tuple[Request, int]]) -> None:
-        """Records the states that the step has copied, and frees the blocks of requests that were removed from it."""
+        """Records the states that the step has copied.
+
+        Frees the blocks that were taken for requests removed from the step.
+        """
         states = self._holdings.states
         if not keeps or states is None:
             return
@@ -95,7 +99,7 @@ class Checkpoints:
             self.reached.kept(chain)
 
     def _points(self, request: Request, start: int, stop: int) -> Iterator[int]:
-        """Yields the numbers of tokens in (start, stop], ascending, after which this request's state is kept."""
+        """Yields the numbers of tokens in (start, stop] after which the request's state is kept, ascending."""
         size, num_prompt = self._size, len(request.prompt_token_ids)
         first, last = start // size * size + size, stop // size * size
         if first > last:

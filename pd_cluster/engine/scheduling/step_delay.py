@@ -1,7 +1,8 @@
-"""Decides when a decode step waits for sequences: for one that joins soon, or for many if no answer is needed early.
+"""Decides when a decode step waits: for a sequence that joins soon, or for many of a batch if no answer is urgent.
 
-A step's cost is reading the weights, plus a part per sequence. Waiting pays if prefill computes on the same cores,
-which the caller determines: a separate device would only idle. It has no clock.
+The cost of a step is that of reading the weights, plus a part per sequence, so fuller steps cost less per token.
+Waiting pays only if prefill computes on the same cores, which the caller determines; a separate device would just be
+idle. This module has no clock of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Protocol
 
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
-MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
-MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; less with many sequences
-MAX_LANDING_DELAY_S = 0.02  # the longest such delay in seconds: only a token and two messages are missing
-MAX_WAIT_S = 2.0  # maximum time since the last landing; then steps continue without delay until the next
+MAX_INCOMING = 2  # a step waits if there are more incoming requests than this per running sequence
+MAX_LANDING_DELAY_SHARE = 0.25  # the longest delay for a landing, as a share of a step; shorter if many sequences run
+MAX_LANDING_DELAY_S = 0.02  # the longest such delay; only a token and two messages are missing
+MAX_WAIT_S = 2.0  # after this time without a landing, steps are not delayed until there is another
 
 
 class PendingLandings(Protocol):
@@ -26,9 +27,10 @@ class PendingLandings(Protocol):
 
 
 class StepDelay:
-    """Delays steps while many known sequences are not running yet; the fewer run, the more a delay pays.
+    """Delays steps while many sequences of a batch are incoming.
 
-    Near the end of a batch few are still incoming, so no step waits then, and the last answer is hardly delayed.
+    The fewer sequences run, the more a delay pays. Near the end of a batch few are still incoming, so steps no longer
+    wait, and the last answer is hardly delayed.
     """
 
     def __init__(self, scheduler: StepScheduler, coming: PendingLandings, clock: Callable[[], float]) -> None:
@@ -37,7 +39,10 @@ class StepDelay:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step waits. It never does with prompts, several batches, no batch, or missing blocks."""
+        """Whether the next step waits.
+
+        It never waits if it has prompts, if its requests are not all of one batch, or if blocks are short.
+        """
         if self._coming.num_landings != self._num_landings:
             self._num_landings, self._landed_s = self._coming.num_landings, self._clock()
         running = self._scheduler.running
@@ -60,11 +65,11 @@ class ExpectedLanding(Protocol):
 
 
 class LandingWait:
-    """Delays a step a little, so that a sequence whose KV cache has already arrived takes part in it.
+    """Delays a step a little, so that a sequence whose KV cache has already arrived can take part in it.
 
-    Otherwise the sequence gets its second token after the rest of the delay, this step and the next one. So it gains at
-    most a step, and the running ones together lose no more. A step that would have to wait longer begins at once. No
-    two steps wait for the same transfer.
+    Without the delay, the sequence would have to wait until the end of this step, and get its second token from the
+    next. So the sequence gains at most the time of a step, and the running sequences together lose no more than that. A
+    step that would have to wait longer begins at once. No two steps wait for the same transfer.
     """
 
     def __init__(self, imports: ExpectedLanding, clock: Callable[[], float]) -> None:
@@ -72,7 +77,7 @@ class LandingWait:
         self._due_s: float | None = None
 
     def left_s(self, step_s: float, num_running: int) -> float:
-        """Returns how long the next step of this many sequences may wait, given the time of steps; 0: it begins now."""
+        """Returns how long the next step waits, given a step's usual time and number of sequences; 0: it begins now."""
         expected_s = self._imports.imminent_s
         if expected_s is None:
             self._due_s = None
@@ -86,7 +91,7 @@ class LandingWait:
         if now_s < self._due_s:
             if expected_s <= self._due_s - now_s:
                 return self._due_s - now_s
-            self._due_s = None  # the awaited sequence has joined, and no other will in time
+            self._due_s = None  # the awaited sequence has joined, and no other will join in time
             return 0.0
         self._imports.mark_late()
         self._due_s = None

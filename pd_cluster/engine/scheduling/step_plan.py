@@ -1,4 +1,4 @@
-"""A planned step: how many tokens each request computes, and which blocks move first. Integers only."""
+"""A planned step: how many tokens each request computes, and which blocks are moved first. Uses only integers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Literal, NamedTuple
 
 from pd_cluster.types import Request, StateCopy
 
-MAX_PROMPT_LOGPROB_TOKENS = 256  # tokens with prompt_logprobs in one step: each needs a row of logits
+MAX_PROMPT_LOGPROB_TOKENS = 256  # tokens with prompt_logprobs in one step; each needs a row of logits
 MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
 
 
 def pooling_chunk_of(max_num_batched_tokens: int, block_size: int) -> int:
-    """Returns the tokens of every chunk of a pooled prompt but its last; whole blocks if they fit into half a step."""
+    """Returns how many tokens a pooled prompt's chunks have, except the last: whole blocks if half a step fits one."""
     most = max(1, min(MAX_POOLING_CHUNK, max_num_batched_tokens // 2))
     return most // block_size * block_size or most
 
 
 def service_order(request: Request) -> tuple[int, float, str, int]:
-    """Sort key: by priority, then by arrival."""
+    """The sort key of requests: by priority, then by arrival."""
     return request.priority, request.arrival_s, request.request_id, request.index
 
 
 def needs_host(request: Request) -> bool:
-    """Whether the host must see a step of this request before it can plan the next one.
+    """Whether the host needs the results of this request's step before it can plan the next one.
 
-    The reasons: a guide's mask and a beam search need the tokens; the first token forks the sequences of a request; a
-    pooled prompt and a prompt's logprobs are computed from the step's rows; adapters take turns.
+    Possible reasons: a guide's mask and a beam search need the tokens; the first token forks the sequences of a
+    request; a pooled prompt and a prompt's logprobs are computed from the step's rows; adapters take turns.
     """
     sampling = request.sampling
     return (
@@ -40,14 +40,14 @@ def needs_host(request: Request) -> bool:
 
 
 def ends_with(request: Request) -> bool:
-    """Whether a request that gets its next token now stops running: it reaches its limit, or is handed over."""
+    """Whether a request stops running with its next token, because it reaches its limit or is handed over."""
     return request.leg == "prefill" or len(request.output_token_ids) + 1 >= request.sampling.max_tokens
 
 
 class Move(NamedTuple):
-    """A block's content to copy before the step computes: within its group's pool, or between it and host memory.
+    """A move of a block's content before the step computes.
 
-    "clear" fills `target` with zeros.
+    "copy": within the group's pool. "out", "in": to and from host memory. "clear": fill `target` with zeros.
     """
 
     kind: Literal["copy", "out", "in", "clear"]
@@ -58,19 +58,20 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """`chunks` has (request, tokens to compute now); `moves` are made first, in this order.
+    """A planned step.
 
-    `preempted` and `admitted` changed their lists during planning.
+    `chunks`: (request, tokens to compute now). `moves` are made first, in this order. The requests in `preempted` and
+    `admitted` changed between the scheduler's lists during planning.
     """
 
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    lacking: list[Request] = field(default_factory=list)  # ended, because they would compute images without pixels
+    lacking: list[Request] = field(default_factory=list)  # ended, because they need images whose pixels are absent
     keeps: list[StateCopy] = field(default_factory=list)  # states to copy after tokens that the step computes
     num_prompt_rows: int = 0  # rows whose logits are needed for prompt_logprobs
-    drafts: dict[Request, list[int]] = field(default_factory=dict)  # computed after chunks of one token
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # by request; they follow its only token
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.chunks.append((request, num_tokens))
@@ -78,7 +79,7 @@ class StepPlan:
             self.num_prompt_rows += num_tokens
 
     def kept(self) -> list[StateCopy]:
-        """Returns the states to copy, of sequences that are still in the plan."""
+        """Returns the states to copy whose sequences are still in the plan."""
         if not self.keeps:
             return []
         computed = {request for request, _ in self.chunks}

@@ -1,6 +1,6 @@
 """Shares steps among prompts: chunks shrink as attention to their contexts takes longer, and long prompts give way.
 
-Pure arithmetic. Output does not depend on the sizes of chunks, so measured times may decide them.
+Pure arithmetic. Output does not depend on the sizes of chunks, so measured times may determine them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pd_cluster.costs.linear_costs import StepCost, num_pairs_of
 from pd_cluster.types import Request
 
 LONG_STEPS = 8  # a prompt that fills more steps than this is long
-OTHERS_SHARE = 0.75  # the share of a step for shorter prompts
-MOST_SHARE = 0.75  # the most time for prompts if one is long, as a share of a whole step without earlier context
-LEAST_CHUNK = 32  # tokens; smaller chunks would mostly cost the step itself
+OTHERS_SHARE = 0.75  # the share of a step that shorter prompts may take
+MOST_SHARE = 0.75  # the most time for prompts if one is long, as a share of the time of a full step without context
+LEAST_CHUNK = 32  # tokens; with smaller chunks, a step's fixed cost would dominate
 
 
 def long_prompt_from(max_num_batched_tokens: int) -> int:
@@ -25,9 +25,10 @@ def long_prompt_from(max_num_batched_tokens: int) -> int:
 
 
 class GivingWay(NamedTuple):
-    """`later`: the requests whose chunks come after those of others.
+    """`later`: the requests whose chunks come after the others'.
 
-    `num_tokens`: how much of the step these others may take. `priority`: the worst priority that enters before `later`.
+    `num_tokens`: how much of the step the others may take. `priority`: the lowest priority of requests that may enter
+    before `later`.
     """
 
     later: list[Request]
@@ -36,17 +37,17 @@ class GivingWay(NamedTuple):
 
 
 class StepShare:
-    """`cost` returns the measured cost of steps; chunks do not shrink before attention has a measured cost."""
+    """`cost` returns the measured cost of steps. Chunks do not shrink until the cost of attention is measured."""
 
     def __init__(self, max_num_batched_tokens: int, block_size: int, cost: Callable[[], StepCost]) -> None:
         self._most, self._block_size, self._cost = max_num_batched_tokens, block_size, cost
         self._long_from = long_prompt_from(max_num_batched_tokens)
 
     def giving_way(self, due: Sequence[Request], waiting: Request | None, least: int) -> GivingWay | None:
-        """Returns which prompts give way to shorter ones in this step; None: none does.
+        """Returns which prompts give way to shorter ones in this step; None if none does.
 
-        Shorter prompts get at most OTHERS_SHARE of what decodes leave of the step; a long one advances by the rest.
-        `due`: running requests, decodes first. `least`: tokens that a pooled prompt among them takes at once.
+        Shorter prompts get at most OTHERS_SHARE of the tokens that decodes leave in the step; a long prompt gets the
+        rest. `due`: running requests, decodes first. `least`: the tokens that a pooled prompt among them takes at once.
         """
         prompts = list(takewhile(lambda request: request.num_behind > 1, reversed(due)))
         long = [request for request in prompts if request.num_tokens > self._long_from]
@@ -64,9 +65,9 @@ class StepShare:
         return GivingWay(later, min(num_decodes + share, self._most), priority)
 
     def limited(self, chunks: Sequence[tuple[Request, int]], request: Request, num_tokens: int) -> int:
-        """Returns how many of these tokens keep the step near its time, after the chunks that it already has.
+        """Returns how many of `num_tokens` the step can add to its chunks without taking much longer than usual.
 
-        Only long prompts are limited, after their first whole step.
+        Only long prompts are limited, and only after their first whole step.
         """
         num_before = request.num_computed_tokens
         if num_tokens <= LEAST_CHUNK or request.num_tokens <= self._long_from or num_before < self._most:

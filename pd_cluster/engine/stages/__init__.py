@@ -1,1 +1,1 @@
-"""The stages that a leg passes before it enters the engine, and stages that only follow the engine."""
+"""Stages that a leg passes before it enters the engine, and stages that only observe the engine."""

@@ -1,7 +1,7 @@
-"""Tracks which LoRA adapters are in memory, and chooses which to evict. Digests only: loads and drops nothing.
+"""Tracks which LoRA adapters are in memory, and chooses which to evict. Uses digests; loads and drops nothing itself.
 
-The least recently requested adapter is evicted. If requests use all adapters, the least recently requested one is
-closed: it accepts no new requests until its running requests have ended. Waiting adapters then get its memory.
+The least recently requested adapter that is not in use is evicted. If all are in use, the least recently requested one
+is closed: it accepts no new requests, and once its running requests have ended, a waiting adapter gets its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AdapterCache:
         self.closing: dict[str, None] = {}
 
     def use(self, digest: str) -> None:
-        """Records that the adapter is requested, or has just been loaded."""
+        """Records that an adapter was requested or has just been loaded."""
         self._recent.pop(digest, None)
         self._recent[digest] = None
 
@@ -32,11 +32,11 @@ class AdapterCache:
         self.closing.pop(digest, None)
 
     def has_one_free(self, present: Collection[str]) -> bool:
-        """Whether memory has room for one more. `present`: adapters that are in memory or being loaded."""
+        """Whether one more adapter fits. `present`: adapters that are in memory or being loaded."""
         return len(set(present)) < self._most
 
     def next_out(self, present: Collection[str], used: Collection[str]) -> str | None:
-        """Returns the adapter to evict at once; None: all are in use, and one of them no longer accepts requests."""
+        """Returns the adapter to evict now; None if all are in use, and then one of them is closed."""
         order = [each for each in (*self.closing, *self._recent) if each in present]
         found = next((each for each in order if each not in used), None)
         if found is None and order and not self.closing:

@@ -1,4 +1,4 @@
-"""Reads adapters on a separate thread, during steps. Knows nothing of the requests for them."""
+"""Reads adapters on a separate thread, during steps. Knows nothing of the requests that need them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Read = Callable[[Path], AdapterFolder]  # raises ModelError
 
 
 def reader_of(settings: AdapterSettings) -> Read:
-    """Returns the function that reads a folder within these settings' limits."""
+    """Returns a function that reads an adapter's folder within the limits of these settings."""
     return partial(read_adapter, max_rank=settings.max_lora_rank, max_tokens=settings.max_prompt_adapter_token)
 
 
 def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder], None]) -> str:
-    """Loads the adapter of this folder; returns why it could not be loaded, in one line, or ""."""
+    """Loads the adapter in a folder. Returns one line that says why it could not be loaded, or ""."""
     try:
         folder = read(Path(path))
         if folder.digest != digest:
@@ -38,15 +38,15 @@ def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder]
 
 
 class Keeper(Protocol):
-    """The model's adapters: ModelAdapters, or those of all ranks together."""
+    """Holds adapters: ModelAdapters for this rank, or LeadAdapters for all ranks."""
 
     @property
     def variants(self) -> Mapping[str, int]: ...
     def load_adapter(self, folder: AdapterFolder) -> None:
-        """Any thread may call it. Raises ModelError, ConfigError."""
+        """Loads an adapter; any thread may call this. Raises ModelError, ConfigError."""
 
     def drop_adapter(self, digest: str) -> None:
-        """Call it between two steps, when no request uses the adapter."""
+        """Drops an adapter that no request uses. Call it between two steps."""
 
 
 class AdapterThread:
@@ -64,7 +64,7 @@ class AdapterThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the adapter that it is loading."""
+        """Ends the thread once it has loaded the adapters in its queue."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -75,7 +75,7 @@ class AdapterThread:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """The adapters that a model can have. `named`: paths by digest of the adapters that this process was started with.
+    """The adapters that a model can have. `named`: the adapters that this process was started with, as paths by digest.
 
     At most `most` LoRA adapters are in memory; None: any number.
     """

@@ -1,6 +1,6 @@
-"""Loads the adapters that a worker's scheduler wants, during steps. docs/protocol/requests.md has the rules.
+"""Loads the adapters on the scheduler's list, during steps. docs/protocol/requests.md has the rules.
 
-All parts but the loading itself run on the engine's thread.
+Only the loading itself runs on another thread; the rest runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pd_cluster.types.variants import lora_of, short_name
 log = logging.getLogger(__name__)
 
 
-MAX_OWNERS = 4096  # owners whose last loads are remembered
-MAX_LOADING = 2  # the adapter that is being read, and the next one; later adapters can still change their order
+MAX_OWNERS = 4096  # the most owners whose last loads are remembered
+MAX_LOADING = 2  # one that is being read, and the next; the order of later ones can still change
 
 
 class OwnerRotation:
-    """Records when each owner of held legs last had an adapter loaded; owners without a load come first."""
+    """Records when an adapter was last loaded for each owner of held legs. Owners without a load come first."""
 
     def __init__(self) -> None:
-        self._last: OrderedDict[bytes, int] = OrderedDict()  # the longest ago first
+        self._last: OrderedDict[bytes, int] = OrderedDict()  # the earliest first
         self._num_turns = 0
 
     def last(self, owners: Collection[bytes]) -> int:
-        """Returns the turn of the owner that has waited longest since its last load; 0: an owner has had no load."""
+        """Returns the earliest turn in which one of these owners had its last load; 0 if one has had none."""
         return min(self._last.get(owner, 0) for owner in owners)
 
     def took(self, owners: Collection[bytes]) -> None:
@@ -48,10 +48,10 @@ class OwnerRotation:
 
 
 class WorkerAdapters(Stage):
-    """An adapter that was loaded once stays known while it is wanted.
+    """Loads the adapters on the scheduler's list.
 
-    If memory is limited, the least recently requested adapter is evicted, and a leg whose adapter is not in memory is
-    held until it has been read again.
+    An adapter that was loaded once counts as loaded while it is on the list. If memory is limited, the least recently
+    requested adapter is evicted; a leg whose adapter is not in memory is held until the adapter has been read again.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class WorkerAdapters(Stage):
     ) -> None:
         """`source` None: the model was loaded without slots for adapters.
 
-        `used` returns the digests of requests that are or will be computed here.
+        `used` returns the digests of the adapters of requests that are or will be computed here.
         """
         keeper = source.keeper if source is not None else None
         most = source.most if source is not None else None
         self._keeper, self._thread = keeper, source.thread if source is not None else None
         self._send, self._used = send, used
-        self._conn = ""  # the connection of the scheduler whose list is valid
+        self._conn = ""  # the connection of the scheduler that sent the latest list
         self._paths: dict[str, str] = dict(source.named) if source is not None else {}  # by digest
         self._has_list = False  # a list has arrived
         self._proven = set(self._paths)  # adapters that have been in memory
@@ -91,7 +91,7 @@ class WorkerAdapters(Stage):
         return True
 
     def _follow(self, conn: str, news: wire.WantedAdapters) -> None:
-        """Applies the list; loads that failed before are retried."""
+        """Applies the scheduler's list, and retries loads that have failed."""
         self._conn, self._has_list = conn, True
         self._paths = {each.digest: each.path for each in news.adapters}
         self._proven &= self._paths.keys()
@@ -101,7 +101,7 @@ class WorkerAdapters(Stage):
                 self._problems[digest] = "--enable-lora, --enable-prompt-adapter: this worker was started without them"
             elif digest in self._loading:
                 continue
-            elif digest in self._keeper.variants:  # still loaded: it was about to be dropped
+            elif digest in self._keeper.variants:  # still in memory, because it was not dropped yet
                 self._proven.add(digest)
             elif digest not in self._proven:
                 self._due.setdefault(digest)
@@ -133,7 +133,7 @@ class WorkerAdapters(Stage):
             self._report()
 
     def tick(self) -> None:
-        """Drops adapters that are neither wanted nor used, and continues loads that wait for memory."""
+        """Drops adapters that are neither on the list nor used. Continues loads that wait for memory."""
         if self._keeper is None:
             return
         if self._has_list and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
@@ -149,7 +149,7 @@ class WorkerAdapters(Stage):
 
     @property
     def _in_memory(self) -> tuple[str, ...] | None:
-        """Short names of the LoRA adapters that are in memory; None: all adapters are."""
+        """The short names of the LoRA adapters in memory; None if all adapters are in memory."""
         if self._keeper is None or self._cache is None:
             return None
         return tuple(
@@ -192,13 +192,13 @@ class WorkerAdapters(Stage):
         return released
 
     def _in_use(self) -> set[str]:
-        """Returns the adapters of requests that have begun, or are about to."""
+        """Returns the adapters of requests that have begun or are about to begin."""
         return {*self._used(), *(leg.submit.order.variant for leg in self._released)}
 
     # ---- capacity
 
     def _go_on(self) -> None:
-        """Loads due adapters while there is memory; owners of held legs take turns."""
+        """Loads adapters that are due, as long as there is memory. Owners of held legs take turns."""
         if self._keeper is None:
             return
         for digest in list(self._due):
@@ -219,7 +219,7 @@ class WorkerAdapters(Stage):
                 return
         if self._due:
             return
-        for digest in list(self._cache.closing) if self._cache is not None else []:  # none has to make room now
+        for digest in list(self._cache.closing) if self._cache is not None else []:  # none need be evicted now
             self._open(digest)
 
     def _is_open(self, digest: str) -> bool:

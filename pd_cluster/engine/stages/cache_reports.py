@@ -1,6 +1,6 @@
-"""Reports to schedulers which blocks' contents this worker can share, and in which tier they are, for routing.
+"""Reports to schedulers, for routing, which blocks' contents this worker can share and which tier has them.
 
-Knows nothing of prompts or requests; a key is the beginning of a block's hash (kv/prefix_index.py).
+Knows nothing of prompts or requests. A key is the beginning of a block's hash (kv/prefix_index.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CacheReports(Stage):
         self._clients.discard(conn)
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Sends the blocks' changes since the last call to every connected scheduler."""
+        """Sends changed contents to every connected scheduler."""
         if not changes or not self._clients:
             return
         gone = [content for content, tier in changes.items() if tier is None]
@@ -49,7 +49,7 @@ class CacheReports(Stage):
 
 
 def _added(places: Mapping[bytes, Tier | None]) -> Iterator[wire.CacheKeys]:
-    """Yields the messages about available contents, without empty ones."""
+    """Yields the messages that report available contents, at least one content each."""
     for tier in TIERS:
         contents = [content for content, place in places.items() if place == tier]
         for start in range(0, len(contents), MAX_KEYS):

@@ -17,14 +17,14 @@ from pd_cluster.types import Tier
 
 
 class KVEvents(Stage):
-    """Follows the prefix cache."""
+    """The stage that publishes changes of the prefix cache."""
 
     def __init__(self, blocks: BlockPool | ReachedBlocks, block_size: int, publisher: EventPublisher) -> None:
         self._log = blocks.start_log(block_size)
         self._publisher = publisher
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Publishes one batch, unless it is empty."""
+        """Publishes the changes as one batch, if there are any."""
         self._log.moved(changes)
         if events := self._log.take():
             self._publisher.publish(EventBatch(time.time(), events))

@@ -1,7 +1,7 @@
-"""Holds a leg while the beginning of its prompt is on its way from another prefill instance's caches.
+"""Holds a leg while the KV of its prompt's beginning is transferred from another prefill instance's caches.
 
 The scheduler names the peer (`wire.PullHint`); docs/protocol/requests.md has the table. A pull that fails or is late
-costs time, never a token: the leg begins, and this instance computes the tokens that did not arrive.
+costs only time: the leg begins, and this instance computes the tokens that did not arrive.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.stages.stage import Released, Stage, outstanding_with
 from pd_cluster.types import Request
 
-MIN_WAIT_S = 0.5  # a busy host may take this long for a short pull
+MIN_WAIT_S = 0.5  # on a busy host, even a short pull may take this long
 
 
 @dataclass(slots=True)
 class _Pulling:
-    """`waits`: the link from the peer wakes, and `Pull` has not been sent."""
+    """A pull and the leg that waits for it.
+
+    `waits`: the link from the peer is still opening, so `Pull` was not sent yet.
+    """
 
     leg: HeldLeg
     pull: Request
@@ -64,7 +67,7 @@ class PrefixPulls(Stage):
         link = self._links.from_peer(hint.peer)
         if link is None and not hint.wakes:
             return True
-        if link is not None and self._links.precision(link):  # such blocks would never serve an exact request
+        if link is not None and self._links.precision(link):  # exact requests cannot use such blocks
             return True
         now_s = self._clock()
         request = request_of(submit, conn, now_s)
@@ -95,7 +98,7 @@ class PrefixPulls(Stage):
             self._give_up(held)
 
     def cache_reset(self, is_external: bool) -> None:
-        """Abandons pulls, because their KV cache was computed before the reset."""
+        """Abandons all pulls, because their KV was computed before the reset."""
         self.release_all()
 
     def tick(self) -> None:
@@ -124,7 +127,7 @@ class PrefixPulls(Stage):
         self._release(held)
 
     def _drop(self, held: _Pulling) -> None:
-        """Stops a pull; its blocks are freed once nothing writes to them."""
+        """Stops a pull. Its blocks are freed once nothing writes to them."""
         del self._held[held.pull.transfer_id]
         self._imports.abort(held.pull)
 
@@ -134,7 +137,7 @@ class PrefixPulls(Stage):
 
 
 def _pull_of(submit: wire.Submit, num_tokens: int, num_known: int) -> Request:
-    """Returns the request that lands the first `num_tokens` tokens of a leg's prompt."""
+    """Returns the request for a pull, which lands the first `num_tokens` tokens of a leg's prompt."""
     transfer_id, order = f"{submit.transfer_id}.pull", submit.order.without_pixels()
     assert submit.pull is not None
     pull = Request(transfer_id, order, transfer_id=transfer_id, peer=submit.pull.peer, is_pull=True)

@@ -1,8 +1,7 @@
-"""Stages, which can hold a leg before it enters the engine, or follow the engine.
+"""Stages, which can hold a leg before it enters the engine, or observe the engine.
 
-The worker iterates over its stages in order and knows none of them by name. Stages for adapters, tiers below host
-memory and encoders hold legs; stages that report the prefix cache only follow. docs/protocol/requests.md says when a
-leg is held.
+The worker calls its stages in order and names none of them. Stages for adapters, tiers below host memory, encoders and
+pulls hold legs; stages that report the prefix cache only observe. docs/protocol/requests.md says when a leg is held.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pd_cluster.types import LinkState, Tier
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A leg that a stage held. `why`: why another instance should take it; `error`: why it ends."""
+    """A leg that a stage no longer holds. `why`: why another instance should take it. `error`: why it ends."""
 
     conn: str
     submit: wire.Submit
@@ -29,20 +28,20 @@ class Released:
 
 
 class Stage:
-    """Holds and follows nothing: a stage overrides the methods that it needs.
+    """The default stage, which does nothing.
 
-    All methods except `meet` run on the engine's thread.
+    Stages override the methods that they need. All methods except `meet` run on the engine's thread.
     """
 
     # ---- legs
 
     @property
     def num_held(self) -> int:
-        """Counts held legs that will need capacity here, as legs that wait for a step do."""
+        """Counts held legs that count toward this worker's limit of waiting legs."""
         return 0
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
-        """Whether a leg may pass; otherwise it is held, and `released` returns it later."""
+        """Whether a leg may pass. If not, the stage holds it, and `released` returns it later."""
         return True
 
     def released(self) -> Sequence[Released]:
@@ -50,7 +49,7 @@ class Stage:
         return ()
 
     def release_all(self) -> None:
-        """Releases every leg, because the worker accepts nothing more."""
+        """Releases every leg, because the worker accepts no more legs."""
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         """Forgets a held leg that its client no longer needs."""
@@ -60,17 +59,20 @@ class Stage:
     def opened(self, conn: str, is_scheduler: bool) -> None: ...
 
     def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
-        """Handles that a connection is gone, and with it the legs of its scheduler."""
+        """Called when a connection is gone; if it was a scheduler's, its legs are no longer needed."""
 
     def set_peers(self, peers: list[wire.PeerInfo], is_prefill: bool) -> None:
-        """Sets the list of live instances, and this worker's own role."""
+        """Sets the list of live instances and this worker's own role."""
 
     def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
         """Handles a message of the stage's own kinds; returns False for other messages."""
         return False
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Passes on a value from the other end of a link. Runs on the mailbox's thread, as this end may wait for it."""
+        """Passes on a value from the other end of a link.
+
+        Runs on the mailbox's thread, because this end may wait for it.
+        """
 
     def handle(self, event: Event) -> bool:
         """Handles an event of the stage's own threads; returns False for other events."""
@@ -82,25 +84,25 @@ class Stage:
         """Does periodic work; the worker calls it several times a second."""
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Handles contents whose tier has changed, several times a second; None: no tier has them any more."""
+        """Called several times a second with the contents whose tier has changed; None: no tier has them any more."""
 
     def moved(self) -> None:
-        """Handles that a copy of blocks between device and host has ended."""
+        """Called when a copy of blocks between device and host has ended."""
 
     def cache_reset(self, is_external: bool) -> None:
-        """Forgets cached KV; with `is_external` also KV that other instances share."""
+        """Forgets cached KV; with `is_external`, also KV that is shared with other instances."""
 
     def links(self) -> Mapping[str, LinkState]:
         """Returns the states of the stage's own links, by peer."""
         return {}
 
     def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
-        """Returns the load with the stage's figures. `schedulers`: their names by connection."""
+        """Returns the load with this stage's figures. `schedulers`: names of schedulers by connection."""
         return load
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing waits for this stage, once every leg has ended."""
+        """Whether this stage has no work left, once every leg has ended."""
         return True
 
     def close(self) -> None: ...
@@ -118,7 +120,7 @@ class StageChain:
 
     def enter(self, conn: str, submit: wire.Submit, closed: str, first: int = 0) -> None:
         """Begins a leg unless a stage from `first` on holds it. `closed`: why another instance should take it."""
-        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # reports of the change are under way
+        if not closed and (why := self._weights.refusal(submit.weights_epoch)):  # a report is coming
             self._legs.end_unbegun(conn, submit, why, is_full=True)
             return
         for stage in self.stages[first:]:
@@ -149,7 +151,7 @@ class StageChain:
 
 
 def outstanding_with(load: wire.Load, held: Sequence[HeldLeg], schedulers: Mapping[str, str]) -> dict[str, int]:
-    """Returns the load's outstanding tokens by scheduler, including the weights of the legs that a stage holds."""
+    """Returns the load's outstanding tokens by scheduler, plus the weights of the legs that a stage holds."""
     outstanding = dict(load.outstanding)
     for leg in held:
         if (name := schedulers.get(leg.conn, "")) in outstanding:

@@ -1,7 +1,7 @@
-"""Holds a leg until the blocks that it can use are loaded from the tiers below host memory into host memory.
+"""Holds a leg until the cached blocks of its prompt are loaded from the tiers below host memory into host memory.
 
-A leg whose blocks would take longer to load than to compute begins without them. docs/protocol/handover.md has the
-table. Knows nothing of files or stores.
+A leg begins without them if loading takes longer than computing would. docs/protocol/handover.md has the table. Knows
+nothing of files or stores.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.tier_commands import AnyTierCommand, LowerKind, TierContents, TierDone
 from pd_cluster.types import Leg
 
-MIN_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # time limits for blocks that are being loaded
+MIN_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # bounds of the time for which a leg waits for its blocks
 HASH_NBYTES = 32
 
 At = tuple[LowerKind, int]  # a job
 
 
 class TierCommandRunner(Protocol):
-    """Executes commands on every rank: a ModelRunner, or a LeadRunner for several ranks."""
+    """Executes commands on every rank. Implementations: ModelRunner; LeadRunner for several ranks."""
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None: ...
 
@@ -42,11 +42,11 @@ class _Held:
     leg: HeldLeg
     until_s: float
     jobs: set[At]
-    hashes: Sequence[bytes]  # of its prompt's blocks
+    hashes: Sequence[bytes]  # the hashes of its prompt's blocks
 
 
 class EngineTiers(Stage):
-    """`lower`: the tiers in the order in which they are asked."""
+    """The stage for tiers below host memory. `lower`: these tiers, in the order in which they are searched."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineTiers(Stage):
         self._scheduler, self._lower, self._orders, self._clock = scheduler, lower, orders, clock
         self._held: list[_Held] = []
         self._released: list[Released] = []
-        self.num_late = 0  # legs that began without blocks they had waited for
+        self.num_late = 0  # legs that began without the blocks that they had waited for
 
     def of(self, kind: LowerKind) -> LowerTier | None:
         return self._lower.get(kind)
@@ -94,9 +94,9 @@ class EngineTiers(Stage):
         return False
 
     def _bring(self, hashes: Sequence[bytes], leg: Leg) -> tuple[set[At], int]:
-        """Begins to load the blocks that a prompt's beginning lacks on the device and in host memory.
+        """Begins to load the blocks of a prompt's beginning that are neither on the device nor in host memory.
 
-        Returns the jobs to wait for, and how many blocks they load.
+        Returns the jobs to wait for, and the number of blocks that they load.
         """
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.tier
         assert host is not None
@@ -120,10 +120,10 @@ class EngineTiers(Stage):
         return jobs, num_blocks
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
-        """Prevents loaded blocks from displacing the same prompt's blocks in host memory."""
+        """Marks the prompt's blocks in host memory as used, so that loads do not evict them."""
         blocks = self._scheduler.blocks
         if blocks.tier is not None:
-            blocks.tier.touch([each for each in hashes if each not in blocks])  # the device's blocks need no copy
+            blocks.tier.touch([each for each in hashes if each not in blocks])  # blocks on the device need no copy
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
@@ -175,7 +175,7 @@ class EngineTiers(Stage):
             at = report.kind, report.job
             waiting = [held for held in self._held if at in held.jobs]
             if found:
-                for held in waiting:  # their first blocks may have been evicted since the look-up
+                for held in waiting:  # their first blocks may have been evicted in the meantime
                     self._touch(held.hashes)
             more = {(report.kind, job) for job in lower.fetch(found)} if found else set()
             for held in waiting:
@@ -204,13 +204,13 @@ class EngineTiers(Stage):
                 self._orders.order(kind, orders)
 
     def cache_reset(self, is_external: bool) -> None:
-        """Discards the blocks of this instance; with `is_external` also those that other instances share."""
+        """Discards this instance's blocks; with `is_external`, also those that are shared with other instances."""
         for lower in self._lower.values():
             if is_external or not lower.is_asked:
                 lower.clear()
         self.flush()
 
     def close(self) -> None:
-        """Writes queued blocks, for a limited time."""
+        """Writes the queued blocks, within a time limit."""
         if self._lower and self._orders is not None:
             self._orders.close_tiers()

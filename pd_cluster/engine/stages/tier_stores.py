@@ -32,9 +32,9 @@ GIB = 1 << 30
 def open_tiers(
     config: WorkerConfig, runner: ModelRunner, report: Callable[[TierDone | TierContents], None]
 ) -> list[TierContents]:
-    """Opens the stores that the settings name, each with its own thread; returns their contents.
+    """Opens the stores that the settings name, each with its own thread.
 
-    `report` is called on those threads. Raises ConfigError.
+    Returns the contents of a store on disk. The threads call `report`. Raises ConfigError.
     """
     if not (config.kv_disk_cache or config.kv_shared_cache):
         return []
@@ -57,7 +57,7 @@ def open_tiers(
 
 
 def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
-    """Returns what determines the bits of a block, besides its hash and the layout. Reads all weights.
+    """Returns everything that determines the bits of a block besides its hash and layout. Reads all weights.
 
     Raises ModelError.
     """
@@ -69,7 +69,7 @@ def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
 
 
 def _folders_of_head(config: EngineConfig) -> list[Path]:
-    """Returns the folder of a draft head's weights; empty if the model has them itself, or there is no head."""
+    """Returns the folder of a draft head's weights; none if they are in the model's folder or there is no head."""
     asked = config.speculation
     if asked.with_weights != "eagle3":
         return []

@@ -1,1 +1,1 @@
-"""How rank processes start."""
+"""Starts rank processes."""

@@ -1,7 +1,7 @@
 """Preloader: `python -m pd_cluster.engine.start.preload_process FD MODEL`. Imports what ranks need, and forks them.
 
-It has one thread, no model and no device: a rank gets its part from its parent, as if started by command line. It ends
-when all other ends of FD are closed, or the process that started it ends.
+It has one thread, no model and no device. A forked rank receives its configuration from its parent, as if it had been
+started by command line. The preloader ends when all other ends of FD are closed or the process that started it ends.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pd_cluster.engine.start.rank_main import die_with_parent, end, import_engin
 from pd_cluster.errors import ConfigError
 
 MOST_FILES = 64
-LIFELINE, STDOUT, STDERR = range(3)  # positions in a request's files; the numbered files follow
-REQUEST_TIMEOUT_S = 5.0  # the wait for a request after its sender was invited
+LIFELINE, STDOUT, STDERR = range(3)  # positions in a request's files; the files of `numbers` follow
+REQUEST_TIMEOUT_S = 5.0  # how long to wait for a request after its sender was invited
 READAHEAD_NBYTES = 4 << 30
 
 
@@ -46,22 +46,22 @@ def main(fd: int, model: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    environment = dict(os.environ)  # imports add to it
+    environment = dict(os.environ)  # a copy, because imports add variables
     compiling = _compile_kernels(fd)
     _read_ahead(model)
     gc.disable()
     import_engine(light=True)
     _import_model(model)
-    gc.freeze()  # imported objects stay in memory that all ranks share
+    gc.freeze()  # so that all ranks share the memory of imported objects
     if compiling:
         os.waitpid(compiling, 0)
     _Forks(socket.socket(fileno=fd), environment).run()
 
 
 def _compile_kernels(fd: int) -> int:
-    """Compiles in a child process during the imports. Returns its pid; 0 if no kernels are needed.
+    """Compiles kernels in a child process during the imports. Returns its pid; 0 if no kernels are needed.
 
-    Ranks report errors.
+    Errors are ignored here, because ranks report them.
     """
     from pd_cluster.native import build
 
@@ -78,7 +78,7 @@ def _compile_kernels(fd: int) -> int:
 
 
 def _read_ahead(model: str) -> None:
-    """Asks the kernel to read the weights while Python imports."""
+    """Makes the kernel read the weights into its cache during Python's imports."""
     left = READAHEAD_NBYTES
     with contextlib.suppress(OSError, ConfigError):
         for file in sorted(Path(model).expanduser().glob("*.safetensors")):
@@ -89,7 +89,10 @@ def _read_ahead(model: str) -> None:
 
 
 def _import_model(model: str) -> None:
-    """Imports the modules of the model's architecture. Ranks report, or fetch, an unreadable folder."""
+    """Imports the modules of the model's architecture.
+
+    Ignores a folder that cannot be read: ranks download or report it.
+    """
     from pd_cluster.model.loading.light_transformers import import_architecture
 
     with contextlib.suppress(OSError, ConfigError):
@@ -97,7 +100,7 @@ def _import_model(model: str) -> None:
 
 
 class _Forks:
-    """Answers each request on its own socket: first that the rank runs, and later how it ended."""
+    """Answers each request on the request's own socket: first when the rank runs, and again when it has ended."""
 
     def __init__(self, channel: socket.socket, environment: dict[str, str]) -> None:
         self._channel = channel
@@ -111,7 +114,7 @@ class _Forks:
         self._wake = wake
 
     def run(self) -> None:
-        """Serves until the channel's other end is closed everywhere."""
+        """Serves requests until all processes have closed the other end of the channel."""
         poll = select.poll()
         for each in (self._channel, self._woken):
             poll.register(each, select.POLLIN)
@@ -128,7 +131,7 @@ class _Forks:
         data, sockets, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, 1)
         if not data:
             return False
-        if not sockets:  # no descriptor was free for it; the requester reads the end of file
+        if not sockets:  # there was no free descriptor; the requester reads the end of file
             return True
         answers = socket.socket(fileno=sockets[0])
         files: list[int] = []
@@ -153,10 +156,10 @@ class _Forks:
     def _reason_against(self, request: ForkRequest, files: list[int]) -> str:
         if request.surroundings != (own := surroundings()):
             names = {name for name, _ in request.surroundings.items() ^ own.items()}
-            return f"its {', '.join(sorted(names))} is not the preloader's"
+            return f"the rank and the preloader differ in {', '.join(sorted(names))}"
         names = {name for name, _ in essential(request.env).items() ^ self._environment.items()}
         if names:
-            return f"its environment is not the preloader's: {', '.join(sorted(names)[:5])}"
+            return f"the rank's and the preloader's environments differ in {', '.join(sorted(names)[:5])}"
         if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
             return f"the preloader has {num_threads} threads"
         if len(files) != STDERR + 1 + len(request.numbers) or not request.numbers:
@@ -168,7 +171,7 @@ class _Forks:
         if not pid:
             _run_as_rank(request, files, self._added)
         try:
-            pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid still belongs to it
+            pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still that of the rank
         except OSError:
             os.kill(pid, signal.SIGKILL)
             raise
@@ -192,14 +195,14 @@ class _Forks:
 
 
 def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
-    """Sends an answer; the requester may be gone."""
+    """Sends an answer. Ignores that the requester may be gone."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     with contextlib.suppress(OSError):
         answers.sendmsg([msgspec.json.encode(answer)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def _run_as_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
-    """Runs in the fork. `added`: variables that imports have added to the environment."""
+    """Runs the rank; called in the forked process. `added`: environment variables that imports have set."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -217,7 +220,7 @@ def _run_as_rank(request: ForkRequest, files: list[int], added: dict[str, str]) 
 
 
 def _take_files(numbers: list[int], files: list[int]) -> int:
-    """Gives each file the requested number, closes all others. Returns the lifeline's number."""
+    """Gives each file the requested number and closes all others. Returns the lifeline's number."""
     wanted = {1: files[STDOUT], 2: files[STDERR], **dict(zip(numbers, files[STDERR + 1 :], strict=True))}
     lifeline = max([*numbers, *files, 2]) + 1
     wanted[lifeline] = files[LIFELINE]

@@ -1,8 +1,9 @@
 """Requests rank processes from the preloader. Never imports torch.
 
-A preloader is a process that has imported what rank processes need (`preload_process.py`) and forks them: a rank
-starts within milliseconds, and ranks share the memory of the imports. The process that starts a preloader passes its
-socket to its workers; any of them may request forks. docs/protocol/membership.md says which process ends when.
+A preloader is a process that has imported what rank processes need (`preload_process.py`) and forks them: a rank starts
+within milliseconds, and ranks share the memory of the imports. The process that starts a preloader passes the
+preloader's socket on to its workers, all of which may request forks. docs/protocol/membership.md says which process
+ends when.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ import msgspec
 
 from pd_cluster.errors import PdClusterError
 
-VARIABLE = "PD_CLUSTER_PRELOADER"  # the socket's number, for processes that may request forks
-DEVICE_FILES = (  # drivers' files; the last two are GPUs under WSL and on Jetson
+VARIABLE = "PD_CLUSTER_PRELOADER"  # holds the socket's number, for processes that may request forks
+DEVICE_FILES = (  # drivers' files; the last two are for GPUs under WSL and on Jetson
     *("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd", "/dev/dxg", "/dev/nvmap"),
 )
 KNOCK = b"fork"  # sent over the channel, with a socket for answers
-MAX_NBYTES = 1 << 17  # the largest message, mostly an environment
+MAX_NBYTES = 1 << 17  # the largest message, which is mostly an environment
 FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
-CODE_TIMEOUT_S = 1.0  # the wait for the exit code of a process that has ended
+CODE_TIMEOUT_S = 1.0  # how long to wait for the exit code of a process that has ended
 END_TIMEOUT_S = 5.0
 NAMESPACES = ("net", "mnt", "ipc", "pid", "user", "uts")
 LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK", "RLIMIT_CORE")
-# Variables that may differ between a preloader and a rank: neither Python nor torch reads them at start.
+# Variables that may differ between a preloader and a rank, because neither Python nor torch reads them at start.
 OWN_PREFIXES = ("PD_CLUSTER_",)
 OWN_NAMES = {
     *("RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH", "NODE_PORTS", "NODE_PORTS_FILE", "USE_OPENAI"),
@@ -46,25 +47,25 @@ OWN_NAMES = {
 
 
 class NotForked(PdClusterError):
-    """The preloader is gone, or cannot fork this rank as a command line would start it: use a command line."""
+    """The preloader is gone, or a fork would differ from a rank started by command line; start it by command line."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """Asks for a fork; its message has the lifeline, stdout, stderr and the files of `numbers`, in this order."""
+    """Requests a fork. The message carries the lifeline, stdout, stderr and the files of `numbers`, in this order."""
 
     env: dict[str, str]
     surroundings: dict[str, str]
     folder: str  # the working directory
-    cpus: list[int]  # CPUs that it may run on
-    numbers: list[int]  # the descriptors of its files in the rank; the first is its parent's channel
+    cpus: list[int]  # CPUs that the rank may run on
+    numbers: list[int]  # the numbers of its further files in the rank; the first is the channel to its parent
 
 
 class ForkReady(msgspec.Struct, frozen=True, tag=True):
-    """Invites the request, which is then read at once, so that files never wait in a queue."""
+    """Invites the requester to send its request, which is then read at once, so that no file waits in a queue."""
 
 
 class ForkStarted(msgspec.Struct, frozen=True, tag=True):
-    """The rank runs; its pidfd is in the same message."""
+    """The rank runs. The same message carries its pidfd."""
 
     pid: int
 
@@ -74,7 +75,7 @@ class ForkRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkEnded(msgspec.Struct, frozen=True, tag=True):
-    """The exit code; negative: the signal that ended the process."""
+    """The rank has ended with this exit code; a negative number is the signal that ended it."""
 
     code: int
 
@@ -83,9 +84,9 @@ Answer = ForkReady | ForkStarted | ForkRefused | ForkEnded
 
 
 def forks_are_safe(device: str) -> bool:
-    """Returns whether a rank of `--device` may be forked: accelerators' drivers do not allow it.
+    """Returns whether ranks of `--device` may be forked.
 
-    Needs pidfd_open (Linux 5.3).
+    Accelerators' drivers do not allow forks. Forks need pidfd_open (Linux 5.3).
     """
     if not has_no_driver(device):
         return False
@@ -97,19 +98,19 @@ def forks_are_safe(device: str) -> bool:
 
 
 def has_no_driver(device: str) -> bool:
-    """Returns whether a rank of `--device` loads no driver: transformers imports torch_npu wherever it is installed."""
+    """Returns whether a rank of `--device` loads no driver. transformers imports torch_npu wherever it is installed."""
     if importlib.util.find_spec("torch_npu") is not None:
         return False
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DEVICE_FILES)))
 
 
 def essential(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a rank and its preloader must share, so that the rank equals a spawned one."""
+    """Returns the variables that must be equal for a rank and its preloader, so that a fork equals a spawned rank."""
     return {k: v for k, v in env.items() if k not in OWN_NAMES and not k.startswith(OWN_PREFIXES)}
 
 
 def surroundings() -> dict[str, str]:
-    """Returns what a process inherits besides its environment; a fork inherits the preloader's."""
+    """Returns what a process inherits besides its environment. A fork inherits it from the preloader."""
     found = {f"{name} namespace": os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
     found["user"] = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
     found["control group"] = Path("/proc/self/cgroup").read_text()
@@ -119,16 +120,16 @@ def surroundings() -> dict[str, str]:
 
 
 class Preloader:
-    """The socket to a preloader; one made by `start` belongs to this process and ends with it."""
+    """The socket to a preloader. A preloader that `start` has created belongs to this process and ends with it."""
 
     def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._channel = channel
         self._process = process
-        self.is_silent = False  # it failed to answer once, so nobody waits for it again
+        self.is_silent = False  # it has failed to answer, so this process does not wait for it again
 
     @classmethod
     def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
-        """Starts a preloader. `env`: a rank's environment. The files of `model`, a folder, are read ahead."""
+        """Starts a preloader. `env`: the environment of ranks. It reads ahead the files in the folder `model`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
@@ -137,14 +138,14 @@ class Preloader:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=dict(env),
-                start_new_session=True,  # Ctrl-C is for this process's parent
+                start_new_session=True,  # Ctrl-C must reach only this process's parent
             )
             undo.pop_all()
         return cls(ours, process)
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
-        """Returns the preloader of the process that started this one, if it passed its socket on."""
+        """Returns the preloader whose socket the process that started this one has passed on, if any."""
         try:
             number = int(env[VARIABLE])
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -154,7 +155,7 @@ class Preloader:
             return None
         if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             return cls(channel)
-        channel.close()  # the socket was not passed on, and its number is reused
+        channel.close()  # the socket was not passed on, and another file has its number
         return None
 
     @property
@@ -164,14 +165,14 @@ class Preloader:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs; False for a preloader of another process."""
+        """Whether the preloader runs; False if another process started it."""
         return self._process is not None and self._process.poll() is None
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     def close(self) -> None:
-        """Ends a preloader that belongs to this process; ranks that it has forked continue."""
+        """Ends the preloader if it belongs to this process. Ranks that it has forked continue."""
         self._channel.close()
         if self._process is None:
             return
@@ -179,12 +180,13 @@ class Preloader:
         self._process.wait()
 
     def ask(self, env: Mapping[str, str], files: Sequence[int]) -> Fork:
-        """Requests a rank process that has `files` under the same numbers; the first is its parent's channel.
+        """Requests a rank process that has `files` under the same numbers.
 
-        Raises NotForked. This process must keep the Fork: the rank ends when the Fork is closed or this process ends.
+        The first file is the channel to its parent. Raises NotForked. The caller must keep the Fork: the rank ends when
+        the Fork is closed or this process ends.
         """
         if self.is_silent:
-            raise NotForked("the preloader has not answered before")
+            raise NotForked("the preloader did not answer an earlier request")
         try:
             wanted = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
             request = msgspec.json.encode(wanted)
@@ -198,14 +200,14 @@ class Preloader:
                 self._channel.sendmsg([KNOCK], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError as error:
             fork.close()
-            raise NotForked(f"the preloader is gone or has too much to do ({error.strerror})") from error
+            raise NotForked(f"the preloader is gone or too busy ({error.strerror})") from error
         return fork
 
 
 class Fork:
-    """A rank process requested from a preloader. A pidfd reports its end; the preloader reports its exit code.
+    """A rank process that was requested from a preloader. A pidfd reports its end; the preloader reports its exit code.
 
-    `held` is one end of a pipe. When all of its copies are closed the kernel kills the rank, even a stopped one.
+    `_held` is one end of a pipe. When all copies of this end are closed, the kernel kills the rank, even a stopped one.
     """
 
     def __init__(self, answers: socket.socket, request: bytes, files: Sequence[int]) -> None:
@@ -216,11 +218,14 @@ class Fork:
         self._files = [os.dup(file) for file in (1, 2, *files)]
         self._pidfd = -1
         self.pid = 0
-        self.exit_code: int | None = None  # also None if it is unknown
+        self.exit_code: int | None = None  # also None if the process has ended and its code is unknown
         self.has_ended = False
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `accept` can read and, once the rank runs, when it has ended."""
+        """Returns a descriptor to wait for.
+
+        It is readable when `accept` can read or, once the rank runs, when it has ended.
+        """
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 
     def accept(self) -> bool:
@@ -241,7 +246,7 @@ class Fork:
         raise NotForked(answer.reason if isinstance(answer, ForkRefused) else "the preloader has ended")
 
     def reap(self) -> None:
-        """Finds out how the process ended, unless the preloader is gone or stopped."""
+        """Reads the exit code of the ended process, unless the preloader is gone or stopped."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -253,7 +258,7 @@ class Fork:
         self.close()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal; harmless for a process that has ended."""
+        """Sends a signal. Does nothing if the process has ended."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -274,7 +279,7 @@ class Fork:
         self._pidfd = self._held = -1
 
     def _drop_files(self) -> None:
-        """Closes files that the rank has by now, or that nobody needs."""
+        """Closes files that the rank has already received or no longer needs."""
         for fd in (*self._files, *(fd for fd in [self._lifeline] if fd >= 0)):
             os.close(fd)
         self._files, self._lifeline = [], -1
@@ -286,11 +291,11 @@ class Fork:
 
 
 def die_with_lifeline(lifeline: int) -> None:
-    """Has the kernel kill this process once the other end of the pipe is closed, even if this process is stopped."""
+    """Makes the kernel kill this process once the other end of the pipe is closed, even if this process is stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(lifeline, 0)
-    if poll.poll(0):  # closed before the kernel was asked
+    if poll.poll(0):  # it was closed before F_SETFL
         os._exit(1)

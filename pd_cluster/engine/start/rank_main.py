@@ -1,8 +1,8 @@
 """A rank process: `python -m pd_cluster.engine.start.rank_main FD`. Loads the model, then works until it is stopped.
 
-FD is one end of a socket pair whose other end the worker's parent has. The parent sends the configuration, `drain`
+FD is one end of a socket pair; the worker's parent has the other end. The parent sends the configuration, then `drain`
 and `stop`; the rank sends a line when the engine is ready or has failed. End of file, or the parent's death, ends this
-process. Rank 0 runs the worker; the others compute their share of its steps.
+process. Rank 0 runs the worker; the other ranks compute their share of its steps.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ EXIT_OTHER_RANK_LOST = 3
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel signal this process when the thread that started it ends."""
+    """Makes the kernel send this process a signal when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores signals: they reach whole groups of processes, and the parent lets running requests end first."""
+    """Ignores signals. They reach whole process groups, and the parent must first let running requests end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main(fd: int) -> int:
-    """Runs a rank started by command line."""
+    """Runs a rank that was started by command line."""
     die_with_parent()
     return run(fd)
 
@@ -70,7 +70,7 @@ def run(fd: int) -> int:
             _follow(config)
         else:
             _serve(config, channel, inbox)
-    except InstanceLost as error:  # the parent knows what happened to the other rank
+    except InstanceLost as error:  # the parent finds out why the other rank was lost
         _tell_lost(channel, str(error))
         return EXIT_OTHER_RANK_LOST
     except PdClusterError as error:
@@ -80,7 +80,7 @@ def run(fd: int) -> int:
 
 
 def import_engine(light: bool) -> None:
-    """Imports the engine. `light` omits modules that ranks on a CPU never use."""
+    """Imports the engine; with `light`, without modules that ranks on a CPU never use."""
     if light:
         from pd_cluster.model.loading.light_transformers import make_light
 
@@ -89,7 +89,7 @@ def import_engine(light: bool) -> None:
 
 
 def prepare(config: WorkerConfig) -> None:
-    """Imports without the garbage collector, whose repeated scans of permanent modules take a quarter of the start."""
+    """Imports the engine without garbage collection, whose repeated scans take a quarter of the start."""
     gc.disable()
     import_engine(light=has_no_driver(config.engine.device))
     gc.freeze()
@@ -120,7 +120,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     log.info("ready after %.1f s: %s, control port %d", took_s, what, report.control_port)
     _tell(channel, report)
     loop.run(ends_when_hung(config.timeouts.step_timeout_s))
-    mailbox.await_confirmed(config.timeouts.dead_after_s)  # otherwise an ended request would be retried
+    mailbox.await_confirmed(config.timeouts.dead_after_s)  # otherwise a finished request would be retried
     mailbox.close()
 
 
@@ -143,9 +143,10 @@ def _tell_lost(channel: socket.socket, error: str) -> None:
 
 
 def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> None:
-    """Reads commands: `drain` lets running requests end first, `stop` ends the loop after its step.
+    """Reads commands.
 
-    End of file means that the parent is dead, and that this process must end at once.
+    `drain` first lets running requests end; `stop` ends the loop after the current step. End of file means that the
+    parent is dead and this process must end at once.
     """
     from pd_cluster.engine.handover.engine_events import StartDrain, StopEngine
 
@@ -159,7 +160,7 @@ def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> No
 
 
 def end(code: int) -> NoReturn:
-    """Exits without finalizing the interpreter, which torch's process groups do not survive."""
+    """Exits without finalizing the interpreter, because torch's process groups would crash."""
     with contextlib.suppress(OSError, ValueError):
         logging.shutdown()
         sys.stdout.flush()

@@ -1,8 +1,8 @@
 """A process that receives a trainer's tensors: `python -m pd_cluster.engine.start.receive_weights`.
 
-It joins a torch.distributed group that the trainer opens, and writes what rank 0 broadcasts to safetensors files.
-Commands and answers are lines of JSON on standard input and output; end of file ends it. It receives tensors only, no
-objects. Knows nothing of models.
+It joins a torch.distributed group that the trainer opens, and writes the tensors that rank 0 broadcasts to safetensors
+files. Commands and answers are lines of JSON on standard input and output; end of file ends the process. It receives
+only tensors, never objects. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
                 _join(command)
             else:
                 _receive(command, DEVICES[backend])
-        except (RuntimeError, ValueError, OSError, ImportError) as error:  # the libraries' own
+        except (RuntimeError, ValueError, OSError, ImportError) as error:  # raised by the libraries
             problem = " ".join(str(error).split())[:1000] or type(error).__name__
         sys.stdout.buffer.write(msgspec.json.encode(Received(problem)) + b"\n")
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""The follower processes of an engine without a worker; this process starts them, and they end with it."""
+"""The follower processes of an engine without a worker. This process starts them, and they end with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_TIMEOUT_S = 5.0
 
 
 class Followers:
-    """`with Followers(config, num_threads) as followers:`; this process is rank 0 of `config.tensor_parallel_size`."""
+    """Use as `with Followers(config, num_threads) as followers:`. This process is rank 0 of `tensor_parallel_size`."""
 
     def __init__(self, engine: EngineConfig, num_threads: int, timeouts: Timeouts | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-"))  # mode 0700

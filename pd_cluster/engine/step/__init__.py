@@ -1,1 +1,1 @@
-"""One step of an engine: from planned requests to tokens, vectors and beams."""
+"""Computes the steps of an engine: from planned requests to tokens, vectors and beams."""

@@ -1,9 +1,9 @@
-"""The beams of one search in a scheduler: sequences computed separately, which wait for each other and share blocks.
+"""The beams of one search in a scheduler.
 
-A computed beam is parked with its candidates. When all beams are parked, the best (beam, candidate) combinations become
-the beams of the next step. This copies nothing: a child holds its parent's blocks, and the scheduler copies a shared
-block before it is written. beam_search.py chooses the best candidates. docs/protocol/requests.md has the states. No
-torch.
+They are separate sequences that wait for each other and share blocks. A computed beam is parked with its candidates.
+When all beams are parked, the best (beam, candidate) combinations become the beams of the next step. No KV is copied
+for this: a child holds its parent's blocks, and the scheduler copies a shared block before it is written.
+beam_search.py chooses the best candidates. docs/protocol/requests.md has the states. Uses no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pd_cluster.types import Candidate, Request, Status, TokenOutput
 
 @dataclass(slots=True)
 class Change:
-    """The changes of a group; all empty while some beams are not computed yet.
+    """The changes of a group; all are empty until all beams are computed.
 
-    `started` and `ended`: new and dropped beams; `tokens`: the answer, once the search is over.
+    `started` and `ended`: new and dropped beams. `tokens`: the answer, once the search is over.
     """
 
     started: list[Request] = field(default_factory=list)
@@ -32,19 +32,19 @@ class Change:
 
 
 class BeamGroup:
-    """One search. Its beams are the scheduler's requests of this leg with the indices from 0 to `num_beams` - 1."""
+    """One search. Its beams are the scheduler's requests of this leg with indices from 0 to `num_beams` - 1."""
 
     def __init__(self, leader: Request) -> None:
         self.search = BeamSearch(leader.sampling)
         self.num_beams = 1
-        self.rows: dict[int, Sequence[Candidate]] = {}  # of the parked beams, by index
+        self.rows: dict[int, Sequence[Candidate]] = {}  # by index of a parked beam
 
 
 _groups: WeakKeyDictionary[Request, BeamGroup] = WeakKeyDictionary()  # by beam; a group refers to no beam
 
 
 def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -> Change:
-    """Adds the candidates of a beam that was just computed. The first beam is the prompt's only sequence."""
+    """Adds the candidates of a beam that was just computed. The first beam is the prompt itself."""
     group = _groups.get(beam)
     if group is None:
         group = _groups[beam] = BeamGroup(beam)
@@ -68,14 +68,15 @@ def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -
 
 
 def start(scheduler: StepScheduler, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
-    """Starts a search from a landed prompt and the candidates for its first token; returns its beams."""
+    """Starts a search from a landed prompt and the candidates for its first token. Returns the search's beams."""
     return [request, *advance(scheduler, request, candidates_of(first_tokens)).started]
 
 
 def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequence[Growth]) -> list[Request]:
-    """Turns parked beams into those that `growths` lists, by index; surplus beams release their blocks.
+    """Turns parked beams into the beams that `growths` lists, by index.
 
-    A child whose parent's KV was swapped out or dropped waits to be admitted, and so does a child without a place.
+    Surplus beams release their blocks. A child waits for admission if its parent's KV was swapped out or dropped, or if
+    there is no place for it.
     """
     children = [_child(scheduler, before, index, growth) for index, growth in enumerate(growths)]
     for beam in before:
@@ -89,7 +90,7 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
 
 
 def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, growth: Growth) -> Request:
-    """Returns the beam of the next step. It holds its parent's blocks, and so does the parent."""
+    """Returns a beam of the next step. It and its parent hold the same blocks."""
     parent = before[growth.parent]
     for each in scheduler.groups:
         each.swap.share(parent.swap_tables[each.at])
@@ -104,9 +105,7 @@ def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, grow
 
 
 def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: bool) -> Request:
-    """Gives the child's state and its place in the scheduler to the beam with that index, which may be the child
-    itself.
-    """
+    """Moves the child's state and place in the scheduler to `beam`, which has its index and may be the child itself."""
     for name in ("output_token_ids", "tables", "swap_tables", "block_hashes"):
         setattr(beam, name, getattr(child, name))
     beam.num_computed_tokens, beam.num_hashed_blocks = child.num_computed_tokens, child.num_hashed_blocks

@@ -1,7 +1,7 @@
 """Decides which hypotheses a beam search keeps, and when it is over. Pure arithmetic.
 
-It gives the same hypotheses in the same order as transformers' `generate(num_beams=...)`. Knows nothing of models,
-blocks or the states of requests; beam_groups.py shares KV between the beams of a search.
+The search finds the same hypotheses, in the same order, as transformers' `generate(num_beams=...)`. Knows nothing of
+models, blocks or the states of requests; beam_groups.py shares KV between the beams of a search.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Link(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """`score` is the sum of its tokens' log-probabilities."""
+    """A beam of the current step. `score`: the sum of its tokens' log-probabilities."""
 
     score: float
     last: Link | None
 
 
 class Hypothesis(NamedTuple):
-    """`score` is the sum divided by length ** length_penalty."""
+    """A finished beam. `score`: the sum of log-probabilities, divided by length ** length_penalty."""
 
     score: float
     last: Link
@@ -61,11 +61,11 @@ class BeamSearch:
         self.is_over = False
 
     def advance(self, rows: Sequence[Sequence[Candidate]]) -> list[Growth]:
-        """`rows[i]` has the best continuations of beam i; returns the beams that continue, best first.
+        """Advances by one token.
 
-        A row needs the `beam_width` best candidates, and the `beam_width` best that do not end their sequence; it may
-        have fewer if fewer exist. If sums are equal, the better beam's candidate comes first, then the lower token
-        id.
+        `rows[i]`: the best continuations of beam i. Returns the beams that continue, best first. A row must have the
+        `beam_width` best candidates and also the `beam_width` best ones that do not end their sequence, or all if fewer
+        exist. If sums are equal, the better beam's candidate comes first, then the lower token id.
         """
         width = self._params.beam_width
         self.num_tokens += 1
@@ -82,20 +82,23 @@ class BeamSearch:
         return [Growth(each.parent, each.token_id) for each in going_on]
 
     def hypotheses(self, num: int) -> list[list[Candidate]]:
-        """Returns the tokens of the best hypotheses, best first. If masks leave fewer, the last repeats."""
+        """Returns the tokens of the `num` best hypotheses, best first. If there are fewer, the last one is repeated."""
         found = [_tokens(hypothesis) for hypothesis in self.finished[:num]]
         return found + found[-1:] * (num - len(found))
 
     def _finish(self, ended: list[_Grown]) -> None:
-        """Records ended hypotheses: only candidates among the `beam_width` best may end one; others are dropped."""
+        """Records hypotheses that end with this token.
+
+        The caller passes only those among the `beam_width` best candidates.
+        """
         for each in ended:
             link = Link(self.beams[each.parent].last, each.candidate)
             self.finished.append(Hypothesis(self._normalized(-each.cost, self.num_tokens), link))
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the older of equal hypotheses stays
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the older of equals is kept
         del self.finished[self._params.beam_width :]
 
     def _is_settled(self) -> bool:
-        """Whether the current hypotheses are final: by rule, or because the best beam cannot improve on them."""
+        """Whether the current hypotheses are final: by `early_stopping`, or because no beam can still beat them."""
         if len(self.finished) < self._params.beam_width:
             return False
         if self._params.early_stopping is True:
@@ -142,7 +145,7 @@ def answer(request: Request, search: BeamSearch) -> list[TokenOutput]:
 
 
 def first_tokens_of(request: Request, row: Sequence[Candidate]) -> list[TokenOutput]:
-    """Returns the candidates for the first token as they are handed over."""
+    """Returns the candidates for the first token as outputs to hand over."""
     return [
         TokenOutput(
             request.request_id,
@@ -163,7 +166,7 @@ def candidates_of(first_tokens: Sequence[TokenOutput]) -> list[Candidate]:
 
 
 def are_first_tokens(request: Request, tokens: Sequence[TokenOutput], vocab_size: int) -> bool:
-    """Whether these are candidates for this request's first token as docs/protocol/handover.md requires."""
+    """Whether these are valid candidates for this request's first token; docs/protocol/handover.md has the rules."""
     if not 1 <= len(tokens) <= 2 * request.sampling.beam_width:
         return False
     if any(t.score is None or not math.isfinite(t.score) or t.finish_reason not in (None, "stop") for t in tokens):

@@ -1,4 +1,4 @@
-"""Records a step's outputs: sequences continue, fork, end, or are handed over. Knows nothing of logits."""
+"""Records a step's outputs: sequences continue, fork, end or are handed over. Knows nothing of logits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, Tok
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled` pairs each sequence with its new tokens, in order; a finished sequence no longer holds anything.
+    """The results of a step.
 
-    A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` has each request once.
-    A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams.
-    `candidates` are for the instance that takes over a beam search, `ended` are beams that were dropped. `failed` pairs
-    each sequence that can have no output with the reason. `crashed` pairs each sequence whose operator code has failed
-    with the reason. `pooled` requests end with their vector. Failed, crashed and pooled requests hold nothing any more.
+    `sampled` pairs each sequence with its new tokens, in order. A prompt that is handed over is paired with the first
+    tokens of all its sequences. A beam search has no entries before its end, and then every token of its answer, each
+    paired with one of its beams. `prompts` has each request once. `candidates` are for the instance that takes over a
+    beam search. `ended`: dropped beams. `failed`: sequences that can have no output, each with the reason. `crashed`:
+    sequences whose operator code has failed, each with the reason. `pooled`: requests that end with a vector. Requests
+    that finished, failed, crashed or were pooled hold no blocks any more.
     """
 
     plan: StepPlan
@@ -35,7 +36,7 @@ class StepResult:
     pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
 
     def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:
-        """Returns `sampled` with the tokens of each sequence together, since drafts may give it several."""
+        """Returns `sampled`, grouped by sequence, because drafts may give a sequence several tokens."""
         if not self.plan.drafts:
             return ((request, [token]) for request, token in self.sampled)
         found: dict[tuple[Request, int], list[TokenOutput]] = {}
@@ -57,7 +58,7 @@ class Commit:
         outputs: Mapping[Request, Sequence[RowOutput]],
         candidates: Mapping[str, Sequence[Candidate]],
     ) -> None:
-        """Records outputs of requests whose last token is computed: one per sequence, or a beam's candidates."""
+        """Records the outputs of requests whose last token is computed: one per sequence, or a beam's candidates."""
         for request in ready:
             chosen: list[NextToken] = []
             for each in outputs.get(request, ()):
@@ -80,7 +81,7 @@ class Commit:
                 self._first_tokens(result, request, [self._token(each) for each in chosen])
 
     def next_token(self, result: StepResult, output: NextToken) -> None:
-        """Continues a sequence by a token, or ends it."""
+        """Adds a token to a sequence, which continues or ends."""
         request = output.row.request
         if output.is_stuck:
             self._fail(result, output)
@@ -92,7 +93,7 @@ class Commit:
             self._scheduler.finish(request)
 
     def _first_tokens(self, result: StepResult, request: Request, tokens: list[TokenOutput]) -> None:
-        """Hands a computed prompt over, or starts its sequences here."""
+        """Hands a computed prompt over, or starts its sequences on this instance."""
         if request.leg == "prefill":
             self._hand_over(request, tokens)
             result.sampled += [(request, token) for token in tokens]
@@ -108,7 +109,7 @@ class Commit:
         return TokenOutput(request.request_id, request.attempt, row.index, row.position, token_id, reason, logprobs)
 
     def _fail(self, result: StepResult, output: NextToken) -> None:
-        """Ends a request whose processor failed, or whose guide and other masks leave no token to choose."""
+        """Ends a request whose logits processor has failed, or whose guide and other masks leave no token to choose."""
         row = output.row
         self._scheduler.finish(row.request)
         if output.sampled.problem:

@@ -1,8 +1,8 @@
-"""Verifies drafts. Each row's token is drawn as if the row had a step of its own. As long as tokens equal drafts, the
-next row counts.
+"""Verifies drafts. Each row's token is drawn as if the row had its own step, so drafts do not change the output.
 
-So drafts do not change the output. If a sequence's choice depends on its earlier tokens (penalties, masks, guides) or
-draws random numbers, its rows are drawn one after another, once the earlier tokens are known; all others at once.
+A row counts as long as all earlier tokens equal their drafts. If a sequence's choice depends on its earlier tokens
+(penalties, masks, guides) or uses random numbers, its rows are drawn one after another, each once the earlier tokens
+are known. The rows of all other sequences are drawn at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pd_cluster.model.sampling.logit_adjustments import adjusts
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Request, Status
 
-# By the requests' keys: the mask for the next token, then the mask after each draft.
+# Maps requests' keys to the mask for the next token, followed by the mask after each draft.
 StepMasks = Mapping[str, Sequence[TokenMask]]
 
 
 class DraftRows(NamedTuple):
-    """The drafts of one sequence; the logits after draft j are row `first_row` + j of the step's logits."""
+    """The drafts of one sequence. The logits after draft j are in row `first_row` + j of the step's logits."""
 
     request: Request
     drafts: Sequence[int]
@@ -34,12 +34,12 @@ class DraftRows(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Whether the choice of each token is a function of its logits alone."""
+        """Whether the choice of each token depends only on its logits."""
         sampling, position = self.request.sampling, len(self.request.output_token_ids) + 1
         return sampling.greedy and sampling.guide is None and not adjusts(sampling, position)
 
     def at_once(self) -> list[tuple[SamplingRow, int]]:
-        """Returns the rows to draw together with the first tokens, each with its row of logits."""
+        """Returns the rows that are drawn together with the first tokens, each with the number of its row of logits."""
         if not self.are_plain:
             return []
         row = SamplingRow(self.request, self.request.index, len(self.request.output_token_ids) + 1)
@@ -47,7 +47,7 @@ class DraftRows(NamedTuple):
 
 
 def draft_rows(plan: StepPlan, first_row: int) -> list[DraftRows]:
-    """Returns a step's drafts in the order of their rows, the first of which is `first_row`."""
+    """Returns a step's drafts in the order of their rows of logits, which begin at `first_row`."""
     found: list[DraftRows] = []
     for request, _ in plan.chunks if plan.drafts else ():
         if drafts := plan.drafts.get(request):
@@ -57,7 +57,7 @@ def draft_rows(plan: StepPlan, first_row: int) -> list[DraftRows]:
 
 
 class Acceptance:
-    """Records tokens after drafts that were right."""
+    """Records the tokens that follow right drafts."""
 
     def __init__(self, sampler: Sampler, scheduler: StepScheduler, commit: Commit) -> None:
         self._sampler, self._scheduler, self._commit = sampler, scheduler, commit
@@ -70,9 +70,9 @@ class Acceptance:
         known: Mapping[Request, Sequence[Sampled]],
         masks: StepMasks,
     ) -> dict[Request, int]:
-        """Records the tokens after the step's first ones; returns how many drafts of each sequence were right.
+        """Records the tokens that follow each sequence's first token.
 
-        `known`: the tokens of rows that were drawn at once.
+        Returns how many drafts of each sequence were right. `known`: the tokens of rows that were drawn at once.
         """
         accepted = dict.fromkeys((each.request for each in rows), 0)
         depth, going = 0, [each for each in rows if _is_right(each, 0, masks)]
@@ -113,7 +113,7 @@ class Acceptance:
 
 
 def _is_right(rows: DraftRows, depth: int, masks: StepMasks) -> bool:
-    """Whether the sequence continues, its last token equals draft `depth`, and its guide has followed that token."""
+    """Whether the sequence continues, its last token equals draft `depth`, and its guide accepts that token."""
     request, drafts, _ = rows
     if request.status is not Status.RUNNING or depth == len(drafts) or request.output_token_ids[-1] != drafts[depth]:
         return False

@@ -1,7 +1,7 @@
-"""Adds drafts to planned steps, and learns from their verification. Knows nothing of models or of drafters' methods.
+"""Adds drafts to planned steps, and learns from their verification. Knows nothing of models or drafters' methods.
 
-Drafts use the part of a step's token budget that its chunks leave, and blocks that are free. So the chunks are the same
-with or without drafts.
+Drafts use only free blocks and the part of a step's token budget that its chunks leave. So a step has the same chunks
+with drafts as without.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import DraftReport, Request
 
 DEFAULTS = Speculation()
-MAX_DRAFT_ROWS = 256  # rows of drafts in a step: each has a row of logits
-MIN_CHANCE = 0.3  # if the chance of a guess is lower, the next drafters are tried
-WAIT_STEPS = 16  # steps launched ahead before the host looks for drafts again; doubled when it finds none
+MAX_DRAFT_ROWS = 256  # the most drafts in a step; each needs a row of logits
+MIN_CHANCE = 0.3  # if a guess is right with a lower chance, further drafters are tried
+WAIT_STEPS = 16  # steps launched ahead until the host tries drafts again; doubled each time it finds none
 MOST_WAIT_STEPS = 256
 
 
 class Drafting:
-    """`drafters` are tried in order; without any, steps stay as they are planned."""
+    """Adds drafts to steps. `drafters` are tried in order. Without drafters, steps stay as planned."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class Drafting:
         vocab_size: int = 0,
         most_rows: int = MAX_DRAFT_ROWS,
     ) -> None:
-        """`most_rows`: the maximum number of rows of a step, if they are limited besides its tokens."""
+        """`most_rows`: the most rows of a step, if that limit differs from the limit of tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
         self._vocab_size, self._most_rows = vocab_size, most_rows
-        self._guesses: Mapping[Request, Guess] = {}  # those of the planned step
+        self._guesses: Mapping[Request, Guess] = {}  # the guesses for the planned step
         self._has_drafts = False
         self._num_waiting, self._wait_steps = 0, WAIT_STEPS
         self.size = DraftSize()
         self.totals = DraftTotals()
 
     def add_to(self, plan: StepPlan, clock: Callable[[], float]) -> None:
-        """Adds the drafts that promise more tokens per second."""
+        """Adds drafts to a planned step if they promise more tokens per second."""
         self._guesses, self._has_drafts = {}, False
         if not self._drafters or not plan.chunks:
             return
@@ -70,7 +70,7 @@ class Drafting:
     def _find(
         self, requests: Sequence[Request], drafters: Sequence[Drafter], num_rows: int, most: int
     ) -> dict[Request, Guess]:
-        """Returns a guess for each sequence: that of the first drafter that is often right, or the best guess."""
+        """Returns a guess for each sequence: from the first drafter that is often right, or the best one of all."""
         found: dict[Request, Guess] = {}
         left = {request: request.sampling.max_tokens - len(request.output_token_ids) - 1 for request in requests}
         for drafter in drafters:
@@ -87,13 +87,13 @@ class Drafting:
         return found
 
     def _may_better(self, request: Request, drafter: Drafter, guess: Guess | None) -> bool:
-        """Whether to ask a further drafter about a sequence whose best guess so far is this one."""
+        """Whether to try another drafter for a sequence whose best guess so far is `guess`."""
         if not drafter.is_for(request):
             return False
         return guess is None or guess.chance < min(MIN_CHANCE, self.size.chance(request, drafter.name))
 
     def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Returns the drafts before the first that the model has no embedding for."""
+        """Returns the drafts before the first one that is not in the model's vocabulary."""
         for at, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size:
                 return token_ids[:at]
@@ -113,7 +113,7 @@ class Drafting:
             self.size.costs.took(plan.num_tokens + num_drafts, took_s)
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Informs drafters of sequences that have their last token; each may be named several times."""
+        """Informs drafters of sequences that have ended. A sequence may be listed several times."""
         for request in dict.fromkeys(requests):
             for drafter in self._drafters_of(request):
                 drafter.ended(request)
@@ -121,7 +121,7 @@ class Drafting:
     def wants_host(self, requests: Sequence[Request]) -> bool:
         """Whether the host should plan the next step, although the device could go ahead.
 
-        The host plans drafts while its steps have some. Otherwise it only looks for some from time to time.
+        As long as steps have drafts, the host plans them. Otherwise it tries to find drafts only from time to time.
         """
         if not self._drafters:
             return False
@@ -145,13 +145,13 @@ class Drafting:
 
 
 def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: bool) -> None:
-    """Records the drafts of one step in the reports of this request."""
+    """Records the drafts of one step in the request's reports."""
     request.num_draft_tokens += num_drafts
     request.num_accepted_tokens += num_accepted
     if not (is_predicted or request.order.reports_drafts):
         return
     report = request.draft_report or DraftReport()
-    if is_predicted:  # counts at most one as rejected: drafts after a wrong one were not compared
+    if is_predicted:  # at most one draft counts as rejected, because drafts after a wrong one were not compared
         report = report.plus(num_accepted, int(num_accepted < num_drafts))
     if request.order.reports_drafts:
         report = report.plus(step=(num_drafts, num_accepted))
@@ -159,7 +159,7 @@ def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: 
 
 
 def may_draft(request: Request) -> bool:
-    """Whether a sequence with one token to compute may have drafts after it."""
+    """Whether a sequence that has one token to compute may have drafts."""
     sampling = request.sampling
     return (
         request.order.may_draft

@@ -1,7 +1,7 @@
 """The engine: turns requests into tokens or vectors, one step at a time.
 
-No code here distinguishes P from D: the role is data. Synchronous, single-threaded; knows nothing of sockets or links.
-The caller decides from the StepResult what happens to a request that must be handed over.
+No code here distinguishes P from D: the role is data. The engine is synchronous and single-threaded, and knows nothing
+of sockets or links. The caller hands over the requests that a StepResult lists for that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pd_cluster.model.sampling.request_processors import NO_PROCESSORS, RequestP
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Candidate, Request, StateCopy, Status
 
-MEASURED_TOKENS = 64  # a step with at least this many prompt tokens measures how fast prompts are computed
+MEASURED_TOKENS = 64  # steps with at least this many tokens measure how fast prompts are computed
 
 
 class Runner(Protocol):
-    """The part of a model that the engine needs; tests substitute a toy."""
+    """The part of a model runner that the engine needs. Tests substitute a toy."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
     @property
     def encoded(self) -> EncoderTotals:
-        """The work of the vision tower, if there is one."""
+        """The work that the vision tower has done so far, if there is a tower."""
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks in the given order."""
@@ -61,11 +61,10 @@ class Runner(Protocol):
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """Returns logits and hidden states: for each chunk in turn, those of its last `num_logit_rows` and
-        `num_hidden_rows` tokens.
+        """Returns logits of each chunk's last `num_logit_rows` tokens, hidden states of its last `num_hidden_rows`.
 
-        The logits of all drafts follow, in the order of their chunks. The runner calls `on_layer` with the number of
-        layers whose KV of these chunks is in the pool, whenever it knows that number.
+        The chunks' rows are in order. The logits of all drafts follow, in the order of their chunks. During the pass,
+        the runner calls `on_layer` with the number of layers whose KV of these chunks is already in the pool.
         """
 
 
@@ -89,7 +88,10 @@ class EngineCore:
         drafting: Drafting | None = None,
         processors: RequestProcessors = NO_PROCESSORS,
     ) -> None:
-        """`drafting` None: each sequence gets one token per step. `timing`: what the scheduler's `cost` reads."""
+        """`drafting` None: each sequence gets one token per step.
+
+        `timing` is the object that the scheduler's `cost` reads.
+        """
         self.timing = timing or StepTiming()
         self.runner = runner
         self.guides = guides or no_guides()
@@ -100,15 +102,15 @@ class EngineCore:
         self._acceptance = Acceptance(self.sampler, scheduler, self._commit)
         self.times = StepTimes()
         self.num_steps = 0
-        self._ahead_s: float | None = None  # the end of the last step, if the device went ahead in it
-        self.after_moves: list[Callable[[], None]] = []  # functions that are called after every copy of blocks
+        self._ahead_s: float | None = None  # when the last step ended, if it was launched ahead
+        self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
         self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host, processors.concern if processors else None)
         self.pooler = Pooler()
         self._clock = self.timing.clock
         scheduler.move_now = self._move
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """Moves blocks, and measures the cost of loading blocks from the host's cache."""
+        """Moves blocks, and measures how long loading blocks from host memory takes."""
         start_s = self._clock()
         self.runner.move(moves)
         if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
@@ -127,14 +129,14 @@ class EngineCore:
         return plan
 
     def run(self, plan: StepPlan, begins: Begins = begin_quietly) -> StepResult:
-        """Computes a plan: forward pass, sampling, bookkeeping. A request that is handed over keeps its blocks."""
+        """Computes a plan: forward pass, sampling, bookkeeping. Requests to hand over keep their blocks."""
         result = StepResult(plan)
         on_layer = None if self.ahead.has_launched(plan) else begins(plan)
         times, start_s = self.times, self._clock()
         if plan.moves:
             self._move(plan.moves)
         if not plan.chunks:
-            self.scheduler.computed(plan)  # the plan has only blocks for states, which none of its sequences keeps
+            self.scheduler.computed(plan)  # the plan's sequences are gone, so only its blocks for states must be freed
             return result
         if (chosen := self.ahead.sample(plan, on_layer, begins)) is not None:
             sampled_s = self._clock()
@@ -155,7 +157,7 @@ class EngineCore:
         return result
 
     def _compute(self, result: StepResult, on_layer: OnLayer | None) -> None:
-        """Computes a plan that the host must see."""
+        """Computes a plan that cannot be launched ahead."""
         plan, times = result.plan, self.times
         begun_s = self._clock()
         guided = self.guides.begin(plan.chunks, plan.drafts)  # masks are built while the model runs
@@ -191,10 +193,10 @@ class EngineCore:
     def _sample(
         self, logits: torch.Tensor, ready: list[Request], masks: StepMasks, drafts: Sequence[DraftRows]
     ) -> tuple[dict[Request, list[RowOutput]], dict[Request, list[Sampled]]]:
-        """Returns the next tokens by request, one output for each of its sequences; `ready` has one row of logits each.
+        """Returns the next tokens by request, one for each of its sequences.
 
-        A beam search has no tokens, because it chooses among candidates. The second result has the tokens after drafts,
-        if they could be drawn at once.
+        Each request in `ready` has one row of logits. A beam search gets no tokens, because it chooses among
+        candidates. The second result has the tokens after drafts that could be drawn at once.
         """
         rows = [
             SamplingRow(r, index, len(r.output_token_ids), masks[r.key][0] if r.key in masks else None)
@@ -218,7 +220,7 @@ class EngineCore:
     def _candidates(
         self, logits: torch.Tensor, ready: list[Request]
     ) -> tuple[dict[str, list[Candidate]], dict[Request, list[RowOutput]]]:
-        """Returns the possible continuations by beam, and the outputs of beams that have none."""
+        """Returns the possible continuations by beam, and the outputs of beams that have no continuation."""
         found: dict[str, list[Candidate]] = {}
         failed: dict[Request, list[RowOutput]] = {}
         at = [i for i, request in enumerate(ready) if request.sampling.beam_width]
@@ -233,7 +235,10 @@ class EngineCore:
     # ---- outputs of a prompt
 
     def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        """Records the logprobs of this step's prompt tokens; returns the logits to sample from, with drafts' rows."""
+        """Records the logprobs of this step's prompt tokens.
+
+        Returns the logits to sample from, including the drafts' rows.
+        """
         at, kept = 0, []
         for request, num_tokens in plan.chunks:
             num_rows = request.num_logit_rows(num_tokens)
@@ -245,11 +250,14 @@ class EngineCore:
         return logits[[*kept, *range(at, len(logits))]]
 
     def _note_prompt_logprobs(self, request: Request, logits: torch.Tensor) -> None:
-        """Records log-probabilities: row i has the logits after token num_computed_tokens + i, for the next token."""
+        """Records log-probabilities.
+
+        Row i has the logits after token num_computed_tokens + i, which predict the next token.
+        """
         start, known = request.num_computed_tokens, request.prompt_logprobs
         if not known:
             known.append(None)  # nothing precedes the first token
-        first = len(known) - 1 - start  # computed again after a preemption: earlier ones are recorded already
+        first = len(known) - 1 - start  # after a preemption tokens are computed again, but recorded only once
         targets = request.prompt_token_ids[len(known) : start + 1 + len(logits)]
         wanted = request.sampling.prompt_logprobs or 0
         if first >= 0 and targets:
@@ -261,10 +269,10 @@ class EngineCore:
 def _without_pooled(
     logits: torch.Tensor, ready: list[Request], pooled: dict[Request, PooledVector]
 ) -> tuple[torch.Tensor, list[Request]]:
-    """Adds the vectors that are made of logits.
+    """Adds the vectors of requests that pool logits.
 
-    Returns the requests that choose a token, and the other rows of logits: those of these requests, then those of
-    drafts.
+    Returns the other rows of logits, which are sampled, and the requests that choose a token. The rows of these
+    requests come first, then those of drafts.
     """
     kept: list[int] = []
     sampling: list[Request] = []
@@ -290,9 +298,9 @@ def _outputs(rows: list[SamplingRow], sampled: list[Sampled]) -> dict[Request, l
 
 
 def _indices(request: Request) -> range:
-    """Returns the sequences that get their next token from these logits: all of them when the prompt is computed.
+    """Returns the indices of the sequences that get their next token from a request's row of logits.
 
-    Empty for a beam search, which chooses among candidates.
+    After the prompt these are all its sequences. A beam search has none, because it chooses among candidates.
     """
     if request.sampling.beam_width:
         return range(0)

@@ -1,4 +1,4 @@
-"""Limits of requests to one engine. The API checks the same limits earlier; these protect the engine's loop."""
+"""Checks requests against one engine's limits. The API has already checked them; this protects the engine's loop."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pd_cluster.types import (
 from pd_cluster.types.variants import PLACEHOLDER
 
 MAX_ENGINE_SEQUENCES = 8 * MAX_SEQUENCES  # more than the API allows
-# All images travel in one message; each takes about half a kilobyte while an answer is built.
+# All entries travel in one message. Each takes about half a kilobyte while an answer is built.
 MAX_LOGPROB_ENTRIES = 1_000_000
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_WIDTH = MAX_SEQUENCES
-MAX_LENGTH_PENALTY = 10.0  # positive or negative: a power of a length must stay finite
-MAX_ANSWER_TOKENS = 1_000_000  # the most tokens of a beam search's answer, which is one message
-# The annotations of `Sampling`'s fields, by name.
+MAX_LENGTH_PENALTY = 10.0  # the limit of the absolute value: length ** penalty must stay finite
+MAX_ANSWER_TOKENS = 1_000_000  # the most tokens in the answer of a beam search, which is one message
+# The allowed ranges of `Sampling`'s fields, from their annotations.
 RANGES: dict[str, Range] = {
     name: range_
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
@@ -49,7 +49,7 @@ class EngineLimits:
     images: ImageRules | None = None  # None: the model takes no images
 
     def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
-        """Returns in one line why this engine cannot accept the request, or None."""
+        """Returns one line that says why this engine cannot accept the request, or None."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt or sampling.max_tokens < 1:
             return "a request needs a prompt token and max_tokens of at least 1"
@@ -104,7 +104,7 @@ class EngineLimits:
         return None
 
     def lacks(self, request: Request) -> str | None:
-        """Returns what this instance lacks for the request, if another instance may have it; otherwise None."""
+        """Returns what this instance lacks that another instance may have; None if it lacks nothing."""
         variant = request.order.variant
         if not variant or variant in self.variants:
             return None
@@ -157,14 +157,14 @@ class EngineLimits:
 
     def _are_tokens(self, ids: Sequence[int]) -> bool:
         try:
-            struct.pack(f"{len(ids)}I", *ids)  # refuses negative numbers, three times as fast as `min` finds them
+            struct.pack(f"{len(ids)}I", *ids)  # rejects negative numbers three times as fast as `min` would
         except struct.error:
             return False
         return not ids or max(ids) < self.vocab_size
 
 
 def _pooling_problem(request: Request, resumed: Sequence[Resumed]) -> str | None:
-    """Returns why a request cannot be pooled; its dimensions are compared with the model's when it is computed."""
+    """Returns why a request cannot be pooled. The Pooler compares its dimensions with the model's."""
     if request.leg != "hybrid" or resumed:
         return f"a pooling request must be a hybrid leg that computes all of its prompt, not {request.leg} or resumed"
     for name in Sampling.__struct_fields__:

@@ -1,17 +1,18 @@
-"""Launches one step ahead of the host: a step takes its input tokens from the device, and is read a step later.
+"""Launches steps ahead: while the device computes a step, the host plans and launches the next one.
 
-While the device computes a step, the host plans and launches the next one: sequences that decode, prompts in progress,
-and requests that can be admitted. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers
-depend on seed and position, so the host knows them before the tokens. For masks and penalties the device adds the last
-token to the earlier ones that the host knows (model/sampling/logit_adjustments.py).
+The next step may have sequences that decode, prompts in progress, and requests that can be admitted. It takes tokens
+that the host does not know yet directly from the device. The host reads the tokens of a step only after it has launched
+the next step. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers depend on seed and
+position, so the host knows them before the tokens. For masks and penalties, the device adds the last token to the
+earlier ones that the host knows (model/sampling/logit_adjustments.py).
 
-A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned, since the next step
-reads and overwrites blocks later in the device's order. A sequence that turns out to have ended, or is aborted, is
-computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
+When the next step is planned, the running one already counts as computed (blocks full, prefix cached, window passed).
+This is safe because the device executes the next step's reads and writes later. A sequence that turns out to have
+ended, or is aborted, is computed one step too long. That step writes to freed blocks, but the device executes the
+writes of the blocks' next holder later.
 
-Every step begins with `Begins`, whether the host planned it in time or ahead. A handover works in the same way in both
-cases: when a step begins, all layers of the previous step have been launched, so a copy that is queued then runs after
-these layers on the device.
+Every step begins with a call of `Begins`, whether or not it is launched ahead. When a step begins, all layers of the
+previous step have been launched, so a copy that a handover queues then runs on the device after these layers.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from pd_cluster.types import Request, Status
 Begins = Callable[[StepPlan], OnLayer | None]
 """Called once for each step, before it is launched; may remove chunks from the plan.
 
-It returns a function that receives the number of layers whose writes have been launched, or None if nobody needs it.
+It returns a function that receives the number of layers whose writes have been launched, or None if that number is not
+needed.
 """
 
 
 def begin_quietly(plan: StepPlan) -> None:
-    """Begins a step of an engine that hands nothing over."""
+    """The `Begins` of an engine that hands nothing over."""
 
 
 class Launcher(Protocol):
-    goes_ahead: bool  # whether a device computes alongside the host
+    goes_ahead: bool  # whether the device computes while the host goes on
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         """Whether the device can choose the tokens of these requests without the host."""
@@ -46,10 +48,10 @@ class Launcher(Protocol):
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Launches a step. It returns one new token for each request whose last token the step computes, in order.
+        """Launches a step. Returns one new token for each request whose last token the step computes, in order.
 
-        `after` has the input tokens that only the device knows. `on_layer` receives the number of layers whose writes
-        of keys and values have been launched.
+        `after` has the input tokens that only the device knows. `on_layer` receives the number of layers whose KV
+        writes have been launched.
         """
 
 
@@ -61,19 +63,19 @@ class LookAhead:
         wants_host: Callable[[Sequence[Request]], bool] = lambda requests: False,
         is_processed: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`wants_host` returns whether the host should plan the next step, given the requests that chose a token.
+        """`wants_host`, given the requests that chose a token, returns whether the host should plan the next step.
 
-        `is_processed` returns whether the host changes a request's logits; None: it never does.
+        `is_processed` returns whether the host changes a request's logits; None: it changes none.
         """
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._is_processed = is_processed
-        self._plan: StepPlan | None = None  # the step under way
-        self._rows: Mapping[Request, int] = {}  # request -> its row among the tokens of the step under way
+        self._plan: StepPlan | None = None  # the step that was launched ahead
+        self._rows: Mapping[Request, int] = {}  # request -> its row among that step's tokens
         self._tokens: Tokens | None = None
         self.num_ahead = 0  # steps that were launched ahead
 
     def plan(self) -> StepPlan | None:
-        """Returns the step under way, with the sequences that still run; None if no step is under way."""
+        """Returns the step that was launched ahead, with only the sequences that still run; None if there is none."""
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
@@ -85,7 +87,7 @@ class LookAhead:
         return plan
 
     def has_launched(self, plan: StepPlan) -> bool:
-        """Whether this is the step under way."""
+        """Whether this step was launched ahead."""
         return plan is self._plan
 
     def sample(
@@ -93,10 +95,9 @@ class LookAhead:
     ) -> tuple[list[Request], list[Sampled]] | None:
         """Returns the requests whose last token is computed, and the next token of each.
 
-        If possible, it launches the next step before it waits for these tokens.
-
-        The step is then recorded as computed. Returns None, without any effect, for a step that does not qualify.
-        `on_layer` is for a step that is not under way yet, `begins` for the next one.
+        Records the step as computed, and launches the next step, if possible, before it waits for these tokens. For a
+        step that does not qualify, does nothing and returns None. `on_layer` is for this step, if it is not launched
+        yet; `begins` is for the next one.
         """
         if not self._runner.goes_ahead or plan.drafts or plan.keeps:
             return None
@@ -137,6 +138,6 @@ class LookAhead:
 
 
 def _rows_of(plan: StepPlan) -> dict[Request, int]:
-    """Returns the row of each request whose last token this step computes."""
+    """Maps each request whose last token this step computes to its row."""
     ready = [request for request, num_tokens in plan.chunks if num_tokens >= request.num_behind]
     return {request: row for row, request in enumerate(ready)}

@@ -1,7 +1,7 @@
 """Makes the vectors of pooling requests from final hidden states, chunk by chunk.
 
-A vector's bits depend only on the prompt's hidden states: a mean is summed in float64, token by token, in an order that
-depends neither on a prompt's chunks nor on other requests of a step. Knows nothing of models.
+A vector's bits depend only on the prompt's hidden states: a mean is summed in float64, token by token, so the order of
+additions depends neither on the prompt's chunks nor on other requests. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pd_cluster.types import Pooling, Request
 
 Doubles = npt.NDArray[np.float64]
 
-MIN_VECTOR_LENGTH = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
+MIN_VECTOR_LENGTH = 1e-12  # vectors are divided by at least this length, as in torch's `normalize`
 NO_NUMBERS = np.empty(0, dtype=np.float32)
 NOT_KNOWN = "this model does not return its hidden states, so it cannot embed; use another"
 
 
 class Pooler:
-    """Keeps the sum of each incomplete mean, until its request ends or starts again."""
+    """Keeps the sum of each incomplete mean until its request ends or starts again."""
 
     def __init__(self) -> None:
         self.sums: WeakKeyDictionary[Request, Doubles] = WeakKeyDictionary()
@@ -31,9 +31,10 @@ class Pooler:
     def pool(
         self, chunks: list[tuple[Request, int]], hidden_states: npt.NDArray[np.float32]
     ) -> dict[Request, PooledVector]:
-        """Returns the vectors of the prompts that this step completes; call it before the step is recorded.
+        """Returns the vectors of the prompts that this step completes.
 
-        `hidden_states`: [num_hidden_rows, hidden_size], of each chunk in turn its last `num_hidden_rows` tokens.
+        Call it before the step is recorded. `hidden_states`: [num_hidden_rows, hidden_size], the last `num_hidden_rows`
+        tokens of each chunk, chunk after chunk.
         """
         found: dict[Request, PooledVector] = {}
         at = 0
@@ -58,7 +59,7 @@ class Pooler:
         return found
 
     def _add(self, request: Request, rows: npt.NDArray[np.float32]) -> Doubles:
-        """Adds the rows to the request's sum; the first chunk starts it, also after a preemption without a swap."""
+        """Adds the rows to a request's sum. The first chunk begins a new sum, also after a preemption without swap."""
         total = self.sums.get(request)
         if total is None or request.num_computed_tokens == 0:
             total = self.sums[request] = np.zeros(rows.shape[1])
@@ -68,7 +69,10 @@ class Pooler:
 
 
 def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
-    """Returns the logits of the requested tokens, and the total. `row`: [vocab_size], after the prompt's last token."""
+    """Returns the logits of the requested tokens, followed by the logsumexp of all tokens' logits if requested.
+
+    `row`: [vocab_size], the logits after the prompt's last token.
+    """
     logits = row[list(pooling.token_ids)].double()
     if pooling.tells_total:
         logits = torch.cat([logits, row.double().logsumexp(0, keepdim=True)])
@@ -76,7 +80,7 @@ def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
 
 
 def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:
-    """Returns the first `dimensions` elements, normalized if requested."""
+    """Returns the first `dimensions` elements of a vector, normalized if requested."""
     size = len(pooled)
     if (wanted := pooling.dimensions) is not None:
         if wanted > size:

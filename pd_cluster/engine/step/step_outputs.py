@@ -1,4 +1,4 @@
-"""The output of a step for one of its rows: a token, or the vector of a prompt. Knows nothing of models."""
+"""The output of a step for one of its rows: a token, or a prompt's vector. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class NextToken(NamedTuple):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its masks leave no token to choose."""
+        """Whether the sequence's masks leave no token to choose."""
         return self.sampled.token_id == NO_TOKEN
 
 
 class PooledVector(NamedTuple):
-    """The vector of a prompt. With a `problem` the request cannot be served, and the vector is empty."""
+    """The vector of a prompt. If there is a `problem`, the request cannot be served and the vector is empty."""
 
     values: npt.NDArray[np.float32]  # [dimensions]
     problem: str = ""

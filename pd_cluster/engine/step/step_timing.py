@@ -1,4 +1,4 @@
-"""Measures an engine's steps for routing's predictions and for the shares of long prompts."""
+"""Measures an engine's steps, to predict times for routing and to limit the chunks of long prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pd_cluster.engine.scheduling.count_histogram import CountHistogram
 from pd_cluster.types import Request
 from pd_cluster.wire import STEP_TOKENS_BOUNDS
 
-NUM_FIRST_STEPS = 20  # steps after a start or wake-up, which allocate, compile and fill caches
+NUM_FIRST_STEPS = 20  # not measured after a start or wake-up: they allocate, compile and fill caches
 
 
 def work_of(chunks: Sequence[tuple[Request, int]], is_computed: bool = True) -> StepWork:
-    """Returns the work of a step that has been computed, or is about to be.
+    """Returns the work of a step, either after it was computed (`is_computed`) or before.
 
-    A chunk of one token is a sequence's next token; longer chunks belong to prompts.
+    A chunk of one token counts as a decode; longer chunks count as parts of prompts.
     """
     num_rows = num_context = num_prompt = num_pairs = 0
     for request, num_tokens in chunks:
@@ -32,7 +32,7 @@ def work_of(chunks: Sequence[tuple[Request, int]], is_computed: bool = True) -> 
 
 
 class StepTiming:
-    """Fits the costs of steps, and keeps their mean work; recent steps weigh most. `clock`: measures the steps."""
+    """Fits the costs of steps and keeps their mean work. Recent steps weigh most. `clock`: measures the steps."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -46,7 +46,7 @@ class StepTiming:
         self._num_left_out = NUM_FIRST_STEPS
 
     def computed(self, work: StepWork, took_s: float, num_sampled: int) -> None:
-        """Records a step, which gave `num_sampled` tokens."""
+        """Records a step that sampled `num_sampled` tokens."""
         if not (num_tokens := work.num_rows + work.num_prompt_tokens):
             return
         self.step_tokens.add(num_tokens)
@@ -68,12 +68,12 @@ class StepTiming:
 
     @property
     def prompt_work(self) -> StepWork:
-        """Returns the mean of recent steps that computed prompts."""
+        """Returns the mean work of recent steps that computed prompts."""
         return self._prompt_work.work
 
     @property
     def decode_work(self) -> StepWork:
-        """Returns the mean of recent steps that decoded."""
+        """Returns the mean work of recent steps that decoded."""
         return self._decode_work.work
 
     @property
@@ -82,5 +82,5 @@ class StepTiming:
 
     @property
     def tokens_per_step(self) -> float:
-        """Returns how many tokens a running sequence gets in a step: more than one with drafts."""
+        """Returns how many tokens a decoding sequence gets per step; with drafts, more than one."""
         return max(1.0, self._num_tokens / self._num_rows) if self._num_rows else 1.0

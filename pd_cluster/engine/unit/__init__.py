@@ -1,1 +1,1 @@
-"""The instances of a unit: how they connect, meet, compute in step, and end together."""
+"""Makes the instances of a unit connect, meet, compute in step, and end together."""

@@ -1,7 +1,8 @@
-"""The connections between the members of a unit, from the first `Peers` to their end.
+"""The connections between the members of a unit, from the first `Peers` message until the members end.
 
-docs/protocol/pairs.md, "Forming a unit", has the rules. The mailbox's thread calls `hear`, `opened`, `read` and
-`closed`; the loading thread waits in `await_all`.
+docs/protocol/pairs.md, "Forming a unit", has the rules.
+
+The mailbox's thread calls `hear`, `opened`, `read` and `closed`; the loading thread waits in `await_all`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pd_cluster.errors import ConfigError, InstanceLost, called
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.settings.process_configs import UnitPlace
 
-AGAIN_S = 0.2  # the time between two attempts to reach a member
+AGAIN_S = 0.2  # between two attempts to reach a member
 log = logging.getLogger(__name__)
 
 
@@ -36,14 +37,14 @@ class UnitPost(Protocol):
 class _Mate:
     conn: str
     info: wire.PeerInfo
-    is_equal: bool = False  # the member's `UnitTerms` have arrived, and are equal
+    is_equal: bool = False  # the member's `UnitTerms` have arrived
 
 
 @dataclass(slots=True)
 class MemberConnections:
-    """`terms`: this member's settings that all members must share, by name.
+    """`terms`: this member's settings that must be equal for all members, by name.
 
-    `lost(rank, name, reason)` is called on the mailbox's thread when the connection to a member is down.
+    `lost(rank, name, reason)` is called on the mailbox's thread when the connection to a member goes down.
     """
 
     place: UnitPlace
@@ -60,7 +61,7 @@ class MemberConnections:
     def await_all(self, remind_s: float) -> None:
         """Waits until all members are connected. Logs the missing ones every `remind_s`.
 
-        Raises ConfigError for a member with other settings, and InstanceLost for a member that is lost.
+        Raises ConfigError if a member has different settings, and InstanceLost if a member is lost.
         """
         with self._changed:
             said_s = time.monotonic()
@@ -75,45 +76,45 @@ class MemberConnections:
         log.info("unit %s: all %d members are connected", self.place.name, self.place.size)
 
     def _missing(self) -> list[str]:
-        """Returns the names of members that are not connected yet, or their ranks while the names are unknown."""
+        """Returns the names of members that are not connected yet, or their ranks if their names are unknown."""
         names = {each.unit_rank: each.name for each in self._named.values()}
         here = {rank for rank, mate in self._mates.items() if mate.is_equal} | {self.place.rank}
         return [names.get(rank, f"rank {rank}") for rank in range(self.place.size) if rank not in here]
 
     def send(self, body: wire.Body) -> None:
-        """Sends to all connected members."""
+        """Sends a message to all connected members."""
         if isinstance(body, wire.UnitDone):
             self._done.add(self.place.rank)
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
     def hosts(self) -> list[str]:
-        """Returns the other members' hosts in order, as the scheduler reached them."""
+        """Returns the other members' hosts in order of rank, as the scheduler announced them."""
         return [mate.info.host for _, mate in sorted(self._mates.items())]
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for members, on any thread, because nobody reads their mail any more."""
+        """Ends the wait for members with an error, because their mail is no longer read. Any thread may call it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def rank_of(self, conn: str) -> int | None:
-        """Returns the rank of the member at the other end; None if it is not a member."""
+        """Returns the rank of the member at the other end of a connection; None if it is not a member."""
         return next((rank for rank, mate in list(self._mates.items()) if mate.conn == conn and mate.is_equal), None)
 
     # ---- called by the mailbox's thread
 
     def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
-        """Sets the list of members; connects to forming members of higher rank."""
+        """Sets the list of members, and connects to forming members of higher rank."""
         with self._changed:
             own = [each for each in peers if each.unit == self.place.name]
             self._named = {peer_key(each.name, each.epoch): each for each in own}
             self._connect()
 
     def _connect(self) -> None:
-        """Connects to forming members of higher rank to which there is no connection.
+        """Connects to forming members of higher rank, where there is no connection yet.
 
-        A member that does not know this one yet refuses the connection, so the attempt must be repeated.
+        A member to which this one was not announced yet refuses the connection, so the attempt must be repeated.
         """
         for each in self._named.values():
             if each.is_forming and each.unit_rank > self.place.rank and each.unit_rank not in self._mates:
@@ -122,12 +123,12 @@ class MemberConnections:
 
     def opened(self, conn: str) -> None:
         """Sends this member's terms over a connection that it has opened."""
-        with self._changed:  # the loading thread may not have stored the connection yet
+        with self._changed:  # the loading thread may be about to store the connection
             if any(mate.conn == conn for mate in self._mates.values()):
                 self.post.send(conn, self._own_terms())
 
     def read(self, conn: str, peer: str, body: wire.Body) -> bool:
-        """Handles a message about forming; returns False for other messages."""
+        """Handles a message about forming a unit; returns False for other messages."""
         match body:
             case wire.UnitTerms():
                 with self._changed:
@@ -151,9 +152,9 @@ class MemberConnections:
     def _read_terms(self, conn: str, peer: str, body: wire.UnitTerms) -> None:
         info, rank, mate = self._named.get(peer), body.rank, self._mates.get(body.rank)
         if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
-            mate = self._mates[rank] = _Mate(conn, info)  # its rank is lower, so it has opened the connection
+            mate = self._mates[rank] = _Mate(conn, info)  # a member of lower rank opens the connection
             self.post.send(conn, self._own_terms())
-        if mate is None or mate.conn != conn:  # a scheduler that has just started may announce it later, and it retries
+        if mate is None or mate.conn != conn:  # a new scheduler may not have announced it yet; it retries
             log.warning("%s claims to be rank %d of this unit, but was not announced: ignored", peer, rank)
             self.post.disconnect(conn)
             return
@@ -162,7 +163,7 @@ class MemberConnections:
         mate.is_equal = True
 
     def _difference(self, name: str, theirs: Mapping[str, str]) -> str:
-        """Returns which setting of the member differs; "" if none does."""
+        """Returns an error that names a setting in which the member differs; "" if it differs in none."""
         ours = self._own_terms().terms
         for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
             what = "data_parallel_size" if key == "size" else key
@@ -173,7 +174,7 @@ class MemberConnections:
         return ""
 
     def closed(self, conn: str, reason: str) -> None:
-        """Handles the end of a connection; retries one that has not opened."""
+        """Handles the end of a connection. If its member had not sent its terms yet, the connection is tried again."""
         with self._changed:
             for rank, mate in list(self._mates.items()):
                 if mate.conn != conn:

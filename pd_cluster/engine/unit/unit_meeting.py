@@ -1,8 +1,9 @@
-"""Connects the ranks of a unit's members: one gloo group for each tensor-parallel index, and on accelerators another
-group over NCCL or HCCL.
+"""Connects the ranks of a unit's members.
 
-The keys of all groups travel over the connections of rank 0s. A follower writes its own keys into a file of its
-instance, and reads the others' there.
+Each tensor-parallel index has one gloo group, and on accelerators another group over NCCL or HCCL.
+
+The rank 0s of the members exchange the keys of all groups over their connections. A follower writes its own keys into a
+file of its instance, and reads the other members' keys there.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ log = logging.getLogger(__name__)
 
 AnyUnitGroup = UnitGroup | DeviceUnitGroup
 
-BEGIN, MET = "begin", "met"  # keys between the ranks of one instance: all members are connected; this rank has met them
-FOREVER = timedelta(days=1000)  # a follower ends with rank 0
+BEGIN, MET = "begin", "met"  # keys between an instance's ranks: all members are connected; this rank has met its peers
+FOREVER = timedelta(days=1000)  # a follower needs no limit, because it ends with rank 0
 
 
 def group_of(config: WorkerConfig, device: Device, meet: Callable[[], UnitEnds]) -> AnyUnitGroup:
-    """Returns one rank's end of its group; `meet` returns the process groups, once all members are connected."""
+    """Returns one rank's end of its group. `meet` returns the process groups once all members are connected."""
     assert config.unit is not None
     rank, size, timeout_s = config.unit.rank, config.unit.size, config.timeouts.collective_timeout_s
     if device.is_accelerator:
@@ -58,10 +59,10 @@ def follower_group(config: WorkerConfig, device: Device) -> AnyUnitGroup | None:
 
 
 class UnitMeeting:
-    """Rank 0's side: the meetings of all ranks of this instance with those of the other members."""
+    """Rank 0's side: lets all ranks of this instance meet those of the other members."""
 
     def __init__(self, config: WorkerConfig, device: Device, send: Callable[[wire.Body], None]) -> None:
-        """`send`: to all other members."""
+        """`send` sends a message to all other members."""
         assert config.unit is not None
         self._config, self._device, self._size = config, device, config.ranks.size
         self._between = _between(config) if self._size > 1 else None
@@ -76,12 +77,15 @@ class UnitMeeting:
         ]
 
     def put(self, key: wire.UnitKey) -> None:
-        """Stores a member's key, on the mailbox's thread."""
+        """Stores a key from another member. Called on the mailbox's thread."""
         if key.tp_rank < self._size:
             self._meetings[key.tp_rank].put(key.key, key.value)
 
     def meet(self) -> UnitEnds:
-        """Returns rank 0's ends once all ranks have met theirs; all members must be connected. Raises InstanceLost."""
+        """Returns rank 0's ends once all ranks have met their peers. All members must be connected.
+
+        Raises InstanceLost.
+        """
         with _meeting_errors(), contextlib.ExitStack() as held:
             for meeting in self._meetings:
                 held.enter_context(meeting.held())
@@ -103,7 +107,7 @@ def _meeting_errors() -> Any:
 
 
 def _between(config: WorkerConfig) -> Store:
-    """Returns the store that the ranks of one instance share, in a folder that only their user can enter."""
+    """Returns the store that the ranks of an instance share, in a folder that only their user can access."""
     return PrefixStore("instance", _file(config))
 
 
@@ -116,7 +120,7 @@ def _file(config: WorkerConfig) -> Store:
 
 
 def _ends(store: Store, config: WorkerConfig, device: Device) -> UnitEnds:
-    """Blocks until all have joined, and have exchanged data between their devices."""
+    """Blocks until all members have joined and their devices have exchanged data."""
     assert config.unit is not None
     rank, size = config.unit.rank, config.unit.size
     host = gloo_group(store, rank, size, config.bind_address)
@@ -124,7 +128,7 @@ def _ends(store: Store, config: WorkerConfig, device: Device) -> UnitEnds:
 
 
 def gloo_group(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
-    """Blocks until all have joined."""
+    """Blocks until all members have joined."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=LOAD_TIMEOUT_S)

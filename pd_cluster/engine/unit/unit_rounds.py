@@ -1,6 +1,6 @@
-"""A unit's rounds in the engine: the stage that handles members' messages, and the exchanges before and after a step.
+"""A unit's rounds in the engine: a stage that handles members' messages, and exchanges before and after a step.
 
-On the engine's thread. `RoundSync` decides, `AnyUnitGroup` exchanges, `MemberConnections` send.
+Runs on the engine's thread. `RoundSync` decides, `AnyUnitGroup` exchanges, `MemberConnections` sends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pd_cluster.engine.unit.unit_meeting import AnyUnitGroup
 
 
 class UnitRunner(Protocol):
-    """The part of the runner that takes part in rounds, on all ranks of the instance."""
+    """The part of the runner that rounds need. It acts on all ranks of the instance."""
 
     def expect(self, rows: Sequence[int]) -> None:
         """Sets how many rows each member of the unit has in the next step."""
 
     def take_part(self) -> None:
-        """Computes this instance's experts for the others' rows, in a step without its own rows."""
+        """Computes this instance's experts for other members' rows, in a step in which it has no rows of its own."""
 
 
 class UnitRounds(Stage):
-    """The stage of a worker in a unit. `report` passes events to the loop."""
+    """The stage of a worker that is in a unit. `report` passes events to the loop."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class UnitRounds(Stage):
         self.round_sync = RoundSync(group.rank, group.size, mates.send)
         self._mates, self._group, self._runner, self._legs = mates, group, runner, legs
         self._drain, self._report = drain, report
-        self._is_owed = False  # this instance must take part in the experts' exchange, without rows
+        self._is_owed = False  # this instance must take part in the exchange of the experts, without rows of its own
 
     # ---- steps
 
     def begin(self, plan: StepPlan) -> None:
-        """Agrees with the others on a round, if there is a round; `plan` is final."""
+        """Agrees with the other members on a round, if this one is in a round. `plan` must be final."""
         rows = sum(num_tokens + len(plan.drafts.get(request, ())) for request, num_tokens in plan.chunks)
         self._is_owed = False
         if not self.round_sync.enters(rows > 0):
@@ -62,7 +62,7 @@ class UnitRounds(Stage):
             self._is_owed = not rows
 
     def end(self) -> bool:
-        """Takes part in a round in which only others have rows. Returns whether the next round begins at once."""
+        """Takes part in the round if only others have rows in it. Returns whether the next round begins at once."""
         if self._is_owed:
             self._is_owed = False
             self._runner.take_part()

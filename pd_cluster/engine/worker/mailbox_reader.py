@@ -1,4 +1,4 @@
-"""Reads a worker's mail on the mailbox's thread, and converts nearly all of it to events for the engine's thread."""
+"""Reads a worker's mail on the mailbox's thread, and turns nearly all of it into events for the engine's thread."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pd_cluster.engine.worker.worker_loop import Job
 
 
 class MailboxReader:
-    """The mailbox's handler, for a job of any kind. `inbox` belongs to the job's loop.
+    """The mailbox's handler, for any job. `inbox` belongs to the job's loop.
 
-    A member of a unit gets mail before it has a job: `mates` reads the members' messages, and other mail
+    A member of a unit gets mail before it has a job. Until then, `mates` reads the members' messages, and other mail
     waits in the inbox.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Event], mates: MemberConnections | None = None) -> None:
         self._inbox, self._mates = inbox, mates
-        self._schedulers: set[str] = set()  # their connections; only schedulers announce members
+        self._schedulers: set[str] = set()  # connections of schedulers; only schedulers announce members
         self._job: Job | None = None
 
     def serve(self, job: Job) -> None:
-        """Passes the mail to this job from now on."""
+        """Lets this job intercept mail from now on."""
         self._job = job
 
     def load(self) -> wire.Load:

@@ -1,7 +1,7 @@
 """Ends a process in which an operator's logits processor does not return, because nothing can interrupt its code.
 
-The processor's request ends with an error first; the others continue on other instances. Knows nothing of processors'
-interfaces. A processor that also keeps the interpreter's lock is left to hang_watchdog.py.
+The processor's request first ends with an error; the other requests continue on other instances. Knows nothing of
+processors' interfaces. hang_watchdog.py handles a processor that also keeps the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pd_cluster.types import LegEnd
 
 log = logging.getLogger(__name__)
 
-LIMIT_S = 30.0  # for one row; usual calls take microseconds to milliseconds
+LIMIT_S = 30.0  # for one row; normal calls take microseconds to milliseconds
 CONFIRM_S = 5.0  # for the scheduler to confirm the request's end
 END_S = 0.5  # for the report to the parent
 
 
 class ConfirmedPost(Protocol):
-    """The part of the mailbox that the watch needs, from any thread."""
+    """The part of the mailbox that the watch needs. Any thread may call it."""
 
     def send(self, conn: str, body: wire.Body) -> None: ...
     def await_confirmed(self, timeout_s: float) -> bool: ...

@@ -1,4 +1,4 @@
-"""The engine of one worker and its peers: what its loop handles, computes and sends. worker_loop.py has the order.
+"""A worker's engine and its peers: handles events, computes steps and sends results, as worker_loop.py calls it.
 
 Knows nothing of HTTP, of routing, or of which stages there are.
 """
@@ -28,13 +28,16 @@ from pd_cluster.types import Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1  # how often deadlines are checked
+TICK_S = 0.1  # between checks of deadlines
 IDLE_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """`are_shared`: prefill instances compute on the same cores. `rest` is called when nothing is left to compute."""
+    """This worker's cores. `are_shared`: prefill instances compute on the same cores.
+
+    `rest`: called when the worker is idle.
+    """
 
     are_shared: bool = True
     rest: Callable[[], None] = lambda: None
@@ -52,7 +55,7 @@ class Worker:
         context: HandoverContext,
         cores: Cores,
     ) -> None:
-        """`stages` are in their order."""
+        """`stages`: in the order in which legs pass them."""
         self.core, self.legs, self.handover, self.state = core, legs, legs.handover, state
         self._stages, self._chain = stages, StageChain(stages, legs, state.weights)
         self._report = LoadReport(core, legs, stages, state, context)
@@ -76,7 +79,7 @@ class Worker:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait for mail; shorter while the load may have changed since it was refreshed."""
+        """How long to wait for mail. Shorter while the load may have changed since it was refreshed."""
         if self._is_busy:
             return 0.0
         longest_s = self._step_waits_s or IDLE_WAIT_S
@@ -121,10 +124,10 @@ class Worker:
             self.legs.drop_unwanted()
             return False
         if self._rounds is None and self._cores.are_shared and not self.state.drain.has_begun and self._waits():
-            return False  # not in a unit, whose other members would wait, too
+            return False  # in a unit, the other members would have to wait, too
         plan = self.core.plan()
         if plan.admitted or plan.preempted:
-            self.publish()  # before the step, which may take long
+            self.publish()  # before the step, which may take a long time
         started_s = self._clock()
         result = self.core.run(plan, self._begin)
         took_s = self._clock() - started_s
@@ -145,7 +148,7 @@ class Worker:
         return self._step_waits_s > 0
 
     def _begin(self, plan: StepPlan) -> OnLayer | None:
-        """Offers the transfers of a step's new prompts, and prepares to ship its layers; see look_ahead.Begins."""
+        """Offers the transfers of a step's new prompts and prepares to ship its layers. See look_ahead.Begins."""
         exports = self.handover.exports
         for request in plan.admitted:
             if request.leg != "decode" and not request.output_token_ids:
@@ -178,7 +181,7 @@ class Worker:
                 first_tokens[request.key] += tokens
             if request.status is Status.FINISHED:
                 legs.ended(request)
-        for request, token in result.candidates:  # clients receive a beam search at its end
+        for request, token in result.candidates:  # clients receive the tokens of a beam search at its end
             first_tokens[request.key].append(token)
         for request in result.ended:
             legs.ended(request)
@@ -215,7 +218,7 @@ class Worker:
     # ---- events
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step, on the mailbox's thread. Returns False for others."""
         if isinstance(body, wire.LinkValue):
             for stage in self._stages:
                 stage.meet(conn, body)
@@ -241,7 +244,7 @@ class Worker:
         self._settle()
 
     def _settle(self) -> None:
-        """Applies the consequences of an event: legs that begin, and legs that nobody reads any more."""
+        """Begins the legs that stages have released, and drops legs whose outputs no client reads any more."""
         self._chain.pass_on(self.state.why_closed)
         self.legs.drop_unwanted()
 
@@ -252,7 +255,7 @@ class Worker:
             case wire.Abort():
                 self._chain.abort(conn, body)
             case wire.ResetCache(is_external):
-                for stage in self._stages:  # before `forget`: contents that a tier keeps are reported again
+                for stage in self._stages:  # first: `forget` reports what tiers still have
                     stage.cache_reset(is_external)
                 self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():
@@ -282,7 +285,7 @@ class Worker:
     def _scheduler_opened(self, conn: str, peer: str) -> None:
         name = peer.partition("@")[0]
         for other, other_peer in list(self.state.schedulers.items()):
-            if other_peer.partition("@")[0] == name:  # an earlier process, or an earlier connection of this one
+            if other_peer.partition("@")[0] == name:  # an earlier process or connection of this scheduler
                 self._closed(other, f"{peer} replaced it")
         self.state.schedulers[conn] = peer
         self._output_batcher.opened(conn)

@@ -1,4 +1,4 @@
-"""The load that a worker reports with every heartbeat, collected from its parts."""
+"""Collects the load that a worker reports with every heartbeat."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.types import LinkState, Status
 
-LOAD_S = 0.02  # the maximum age of the reported load, in addition to a step's duration
+LOAD_S = 0.02  # the reported load is at most this old, plus a step's duration
 
 
 class LoadReport:
-    """The load that heartbeats read. It is refreshed only as often as they need it."""
+    """The load that heartbeats read. It is refreshed only as often as necessary."""
 
     def __init__(
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
     ) -> None:
-        self.load = wire.Load()  # the mailbox's thread reads it; replaced, never changed
+        self.load = wire.Load()  # the mailbox's thread reads it, so it is replaced, never changed
         self.timing = core.timing
         self.is_old = False
-        self.is_shared = False  # whether several schedulers share the engine
+        self.is_shared = False  # whether several schedulers send requests to this worker
         self._core, self._legs, self._stages, self._state = core, legs, stages, state
         self._post, self._clock = context.post, context.clock
         self._next_s = 0.0
 
     def left_s(self) -> float:
-        """Returns how long the load may stay as it is."""
+        """Returns how long the load may stay unchanged."""
         return max(0.001, self._next_s - self._clock())
 
     def publish(self, at_once: bool = False) -> None:
         """Refreshes the load if it is due.
 
-        Changes of links are sent at once, and other changes within LOAD_S: the next heartbeat would be too late.
+        Does not wait for the next heartbeat, which would be too late: changes of links are sent at once, other changes
+        within LOAD_S.
         """
         links, state = dict(self._legs.handover.out_links.states()), self._state
         for stage in self._stages:
@@ -138,7 +139,7 @@ def _group_load(group: GroupHoldings) -> wire.GroupLoad:
 
 
 def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
-    """Returns the figures of the tiers below host memory, by their names in a load."""
+    """Returns the figures of the tiers below host memory, by the names of a load's fields."""
     if scheduler.blocks.tier is None:
         return {}
     lower = {each.kind: each for each in scheduler.blocks.tier.lower}
@@ -155,10 +156,11 @@ def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:
-    """Returns a lower bound on the held blocks that no holder names: one with several holders is subtracted for each.
+    """Returns a lower bound on the number of held blocks that no holder accounts for, in all groups of layers.
 
-    It counts every group of layers. The bound is exact while there are no requests; `StepScheduler.check` finds the
-    blocks, but examines each one.
+    It is the number of held blocks minus the number of holders' entries, so a block with several holders is subtracted
+    several times. The bound is exact when there are no requests. `StepScheduler.check` finds the leaked blocks
+    themselves, but must examine each block.
     """
     named = ((each, scheduler.num_held(each)) for each in scheduler.groups)
     return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)

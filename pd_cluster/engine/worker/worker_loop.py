@@ -1,7 +1,7 @@
-"""The loop of every worker's process: handle mail, compute one step, send mail. Start reading at `turn`.
+"""The loop of every worker's process: handles mail, computes one step, sends mail. Start reading at `turn`.
 
-Only the thread that calls `run` changes requests, blocks or images; the mailbox and the links' threads only put events
-into `inbox`. Knows nothing of what a step computes.
+Only the thread that calls `run` changes requests, blocks or images; the threads of the mailbox and of links only put
+events into `inbox`. Does not know what a step computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pd_cluster.engine.lifecycle.availability import Availability
 
 
 class Job(Protocol):
-    """An engine (worker.py) or an encoder (encode/encode_worker.py), driven by a loop."""
+    """The job that a loop drives: an engine (worker.py) or an encoder (encode/encode_worker.py)."""
 
     state: Availability
 
@@ -26,18 +26,18 @@ class Job(Protocol):
 
     @property
     def wait_s(self) -> float:
-        """How long to wait for mail; 0 while there is something to compute."""
+        """How long to wait for mail; 0 if there is something to compute."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no memory that a sleep would free is in use."""
+        """Whether no request is in progress that uses memory which sleep would free."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for anything from this worker."""
+        """Whether no other process needs this worker any more."""
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step, on the mailbox's thread. Returns False for others."""
 
     def handle(self, event: Event) -> None: ...
     def tick(self) -> None: ...
@@ -61,9 +61,10 @@ class Loop:
         self.inbox, self.job = inbox, job
 
     def run(self, on_round: Callable[[], None] = lambda: None) -> None:
-        """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
+        """Runs until `StopEngine`, or after `StartDrain` until no work is left.
 
-        `on_round` is called between steps, and several times a second while there are none.
+        Raises errors of the mailbox or of a step. `on_round` is called between steps, and several times a second if
+        there are no steps.
         """
         try:
             while self.turn(on_round):
@@ -72,9 +73,10 @@ class Loop:
             self.job.close()
 
     def turn(self, on_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
-        """Handles mail, computes one step, and sends mail; returns False once the job has ended. Raises their errors.
+        """Handles mail, computes one step, and sends mail. Returns False once the job has ended.
 
-        `wait_s`: the longest wait for mail; None: as long as there is nothing to compute.
+        Raises errors of the mailbox or of the step. `wait_s`: the longest time to wait for mail; None: the job's
+        `wait_s`.
         """
         job = self.job
         if not handle_all(self.inbox, self._handle, job.wait_s if wait_s is None else wait_s):
@@ -83,16 +85,16 @@ class Loop:
         job.tick()
         if job.is_idle:
             job.state.settle()
-        job.flush()  # outputs of the mail need not wait for the step
+        job.flush()  # so that answers to the mail need not wait for the step
         job.step()
         if is_closed := job.state.is_closed:
             job.release_all()
         job.flush()
-        return not (is_closed and job.is_over and self.inbox.empty())  # the remaining mail is refused first
+        return not (is_closed and job.is_over and self.inbox.empty())  # remaining mail is refused first
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, StartDrain):
             self.job.state.drain.begin()
-            self.job.publish()  # before the step, which may take long
+            self.job.publish()  # before the step, which may take a long time
         else:
             self.job.handle(event)

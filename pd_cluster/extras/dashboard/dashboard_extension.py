@@ -1,4 +1,4 @@
-"""The dashboard's part of a scheduler: its pages at the admin port, and with --public-dashboard at the public one."""
+"""Adds the dashboard's pages to a scheduler's admin port, and with --public-dashboard to its public port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranktable_tools.host_addresses import is_loopback
 class Dashboard:
     def __init__(self, view: ClusterView, clock: Callable[[], float] = time.monotonic) -> None:
         self._view = view
-        self.public_sessions = Sessions(clock)  # the admin port makes their codes
+        self.public_sessions = Sessions(clock)  # codes for these sessions are made at the admin port
 
     def admin_routes(self, seen: Sequence[APIRouter]) -> APIRouter:
         view, routes = self._view, APIRouter()

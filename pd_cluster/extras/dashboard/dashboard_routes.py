@@ -46,7 +46,8 @@ class Code(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PageView(msgspec.Struct, frozen=True):
-    """The parts that a page may show. `is_whole`: everything, with commands; otherwise only figures.
+    """The parts that a page may show. `is_whole`: a page shows everything, with commands; otherwise it shows only
+    figures.
 
     `takes_keys`: users may log in with API keys.
     """
@@ -90,7 +91,7 @@ class SessionGuard:
 
 
 def check_origin(request: Request) -> None:
-    """Raises Forbidden unless the browser says that the request is from a page of this host and port."""
+    """Raises Forbidden unless the browser's headers say that a page of this host and port sent the request."""
     host = request.headers.get("host", "")
     if not host or _origin(request).netloc != host:
         raise Forbidden("Origin: only the dashboard's own pages may send commands")
@@ -115,7 +116,7 @@ class PublicLinks:
 
 
 def dashboard_routes(guard: SessionGuard, access: AdminAccess, links: PublicLinks | None = None) -> APIRouter:
-    """Makes the admin port's routes of files and sessions; `guard.check` protects the routes of data."""
+    """Makes the admin port's routes for files and sessions; routes of data must call `guard.check`."""
     routes = APIRouter()
 
     @routes.post("/dashboard/codes", dependencies=[guarded_by(access.check_token)])
@@ -154,7 +155,7 @@ def exchanged(sessions: Sessions, code: str) -> tuple[str, Session]:
 
 
 def begun(request: Request, cookie: str, session: Session, view: PageView, root_path: str = "") -> Response:
-    """Answers with the session's cookie, which browsers send only to the dashboard."""
+    """Returns the answer that sets the session's cookie, which browsers send only to the dashboard."""
     answer = JSONResponse(_told(session, view), headers=HEADERS)
     answer.set_cookie(
         cookie_of(view),

@@ -1,4 +1,4 @@
-"""Access to the dashboard: one-time codes become sessions. Takes its clock as a parameter; knows nothing of HTTP.
+"""Access to the dashboard: a one-time code is exchanged for a session. The clock is a parameter; knows nothing of HTTP.
 
 A code is made for a holder of the admin token, travels in the fragment of a link (which browsers never send), and works
 once, within CODE_LIFE_S. It begins a session: a secret for a cookie, and another for the header of commands, which a
@@ -20,7 +20,7 @@ MAX_CODES = 16
 MAX_SESSIONS = 64
 MAX_OF_OWNER = 4
 NUM_CODE_BYTES, NUM_SECRET_BYTES = 16, 32
-LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # queries of a public session: for two pages, and in bursts for four
+LOOKS_PER_S, MOST_LOOKS = 4.0, 8.0  # rate and burst of a public session's queries, for two pages and briefly four
 
 
 class ViewRate:
@@ -30,7 +30,7 @@ class ViewRate:
         self._left, self._at_s = MOST_LOOKS, now_s
 
     def take(self, now_s: float) -> bool:
-        """Takes a token; False: there is none yet."""
+        """Takes a token; returns False if there is none."""
         self._left = min(MOST_LOOKS, self._left + (now_s - self._at_s) * LOOKS_PER_S)
         self._at_s = now_s
         if self._left < 1:
@@ -43,7 +43,7 @@ class ViewRate:
 class Session:
     """`command_token`: required in the header of a command. `is_valid`: whether its credentials are still valid.
 
-    `owner`: the digest of the API key that began it; b"": a link began it.
+    `owner`: the digest of the API key that began it; b"" for a session that a link began.
     """
 
     command_token: str
@@ -56,7 +56,7 @@ class Session:
 class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._codes: dict[str, float] = {}  # code -> its end, oldest first
+        self._codes: dict[str, float] = {}  # code -> the time when it expires, oldest first
         self._sessions: dict[str, Session] = {}  # the cookie's digest -> session, oldest first
 
     def new_code(self) -> str:
@@ -96,7 +96,7 @@ class Sessions:
         return self._sessions.get(_digest(cookie))
 
     def may_look(self, cookie: str) -> bool:
-        """Counts a query of this session; False: there were too many just now."""
+        """Counts a query of this session; returns False if there were too many recently."""
         session = self.find(cookie)
         return session is None or session.view_rate.take(self._clock())
 

@@ -1,6 +1,6 @@
 """Builds the page's files for browsers: one script and one style sheet, each named by its content's hash.
 
-`static/` has their readable parts; `index.html` refers to the two as `{script}` and `{style}`. The content of a hashed
+Their sources are in `static/`; `index.html` refers to the two as `{script}` and `{style}`. A file with a hash in its
 name never changes, so browsers cache it forever. Knows nothing of sessions or routes.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 STATIC = Path(__file__).with_name("static")
 PAGE = "index.html"
-SCRIPTS = ("vendor/uplot.js",)  # plain scripts, before the modules
+SCRIPTS = ("vendor/uplot.js",)  # plain scripts, which come before the modules
 ENTRY = "app.js"
 STYLES = ("vendor/uplot.css", "style.css")
 MEDIA_TYPES: Mapping[str, str] = {

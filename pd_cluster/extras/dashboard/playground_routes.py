@@ -1,6 +1,6 @@
 """Forwards the playground's chats to the public port, because a page at the admin port may not query another port.
 
-Sends the page's body unchanged, with the page's API key; the public port checks the key. Does not read the body.
+Sends the page's body unread and unchanged, with the page's API key, which the public port checks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def _forward(public: PublicPort, path: str, body: bytes, request: Request)
 
 
 async def _parts(client: httpx.AsyncClient, answer: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Ends the request at the public port when the page stops reading."""
+    """Yields the parts of the answer. Ends the request at the public port when the page stops reading."""
     try:
         async for part in answer.aiter_raw():
             yield part

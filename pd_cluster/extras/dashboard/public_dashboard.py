@@ -1,7 +1,7 @@
 """The dashboard at the public port, with --public-dashboard: figures for holders of an API key or a link.
 
-It shows no commands, logs, requests, playground or addresses. It is a separate app in front of the API: CORS, the API's
-keys and its queue do not apply to it, and the API ignores its cookie.
+It shows no commands, logs, requests, playground or addresses. It is a separate app in front of the API: the API's CORS,
+keys and queue do not apply to it, and the API ignores its cookie.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PublicView:
-    """The shown parts of the cluster. `hosts`: the host names under which it answers.
+    """The parts of the cluster that it shows. `hosts`: the host names under which it answers.
 
     `sessions` are shared with the admin port, which makes the codes.
     """

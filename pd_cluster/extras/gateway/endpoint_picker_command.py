@@ -44,7 +44,7 @@ def endpoint_picker(
 ) -> None:
     """Choose schedulers for gateways (Envoy's ext_proc).
 
-    Better give the metrics key as PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY, which process lists do not show.
+    Prefer PD_CLUSTER_ENDPOINT_PICKER_METRICS_KEY to --metrics-key, because process lists show flags.
     """
     from pd_cluster.extras.gateway.picker_certificate import Certificate
     from pd_cluster.settings.http_settings import check_keys

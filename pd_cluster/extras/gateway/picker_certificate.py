@@ -13,7 +13,7 @@ Pair = tuple[bytes, bytes]
 
 
 class Certificate:
-    """Raises ConfigError for files that cannot be used."""
+    """A certificate and key in files. Raises ConfigError if the files cannot be used."""
 
     def __init__(self, certfile: str, keyfile: str) -> None:
         self._certfile, self._keyfile = Path(certfile), Path(keyfile)
@@ -22,7 +22,7 @@ class Certificate:
         self.pair = self._read()
 
     def renewed(self) -> Pair | None:
-        """Returns the pair if it changed since the last call; files that cannot be used are logged once."""
+        """Returns the pair if it has changed since the last call. Logs files that cannot be used once."""
         self._files.refresh()
         if self._files.context is not self._context:
             self._context = self._files.context

@@ -1,7 +1,7 @@
 """One request's exchange with the gateway: the picker's answer to each message. The rules are in
 docs/protocol/membership.md.
 
-Pure: the caller owns the stream. The picker changes no body, and only its own headers.
+Pure: the caller reads and writes the stream. The picker changes no body, and no headers but its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Exchange:
         self._choice = choice
         self._request_mode = self._response_mode = 0  # without protocol_config Envoy does not support full duplex
         self.is_over = False
-        self.status = 0  # of an immediate answer
+        self.status = 0  # the HTTP status of an immediate answer; 0: none was given
 
     def answer(self, request: Any) -> Any | None:
         """Returns the ProcessingResponse to a ProcessingRequest; None: the gateway expects none."""
@@ -63,7 +63,7 @@ class Exchange:
             return
         common = response.request_headers.response
         _set(common.header_mutation, DESTINATION, picked)
-        common.clear_route_cache = True  # routes may depend on the header
+        common.clear_route_cache = True  # the gateway's routes may depend on the header
         response.dynamic_metadata.update({NAMESPACE: {DESTINATION: picked}})
 
     def _refuse(self, why: type[Exception], immediate: Any) -> None:

@@ -116,11 +116,11 @@ class Picker:
         try:
             told, is_last = -1, False
             while not is_last:
-                is_last = self.is_ending  # read before its status is sent: the picker may begin to end in between
+                is_last = self.is_ending  # read before the status is sent, because ending may begin while it is sent
                 if (status := self._status(request.service)) != told:
                     told = status
                     yield HealthCheckResponse(status=status)
-                if not is_last:  # the drain waits only for streams of requests
+                if not is_last:  # the drain must not wait for health watches
                     await asyncio.sleep(WATCH_S)
         finally:
             self._num_watches -= 1
@@ -129,7 +129,7 @@ class Picker:
 async def serve(watch: SchedulerWatch, choice: SchedulerChoice, listening: ListenAddress, drain_s: float) -> None:
     """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second signal.
 
-    Raises ConfigError for a port it cannot bind, and re-raises at once an error that ends the watch.
+    Raises ConfigError for a port that cannot be bound. If an error ends the watch, stops and raises that error.
     """
     picker = Picker(choice)
     server = grpc.aio.server(
@@ -154,7 +154,7 @@ async def serve(watch: SchedulerWatch, choice: SchedulerChoice, listening: Liste
 
 
 async def _ended_or_signalled(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
-    """Waits for the task's end or a signal; a later signal is left for the next waiter."""
+    """Waits for the task's end or for one signal; a second signal stays available for the next call."""
     told = asyncio.create_task(signals.acquire())
     await asyncio.wait((task, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -13,8 +13,8 @@ MOST_ENDPOINTS = 1024
 class Endpoint:
     """A scheduler's public port.
 
-    `load`: its requests in flight, as last reported; None: unknown. `num_sent`: requests sent there; `num_seen`: how
-    many of these its load may include. `last`: the number of the choice that sent the last one.
+    `load`: its requests in flight, as last reported; None: unknown. `num_sent`: requests sent to it; `num_seen`: how
+    many of these may be included in `load`. `last`: the number of the choice that last sent a request to it.
     """
 
     address: str
@@ -51,11 +51,11 @@ class SchedulerChoice:
         self._endpoints = {address: known.get(address) or Endpoint(address) for address in addresses}
 
     def num_sent(self, address: str) -> int:
-        """Returns the number of requests sent to a known scheduler so far: a load requested now may include them."""
+        """Returns the number of requests sent to a known scheduler. A load that is requested now may include them."""
         return self._endpoints[address].num_sent
 
     def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
-        """Records a known scheduler's answer. `num_seen`: `num_sent` when its load was requested."""
+        """Records a known scheduler's answer. `num_seen`: the value of `num_sent` when the load was requested."""
         each = self._endpoints[address]
         each.is_ready, each.load = is_ready, load
         each.num_seen = each.num_sent if num_seen is None else num_seen

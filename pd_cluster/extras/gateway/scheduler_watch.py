@@ -42,8 +42,8 @@ class SchedulerWatch:
         self._choice, self._addresses = choice, addresses
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._resolved: dict[Address, tuple[float, list[str]]] = {}  # when it was resolved, and to which addresses
-        self._look_ups: dict[Address, asyncio.Future[list[str]]] = {}  # under way: at most one per name
+        self._resolved: dict[Address, tuple[float, list[str]]] = {}  # time and result of the last look-up
+        self._look_ups: dict[Address, asyncio.Future[list[str]]] = {}  # look-ups in progress, at most one per name
         self._logged: dict[str, str] = {}  # the last log line about each endpoint
 
     async def run(self) -> None:
@@ -67,7 +67,7 @@ class SchedulerWatch:
     async def _endpoints(self, address: Address) -> list[str]:
         """Returns the IP addresses of a name; the last known ones while it cannot be resolved.
 
-        The poll that begins a look-up waits for it only if no addresses are known and the last look-up did not fail:
+        Waits for the look-up that it begins only if no addresses are known and the last look-up did not fail, so that
         names that cannot be resolved do not delay others.
         """
         name = _written(address)
@@ -158,7 +158,8 @@ def _numbers(address: Address) -> list[str]:
 
 
 def _addresses(address: Address, flags: int = 0) -> list[str]:
-    """Returns all addresses of a name or number, with the port, except scoped ones, which mean nothing at the gateway.
+    """Returns all addresses of a name or number, with the port. Leaves out scoped addresses, which the gateway cannot
+    use.
 
     Raises OSError, UnicodeError.
     """
@@ -168,7 +169,7 @@ def _addresses(address: Address, flags: int = 0) -> list[str]:
 
 
 def _look_up(address: Address) -> asyncio.Future[list[str]]:
-    """Begins to resolve a name, on a thread that may block as long as its name server does; [] if that fails."""
+    """Begins to resolve a name, on a thread that may block for as long as the name server does. Failure gives []."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[str]] = loop.create_future()
 

@@ -1,6 +1,6 @@
 """Checks arguments under other projects' names: refuses unknown arguments with the nearest name, reports unused ones.
 
-Independent of the arguments' meaning.
+Knows nothing of the arguments' meaning.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def idle(given: Mapping[str, Any], without_effect: Mapping[str, tuple[tuple[Any,
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the caller's program that called into this package."""
+    """Warns, with the line in the caller's program that called this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""LMDeploy's AsyncEngine: batches of prompts and sessions, over an engine in this process or over worker processes.
+"""LMDeploy's AsyncEngine: answers batches of prompts, and sessions, in this process or in worker processes.
 
 Knows nothing of an engine's configuration (pipeline.py) or the generation of answers (pipeline_answers.py).
 """
@@ -31,8 +31,8 @@ GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all pro
 class AsyncEngine:
     """Ready when constructed. May be called from any thread, and `generate` from any event loop.
 
-    `prefill` and `decode` are numbers of worker processes that do the work; without them this process does it; a `tp`
-    above 1 uses one of each.
+    `prefill` and `decode` are numbers of worker processes that do the work; without them this process works or, if `tp`
+    is above 1, one worker process of each kind.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class AsyncEngine:
     ) -> list[Response] | Response:
         """Returns a response for each prompt, in order. `options`: further fields of `Call`.
 
-        The third argument is the chat template's configuration in LMDeploy's first version, the switch `do_preprocess`
-        in later ones; both are accepted. Raises RequestError before any work.
+        In LMDeploy's first version the third argument is the chat template's configuration, in later versions the
+        switch `do_preprocess`; both are accepted. Raises RequestError before any work.
         """
         old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         return self._infer(prompts, gen_config, options_of(chat_template_config, old, options))
@@ -111,7 +111,7 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> Iterator[Response]:
-        """Yields new text of each prompt as it comes; `index` is the prompt's. Leaving the iteration ends the work."""
+        """Yields each prompt's new text as it comes, with its `index`. Leaving the iteration ends the work."""
         old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         jobs, _, call = self._jobs(prompts, gen_config, options_of(chat_template_config, old, options))
         return self._streamed(jobs, call)
@@ -252,7 +252,7 @@ class AsyncEngine:
                 answer = joined(parts)
                 said = answer.token_ids
                 if said and answer.finish_reason == "stop" and said[-1] in self._offline.checkpoint.eos_token_ids:
-                    said = said[:-1]  # this token would end the conversation
+                    said = said[:-1]  # leaves out an end token, which would end the conversation
                 session.add(new, [*token_ids, *said], answer.text)
         if not is_streamed:
             yield _out(joined(parts), num_before)
@@ -268,7 +268,7 @@ class AsyncEngine:
         return Done()
 
     def session(self, gen_config: GenerationConfig | None = None) -> ChatSession:
-        """Begins a conversation for `chat`; a context manager, which ends it."""
+        """Begins a conversation for `chat`. The session is a context manager that ends the conversation."""
         return ChatSession(self, self._sessions.new_id(), gen_config)
 
     def chat(
@@ -284,7 +284,8 @@ class AsyncEngine:
         """Sends `prompt` in a conversation, by default a new one, and returns it: `session.response` is the answer.
 
         With `stream_response`, iterating over the result yields the answer's parts. Leaving the iteration ends the
-        answer, whose text so far stays. `options`: further fields of `Call`. Raises RequestError, without any change.
+        answer; its text so far stays in the session. `options`: further fields of `Call`. Raises RequestError, without
+        any change.
         """
         session = self.session() if session is None else session
         call = {"adapter_name": adapter_name, "do_preprocess": do_preprocess, **options}
@@ -295,11 +296,11 @@ class AsyncEngine:
         return session
 
     def steps(self, items: AsyncGenerator[GenOut, None]) -> Iterator[GenOut]:
-        """Yields a turn's steps as this thread asks for them."""
+        """Yields a turn's steps on this thread."""
         return self._offline.iterate(items)
 
     async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
-        """Returns the session's generator after earlier turns have ended. `stop` ends them early."""
+        """Returns the session's generator when earlier turns have ended. `stop` ends them early."""
         if stop:
             self.stop_session(session_id)
         generator = SessionGenerator(self, session_id)

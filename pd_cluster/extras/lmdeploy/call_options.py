@@ -1,4 +1,4 @@
-"""Arguments of LMDeploy's calls except prompts: current options, and keywords that GenerationConfig has replaced."""
+"""Arguments of LMDeploy's calls except prompts: options, and former keywords that GenerationConfig replaces."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def options_of(
 @checks_names
 @dataclass(kw_only=True)
 class Call:
-    """`do_preprocess`: a chat template, the call's or the engine's, makes the prompt.
+    """`do_preprocess`: whether the call's or the engine's chat template makes the prompt.
 
-    The fields of OLD are deprecated; None: their defaults, which differ from GenerationConfig's.
+    The fields in OLD are deprecated. None: their own defaults, which differ from GenerationConfig's.
     """
 
     do_preprocess: bool = True

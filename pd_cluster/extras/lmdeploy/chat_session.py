@@ -32,12 +32,12 @@ class ChatSession:
         self.response: Response | None = None
         self.history: list[tuple[Any, str]] = []
         self._steps: Iterator[Response] | None = None
-        weakref.finalize(self, engine.end_session, session_id)  # removes the history of a collected session
+        weakref.finalize(self, engine.end_session, session_id)  # garbage collection removes the history
 
     def __call__(
         self, prompt: Any, gen_config: GenerationConfig | None = None, stream_response: bool = True, **options: Any
     ) -> Iterator[Response] | Response | None:
-        """Runs a turn; returns its parts, or without `stream_response` the answer. Raises RequestError."""
+        """Runs a turn. Returns its parts or, without `stream_response`, the whole answer. Raises RequestError."""
         self.say(prompt, gen_config, options)
         if stream_response:
             return iter(self)

@@ -1,6 +1,7 @@
-"""LMDeploy's engine configurations, of its first and its next version, and their conversion to this engine's.
+"""LMDeploy's engine configurations, of its first and second versions, and their conversion to this engine's settings.
 
-TurboMind's and PyTorch's run the same engine. A field is honoured, reported as unused, or refused with the reason.
+TurboMind's and PyTorch's configurations run the same engine. A field is honoured, reported as unused, or refused with
+the reason.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class TurbomindEngineConfig:
 @checks_names
 @dataclass
 class EarlyTurbomindConfig:
-    """`EngineConfig` of the module `turbomind`, whose fields are in another order."""
+    """`EngineConfig` of the module `turbomind`. Its fields are in another order."""
 
     model_name: str | None = None
     model_format: str | None = None
@@ -109,7 +110,7 @@ class EarlyTurbomindConfig:
 @checks_names
 @dataclass
 class PytorchEngineConfig:
-    """LMDeploy's PytorchEngineConfig; also `EngineConfig` of the module `pytorch`, which lacks the adapters."""
+    """LMDeploy's PytorchEngineConfig, and `EngineConfig` of the module `pytorch`, which has no adapters."""
 
     model_name: str = ""
     tp: int = 1
@@ -161,7 +162,7 @@ NAMES = {
 
 
 def naming_of(config: BackendConfig) -> Naming:
-    """Returns this configuration's names of settings; settings without a field keep their flags' names."""
+    """Returns the names of settings in this configuration; a setting without a field is named by its flag."""
     names = {**NAMES, "block_size": _block_field(asdict(config))}
     return lambda setting: names.get(setting) or flag_of(setting)
 
@@ -224,7 +225,7 @@ def _experts(owner: str, config: PytorchEngineConfig) -> dict[str, Any]:
 
 
 def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
-    """Returns the pool's dtype. `quant_policy` 4 means 8 bits as documented, and 4 bits in later versions."""
+    """Returns the pool's dtype. `quant_policy` 4 means 8 bits, as documented; in later versions it means 4 bits."""
     policy, bits = given["quant_policy"], given.get("kv_bits", 8)
     if bits == 4 and policy:
         if policy != 4:
@@ -236,10 +237,10 @@ def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
 
 
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns overrides of config.json: dynamic NTK beyond the model's own positions, and log-n attention there.
+    """Returns overrides of config.json for positions beyond the model's own: dynamic NTK, and log-n attention.
 
     Neither has an effect up to `max_position_embeddings`; with NTK, `session_len` may exceed it. Without a factor, the
-    base depends only on the length.
+    rotary base depends only on the length.
     """
     factor = given.get("rope_scaling_factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < math.inf):
@@ -257,7 +258,7 @@ def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(owner: str, given: Any) -> AdapterSettings:
-    """Converts {name: folder}; a step may use all of them, of any rank."""
+    """Converts {name: folder}. A step may use all adapters, whatever their ranks."""
     if not given:
         return AdapterSettings()
     if not isinstance(given, dict) or not all(isinstance(each, str) for pair in given.items() for each in pair):

@@ -44,7 +44,8 @@ NOT_HERE = {
 @checks_names
 @dataclass
 class GenerationConfig:
-    """`top_k` 1 chooses the most likely token, 0 keeps all tokens; so does `do_sample` False, for any `top_k`.
+    """`top_k` 1 or `do_sample` False, whatever `top_k`, chooses the most likely token; `top_k` 0 samples from all
+    tokens.
 
     `max_new_tokens` None: as many as fit the context. The `n` answers to each prompt are in `Response.choices`; greedy
     answers are equal.
@@ -78,7 +79,8 @@ class GenerationConfig:
 
 @dataclass
 class Response:
-    """The response to one prompt. In a stream, `text`, `token_ids` and `logprobs` are new, the counts are totals.
+    """The response to one prompt. In a stream, `text`, `token_ids` and `logprobs` have only what is new, and the counts
+    are totals.
 
     `finish_reason` is "length" with an empty text if the prompt fills the session, and "error" if an answer could not
     be finished; `error` gives the reason. `choices` has all answers, including the first, if `n` requests several; in a
@@ -123,7 +125,7 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     stops, stop_ids = _stops([*(config.stop_words or []), *ends], tokenizer)
     stop_ids += config.stop_token_ids or []
     fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
-    # The default is sent, too: a null asks for as many tokens as fit.
+    # Sent even if they are defaults: null for max_tokens means as many as fit, a missing one does not.
     fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
     if config.do_sample and config.top_k == 1:
         warn("do_sample=True has no effect with top_k 1, the default; give a larger top_k, or 0 for all tokens")
@@ -138,10 +140,10 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"GenerationConfig: {error}") from None
     update: dict[str, Any] = {}
-    if config.bad_token_ids:  # forbidden, whatever their bias
+    if config.bad_token_ids:  # these tokens are forbidden even if they have a logit bias
         update["logit_bias"] = dict.fromkeys(map(str, config.bad_token_ids), -math.inf)
     if config.top_k == 1 or config.do_sample is False or request.temperature == 0:
-        update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # the other answers are its copies
+        update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # one answer is computed and copied
     return request.model_copy(update=update)
 
 
@@ -200,7 +202,7 @@ def _check(config: GenerationConfig) -> None:
 
 
 def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
-    """Returns stop texts and stop token ids: the searched text lacks special tokens, so their ids end the answer."""
+    """Returns stop texts, and the ids of special tokens among them, which the searched text does not contain."""
     texts: dict[str, None] = {}
     token_ids = []
     for word in words:

@@ -10,7 +10,7 @@ from pd_cluster.extras.lmdeploy.pipeline_setup import DEFAULT_INSTANCE_NUM
 from pd_cluster.extras.lmdeploy.prompt_templates import ChatTemplateConfig
 
 Backend = Literal["turbomind", "pytorch"]
-# The arguments after model_path and model_name, in the orders of two versions.
+# The arguments after model_path and model_name, in the order of each of two versions.
 EARLY = ("backend", "backend_config", "chat_template_config", "instance_num", "tp", "log_level")
 LATER = ("backend_config", "chat_template_config", "log_level", "backend", "instance_num", "tp")
 
@@ -47,12 +47,12 @@ def pipeline(
 def pipeline(model_path: str, model_name: str | None = None, *positional: Any, **named: Any) -> AsyncEngine:
     """Returns a ready engine for the model in that folder, or with that id on the Hugging Face hub or in its cache.
 
-    The third argument is `backend` in LMDeploy's first version, `backend_config` in the next: the value's type decides
+    The third argument is `backend` in LMDeploy's first version and `backend_config` in the second; its type decides
     which order applies.
 
-    `model_name` names a built-in chat template that replaces the folder's own. `instance_num`: prompts that are
-    answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode` are
-    numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
+    `model_name` names a built-in chat template that replaces the folder's own. `instance_num`: the number of prompts
+    that are answered at a time; its default means the configuration's max_batch_size. `kwargs`: `prefill` and `decode`
+    are numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
     `language_model_only` and `hf_overrides` are those of `pd_cluster.LLM`.
 
     Raises ConfigError, ModelError and the like, which name the argument, and TypeError for extra or repeated arguments.

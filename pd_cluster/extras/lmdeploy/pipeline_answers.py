@@ -28,7 +28,7 @@ FAULTS = (GenerationError, GuideError, Overloaded, RequestError, Unavailable)
 class Job(NamedTuple):
     """A prompt, its parameters, its name in errors, and the tokens before a plain text.
 
-    `copies`: how often each of its answers is returned, because `n` greedy answers are equal.
+    `copies`: how many times its answer is returned; `n` greedy answers are equal, so only one is computed.
     """
 
     at: int
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A prompt that has passed all checks. Without a generation, no answer fits."""
+    """A prompt that has passed all checks. It has no generation if the prompt leaves no room for an answer."""
 
     at: int
     token_ids: list[int]
@@ -117,9 +117,9 @@ async def begin(service: TextService, job: Job, batch: str = "") -> Begun:
 async def answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, batch: str = ""
 ) -> AsyncGenerator[Response, None]:
-    """Yields the responses of all jobs as they arrive; those of a `batch` in large parts.
+    """Yields the responses of all jobs as they arrive. The responses of a `batch` come in large parts.
 
-    Nothing is computed before all jobs are known to be valid. Raises RequestError.
+    Checks all jobs before anything is computed. Raises RequestError.
     """
     begun = [await begin(service, job, batch) for job in jobs]
     places = asyncio.Semaphore(num_at_once)
@@ -137,7 +137,7 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """Returns a response for each job, in order. `ended` gets each first answer's last part. Raises RequestError."""
+    """Returns a response for each job, in order. `ended` gets the end of each first answer. Raises RequestError."""
     parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:

@@ -1,6 +1,6 @@
 """Sorts and checks prompts of LMDeploy's calls before any work, and converts them to token ids.
 
-Every refusal is a RequestError that names the prompt. Knows nothing of answers.
+Each RequestError names the prompt. Knows nothing of answers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ IMAGE_TOKEN = "<IMAGE_TOKEN>"
 
 
 class Encoded(NamedTuple):
-    """A prompt's tokens, with a placeholder for each of its images, which are objects or URLs."""
+    """A prompt's tokens, with a placeholder for each image, and the images as objects or URLs."""
 
     token_ids: list[int]
     pictures: tuple[Any, ...] = ()
 
 
 class Prompts(NamedTuple):
-    """`is_one`: the prompt is not in a list, so its response is not, either."""
+    """`is_one`: the caller gave a single prompt outside of a list, and gets its response in the same form."""
 
     items: list[Prompt]
     is_one: bool
@@ -149,7 +149,8 @@ async def encoded(
     guard: ControlTokenGuard | None = None,
     spelled: Callable[[PromptText, Sequence[Any]], PromptText] | None = None,
 ) -> Encoded:
-    """Returns token ids, possibly more than a context holds. `special`: a text begins a sequence. Raises RequestError.
+    """Returns token ids, possibly more than a context holds. `special`: whether a text begins a sequence, and so gets
+    the special tokens of a beginning. Raises RequestError.
 
     `guard`: keeps control tokens out of messages, as over HTTP. `spelled` converts a prompt with images to the form
     that the model's tokenizer expects; None: the model takes no images.
@@ -159,7 +160,7 @@ async def encoded(
     if isinstance(prompt[0], int):
         return Encoded([token_id for token_id in prompt if isinstance(token_id, int)])
     template = way.template or tokenizer.template
-    assert template is not None  # otherwise the prompt would be a plain text
+    assert template is not None  # only a plain text has no template
     messages, given = named_pictures([message for message in prompt if isinstance(message, dict)])
     try:
         request = parse(msgspec.json.encode({"messages": messages}), ChatFields)
@@ -184,7 +185,7 @@ async def encoded(
     text = text if spelled is None else spelled(text, pictures)
     special = (
         way.template is not None
-    )  # a folder's template writes the sequence's first token, LMDeploy's templates do not
+    )  # a folder's own template writes the sequence's first token; LMDeploy's templates do not
     if guard is None:
         return Encoded(await asyncio.to_thread(tokenizer.encode, text.text, special), pictures)
     return Encoded(await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special), pictures)

@@ -1,4 +1,4 @@
-"""Keeps conversations over several calls: their turns, their number of tokens, and the current answer.
+"""Keeps conversations over several calls: their turns, token counts, and current answers.
 
 The prefix cache keeps the KV cache of a session; this module keeps only its texts and tokens. Knows nothing of engines.
 """
@@ -13,7 +13,7 @@ from itertools import count
 from pd_cluster.errors import RequestError
 from pd_cluster.extras.lmdeploy.pipeline_prompts import Message, Prompt
 
-FIRST_OWN_ID = 1 << 32  # the first id of sessions without a caller's id
+FIRST_OWN_ID = 1 << 32  # the first id for sessions that callers give no id
 
 
 @dataclass(slots=True)
@@ -26,10 +26,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """A session, of plain texts or of conversations, as it began.
+    """A session; its first prompt decides whether it consists of plain texts or of conversations.
 
-    `turn`: set while an answer is being read, and done at its end. `work`: the work on the answer. `before`: the
-    session before this turn.
+    `turn`: a future, set while an answer is being read, and done when it ends. `work`: the task that makes the answer.
+    `before`: the session's state before this turn.
     """
 
     session_id: int
@@ -71,7 +71,7 @@ class Session:
         del self.turns[ends.index(step) :]
 
     def with_history(self, prompt: Prompt) -> Prompt:
-        """Adds the history before a prompt; a plain text is unchanged: its history is tokens. Raises RequestError."""
+        """Puts the history before a prompt, except a plain text, whose history is tokens. Raises RequestError."""
         is_plain = isinstance(prompt, str) or isinstance(prompt[0], int)
         if self.turns and is_plain != self.is_plain:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Starts an engine from the arguments of `pipeline`. Every refusal is a ConfigError that names the argument."""
+"""Starts an engine from the arguments of `pipeline`. Each ConfigError names the argument."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pd_cluster.settings.speculative_config import speculation_of
 
 BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-DEFAULT_INSTANCE_NUM = 32  # means no limit other than the batch size
+DEFAULT_INSTANCE_NUM = 32  # this value means no limit except the batch size
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_log_len": ((None,), "prompts are never logged"),
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
-DEFAULT_LEVEL = "ERROR"  # of this package's messages; the engine's log keeps its level
+DEFAULT_LEVEL = "ERROR"  # the level of this package's messages; the engine's log keeps its own
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens", "vision_config")
 DRAFTING = "speculative_config"
 MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # fields of EngineConfig about reading the model
@@ -84,7 +84,7 @@ class Setup:
         return Ready(offline, way, config, num_at_once)
 
     def _config(self) -> BackendConfig:
-        """Accepts both backends' configurations for either backend, because there is only one engine."""
+        """Returns the configuration. For each backend, accepts either one's, because there is only one engine."""
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
         if not str(self.model_path):
@@ -102,7 +102,7 @@ class Setup:
         return config
 
     def _asked_way(self, config: BackendConfig) -> PromptStyle | None:
-        """Returns the requested style of prompts; None: the model folder's."""
+        """Returns the requested style of prompts; None: the model folder's own."""
         given, name = self.chat_template_config, self._name(config)
         if given is None:
             return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
@@ -142,7 +142,7 @@ class Setup:
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
         size = count(type(config).__name__, "dp", getattr(config, "dp", 1), 1)
         if max(config.tp, size) > 1 and not any(numbers.values()):
-            numbers = {"prefill": size, "decode": size}  # several ranks need several processes
+            numbers = {"prefill": size, "decode": size}  # several ranks need worker processes
             told = f"dp={size}, tp={config.tp}: {size} prefill and {size} decode instances"
             if size == 1:
                 told = f"tp={config.tp}: a prefill and a decode instance"

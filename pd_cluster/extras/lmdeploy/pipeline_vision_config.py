@@ -1,4 +1,4 @@
-"""LMDeploy's `VisionConfig`: how many images its tower computes at once. Here images are computed one at a time."""
+"""LMDeploy's `VisionConfig`, the number of images that the tower computes at once; here it is always one."""
 
 from __future__ import annotations
 

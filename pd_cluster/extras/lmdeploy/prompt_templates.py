@@ -1,6 +1,6 @@
 """LMDeploy's chat templates, built in or given by the caller, as Jinja sources.
 
-Knows nothing of tokens. A built-in template has a system prompt only if the model's makers always give one.
+Knows nothing of tokens. A built-in template has a system prompt only if the model's authors always use one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AROUND = {"user", "assistant", "capability"}  # a template needs at least one of
 @checks_names
 @dataclass
 class ChatTemplateConfig:
-    """Parts of a chat template. A field that is None is that of the built-in template `model_name`, or empty."""
+    """Parts of a chat template. None: the field's value in the built-in template `model_name`, or empty."""
 
     model_name: str | None = None
     system: str | None = None
@@ -41,7 +41,7 @@ class ChatTemplateConfig:
 
 @dataclass(frozen=True)
 class RoleMarkers:
-    """Texts around messages of each role. `opening` replaces a missing system prompt, `separator` ends an answer."""
+    """The texts around each role's messages. `opening` replaces a missing system prompt; `separator` ends an answer."""
 
     system: str = ""
     meta_instruction: str | None = None
@@ -153,7 +153,7 @@ def way_of(config: ChatTemplateConfig) -> PromptStyle:
             wanted = "a list of texts" if field == "stop_words" else "a text"
             raise ConfigError(f"ChatTemplateConfig.{field} {reprlib.repr(value)}: must be {wanted}")
     base = BUILT_IN.get(str(name).lower())
-    if base is None and not AROUND & given.keys():  # the roles would have no marks
+    if base is None and not AROUND & given.keys():  # otherwise no text would mark the roles
         raise ConfigError(
             f"ChatTemplateConfig.model_name {name!r}: no built-in chat template has that name; there are "
             f"{', '.join(sorted(BUILT_IN))}; or give user, eoh, assistant and eoa"

@@ -11,7 +11,7 @@ from pd_cluster.extras.lmdeploy.generation_config import GenOut
 
 
 class Done:
-    """The result of a completed call. LMDeploy's first version awaits it, later versions do not."""
+    """The result of a completed call. Programs for LMDeploy's first version await it; later versions do not."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()

@@ -1,4 +1,4 @@
-"""LMDeploy's module `vl` under its own name: its function for images, defined in media/."""
+"""LMDeploy's module `vl` under its own name. Its function for images is defined in media/."""
 
 from pd_cluster.media.load_image import load_image
 

@@ -70,7 +70,7 @@ class _Recorder(torch.nn.Module):
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Puts parameters that modules register on the meta device; buffers, which no file has, keep their values."""
+    """Puts the parameters that modules register on the meta device; buffers, which no file has, are kept."""
     register = torch.nn.Module.register_parameter
 
     def without_memory(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -89,7 +89,8 @@ def _put(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
 
 
 class Layerwise:
-    """transformers' model without memory, except for embeddings and modules before the layers; in float32 on the CPU.
+    """A transformers model in float32 on the CPU whose layers use no memory; embeddings and modules before the layers
+    do.
 
     Raises ModelError for architectures whose layers are not `model.layers`, or whose weights have other names in files.
     """
@@ -119,7 +120,7 @@ class Layerwise:
             _put(module, name, self._files[f"{path}.{name}"].to(torch.float32))
 
     def start(self, samples: list[list[int]]) -> tuple[Hidden, list[list[dict[str, Any]]]]:
-        """Returns the first layer's input for each sample, and the arguments of each layer, by layer and sample."""
+        """Returns each sample's input of the first layer, and the layers' other arguments by layer and sample."""
         inner: Any = self.model.model
         layers, inner.layers = inner.layers, torch.nn.ModuleList(_Recorder() for _ in range(self.num_layers))
         hidden: Hidden = []
@@ -133,7 +134,7 @@ class Layerwise:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.nn.Module]:
-        """Yields a layer with its weights, which are freed afterwards."""
+        """Yields a layer with its weights, and frees them afterwards."""
         inner: Any = self.model.model
         layer = inner.layers[index]
         self._fill(layer, f"{LAYERS}.{index}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pd_cluster.offline.quantization_quality import Samples
 
 DEFAULT_METHODS = {"w4a16": "gptq", "w4a8": "gptq", "w8a8": "smoothquant"}
-NUM_EVALUATED = 16  # samples for the evaluation, but at most an eighth; methods do not see them
+NUM_EVALUATED = 16  # samples for the evaluation, but at most an eighth of all; the methods do not use these
 
 
 def quantize(

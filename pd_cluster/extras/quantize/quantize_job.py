@@ -1,4 +1,4 @@
-"""Quantizes a model folder layer by layer into another, as compressed-tensors. An interrupted job can be resumed."""
+"""Quantizes a model folder layer by layer into a folder of compressed-tensors. Interrupted jobs can be resumed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class QuantizeJob:
 
     @property
     def digest(self) -> str:
-        """Identifies the model, the settings and the data."""
+        """Returns a digest that identifies the model, the settings and the data."""
         what = [Checkpoint.open(str(self.model)).identity, self.scheme.name, self.method, self.samples]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
@@ -115,7 +115,7 @@ class QuantizeJob:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises ConfigError for a full disk, and for folders that cannot be written."""
+        """Turns errors in the block into ConfigError for a full disk or a folder that cannot be written."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -165,13 +165,13 @@ class QuantizeJob:
 
 
 def _free(file: Path) -> Path:
-    """Makes room for a new file: removes a link or pipe of this name instead of following it or waiting for it."""
+    """Removes a link or pipe of this name, so that writing the file neither follows the link nor waits for the pipe."""
     file.unlink(missing_ok=True)
     return file
 
 
 def _chunks(file: Path) -> Iterator[bytes]:
-    """Yields a file's contents. Raises ModelError, so that read errors are not mistaken for write errors."""
+    """Yields a file's contents. Raises ModelError for read errors, which would otherwise look like write errors."""
     try:
         with file.open("rb") as source:
             while chunk := source.read(CHUNK_NBYTES):

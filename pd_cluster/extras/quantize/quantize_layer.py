@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 METHODS = ("rtn", "gptq", "smoothquant", "awq")
 STRENGTH = 0.5  # the exponent of SmoothQuant
 SAMPLED_ROWS = 512  # rows that AWQ compares
-UNCHANGED = 1e-3  # the greatest change of an output by moved scales, relative to the largest output
-# Scales move from the first module to the inputs of the others, which are computed from it feature by feature.
+UNCHANGED = 1e-3  # maximum change of outputs when scales move, relative to the largest output
+# Scales move from the first module's outputs to the others' inputs, which depend on them feature by feature.
 NORMS = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
@@ -65,9 +65,9 @@ def _watched(linears: dict[str, torch.nn.Linear], method: str) -> Iterator[dict[
 def quantize_layer(
     layer: torch.nn.Module, names: list[str], scheme: Scheme, method: str, hidden: Hidden, called: list[dict[str, Any]]
 ) -> dict[str, Tensors]:
-    """Returns the tensors of each named linear layer. The layer then has the dequantized weights.
+    """Returns the tensors of each named linear layer. Leaves the dequantized weights in the layer.
 
-    The norms before the linear layers may have changed.
+    The norms before the linear layers may change.
     """
     linears = {name: layer.get_submodule(name) for name in names}
     if strangers := [name for name, each in linears.items() if not isinstance(each, torch.nn.Linear)]:
@@ -94,7 +94,7 @@ def _move_scales(
     hidden: Hidden,
     called: list[dict[str, Any]],
 ) -> None:
-    """Moves scales if the layer's output stays the same."""
+    """Moves scales where the layer's output stays the same."""
     for place, names in (*NORMS, *(LINEARS if method == "awq" else ())):
         modules: Any = dict(layer.named_modules())
         if place not in modules or any(name not in inputs for name in names):

@@ -14,7 +14,7 @@ from pd_cluster.extras.quantize.quantize_schemes import Scheme
 log = logging.getLogger(__name__)
 
 DAMPING = 0.01  # relative to the mean of the Hessian's diagonal
-COLUMNS = 128  # columns that GPTQ corrects together
+COLUMNS = 128  # columns that GPTQ processes before it updates the rest
 RATIOS = 20  # the number of ratios that AWQ tries
 LEAST = 1e-4
 
@@ -34,7 +34,7 @@ def numbers(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 def gptq(weight: torch.Tensor, hessian: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds column by column, and compensates each error in the following columns.
 
-    `hessian` [K, K]: the sum of x xᵀ over the layer's inputs. With too few inputs it rounds to nearest.
+    `hessian` [K, K]: the sum of x xᵀ over the layer's inputs. With too few inputs, rounds to nearest.
     """
     left, group = weight.to(torch.float32).clone(), scheme.group_of(weight.shape[1])
     hessian = hessian.to(torch.float64).clone()
@@ -78,7 +78,7 @@ def smooth_scales(inputs: torch.Tensor, weights: list[torch.Tensor], strength: f
 
 
 def awq_scales(inputs: torch.Tensor, weights: list[torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """Returns AWQ's scales [K]: the power of the inputs' mean magnitudes with the least error.
+    """Returns AWQ's scales [K]: a power of the inputs' mean magnitudes, with the exponent that gives the least error.
 
     `inputs` [rows, K]: a sample.
     """

@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 class Scheme:
     """How weights are rounded to codes. `steps` are the scales: the difference between the weights of adjacent codes.
 
-    `bits` of a code, an integer unless `is_float`. `group`: input features that share a scale; 0: all of them.
+    `bits`: the size of a code, an integer unless `is_float`. `group`: how many input features share a scale; 0: all.
     `has_activations`: activations are also rounded to 8 bits, with one scale per row.
     """
 
@@ -35,11 +35,11 @@ class Scheme:
         return not self.is_float and not self.has_activations
 
     def group_of(self, num_inputs: int) -> int:
-        """Returns the size of a group: at most `group`, such that all groups are equal."""
+        """Returns the size of a group: `group`, or its largest divisor that gives equal groups."""
         return math.gcd(num_inputs, self.group) if self.group else num_inputs
 
     def fitted(self, inputs: Iterable[int]) -> Scheme:
-        """Returns the scheme with one group size for all these numbers of inputs: readers support only one."""
+        """Returns the scheme with one group size for all these numbers of inputs; readers support only one size."""
         return replace(self, group=math.gcd(self.group, *inputs)) if self.group else self
 
     @property
@@ -48,14 +48,14 @@ class Scheme:
 
     @property
     def uses_all_codes(self) -> bool:
-        """Whether the smallest code, which has no positive counterpart, is used."""
+        """Whether the lowest code, which has no positive counterpart, is used."""
         return self.is_packed or self.is_w4a8
 
     @property
     def most(self) -> float:
         """The largest magnitude of a weight, divided by its scale.
 
-        If all codes are used, it is half a code beyond the largest one.
+        If all codes are used, it is half a step above the highest code.
         """
         if self.is_float:
             return LARGEST_FP8

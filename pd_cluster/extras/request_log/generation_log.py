@@ -1,7 +1,7 @@
 """Logs requests and their answers, if an operator enables it.
 
-A line contains no prompt, and no text of a client but the request's name. Answers are cut, and keys of a usual form are
-hidden.
+A line contains no prompt, and no text from a client except the request's name. Answers are cut, and keys of common
+forms are hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cluster.types import Sampling
 
 log = logging.getLogger(__name__)
 
-KEY_NUM_CHARS = 256  # characters kept after the cut, so that a key at the cut is still found
+KEY_NUM_CHARS = 256  # characters kept beyond the cut, so that a key at the cut is still recognized
 
 
 class _Answer:
@@ -76,7 +76,7 @@ class RequestLog:
                         self._tell(generations, piece.index, answers.pop(piece.index))
                     yield piece
         finally:
-            for index, answer in answers.items():  # answers without an end: the client left, or the request failed
+            for index, answer in answers.items():  # unfinished answers: the client left, or the request failed
                 self._tell(generations, index, answer)
 
     def _tell(self, generations: Sequence[Generation], index: int, answer: _Answer) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of ERNIE 4.5 VL: like Qwen2-VL's with one frame per patch; separate experts compute pictures and marks.
+"""Pictures of ERNIE 4.5 VL are like Qwen2-VL's with one frame per patch; separate experts compute pictures and marks.
 
 In a video, the tower joins pairs of frames, and times are drawn into the frames.
 """

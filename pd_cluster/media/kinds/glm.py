@@ -1,4 +1,5 @@
-"""Pictures of GLM-4.1V: like Qwen2-VL's, but limits of the area count both frames of a patch, and narrow ones grow.
+"""Pictures of GLM-4.1V are like Qwen2-VL's, but area limits count both frames of a patch, and narrow pictures are
+enlarged.
 
 In a video, each pair of frames is a picture with a picture's tokens, followed by its time in whole seconds.
 """
@@ -19,7 +20,7 @@ SIZES = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
 
 
 class FrameRules(GridRules, frozen=True):
-    """Limits of the area apply to all frames together."""
+    """Area limits apply to all frames together."""
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         side, num_frames = self.side, self.num_frames

@@ -1,4 +1,4 @@
-"""The models that take pictures, by the whole model's model_type. Each has one entry and one module."""
+"""The models that take pictures, by the model_type of the whole model. Each has one entry and one module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.media.kinds import ernie, glm, internvl, llava, pixtral, qwen
 
 Three = tuple[float, float, float]
 
-CLIP_MEAN: Three = (0.48145466, 0.4578275, 0.40821073)  # of OpenAI's CLIP
+CLIP_MEAN: Three = (0.48145466, 0.4578275, 0.40821073)  # the values of OpenAI's CLIP
 CLIP_STD: Three = (0.26862954, 0.26130258, 0.27577711)
 HALF: Three = (0.5, 0.5, 0.5)
 
@@ -42,7 +42,7 @@ KINDS: Mapping[str, PictureKind] = {
 
 
 class WrittenRules(msgspec.Struct, frozen=True):
-    """Rules for messages to other processes."""
+    """Rules in a form for messages to other processes."""
 
     name: str
     fields: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Pictures of InternVL: tiles of one size, whose number follows from the picture's shape, and a small copy."""
+"""Pictures of InternVL: tiles of one size, whose number depends on the picture's shape, and a small copy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pd_cluster.types import Image
 
 
 class TileRules(ImageRules, frozen=True):
-    """A picture has rows and columns of tiles of `side` squared pixels, `fewest` to `most_tiles` in all.
+    """A picture has rows and columns of square tiles, `side` pixels wide, and `fewest` to `most_tiles` tiles in all.
 
-    Each tile takes `num_each` tokens, and so does the copy after several tiles.
+    Each tile takes `num_each` tokens; so does the copy, which follows if there are several tiles.
     """
 
     side: int
@@ -26,9 +26,9 @@ class TileRules(ImageRules, frozen=True):
         return Image(num_rows, num_columns), (tiles,) if num_rows * num_columns == 1 else (tiles, ImageView(tile))
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the rows and columns with the shape nearest to the picture's.
+        """Returns the rows and columns whose shape is nearest to the picture's.
 
-        If two grids have equally near shapes, takes the larger one if it has less than twice the picture's area.
+        If two grids have equally near shapes, takes the larger one if its area is less than twice the picture's.
         """
         best, least = (1, 1), float("inf")
         sides = range(1, self.most_tiles + 1)
@@ -82,7 +82,7 @@ def internvl(given: FolderFields) -> TileRules:
 
 
 def _side(given: FolderFields, name: str, default: int) -> int:
-    """Returns the side of a square in the tower's config: one number, or two equal ones."""
+    """Returns the side of a square in the tower's config, which is one number or two equal ones."""
     value = given.tower.get(name, default)
     sides = list(value) if isinstance(value, list | tuple) else [value]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in sides) or len(set(sides)) != 1:

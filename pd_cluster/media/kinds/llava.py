@@ -1,4 +1,4 @@
-"""Pictures of LLaVA: the middle of a picture as a square of one size; with Pixtral's towers, like Pixtral's."""
+"""Pictures of LLaVA: the middle of a picture as a square of fixed size; with Pixtral's tower, as in Pixtral."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ CLIP = "clip_vision_model"
 
 
 class SquareRules(ImageRules, frozen=True):
-    """A picture has `side` squared pixels and `num_each` tokens.
+    """A picture is a square of `side` x `side` pixels with `num_each` tokens.
 
-    It is resized to this size or, with `crops`, resized to a shorter side of `shortest` and cropped to its middle.
+    It is resized to this size or, with `crops`, resized so that its shorter side is `shortest`, and cropped to its
+    middle.
     """
 
     side: int

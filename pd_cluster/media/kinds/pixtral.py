@@ -10,7 +10,8 @@ from pd_cluster.types import Image
 
 
 class RowRules(ImageRules, frozen=True):
-    """A picture has rows and columns of `side` squared pixels; its longer side has at most `longest` before rounding.
+    """A picture has rows and columns of squares of `side` x `side` pixels; its longer side is at most `longest` before
+    rounding.
 
     Each row's tokens end with `row_end`, the last row's with `picture_end`.
     """

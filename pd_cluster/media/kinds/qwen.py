@@ -1,6 +1,6 @@
-"""Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: whole patches, and a limited area.
+"""Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL consist of whole patches and have a limited area.
 
-The arithmetic is that of transformers' image processor of Qwen2-VL, which the others use with other parameters.
+The arithmetic is the same as in transformers' image processor of Qwen2-VL, which the others use with other parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OLD_SIZES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
 class GridRules(ImageRules, frozen=True):
-    """`merge_size` squared patches of `patch_size` squared pixels become one token.
+    """A square of `merge_size` x `merge_size` patches, each `patch_size` x `patch_size` pixels, becomes one token.
 
     `min_pixels` and `max_pixels` limit a resized picture's area. The tower reads each patch as `num_frames` frames.
     """
@@ -113,7 +113,8 @@ class GridRules(ImageRules, frozen=True):
         """Returns M-RoPE's positions: time, height and width, in merged patches.
 
         A picture's positions begin after the text before it and count rows and columns; text after it continues from
-        its largest position. Later frames of a video begin where the first frame begins, `steps` later in time.
+        its largest position. A video's later frames have the same height and width positions as the first, and are
+        `steps` later in time.
         """
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         position = at = first = 0

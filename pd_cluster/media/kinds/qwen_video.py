@@ -1,4 +1,4 @@
-"""Reads the video settings of folders of Qwen2-VL and similar models."""
+"""Reads the video settings in folders of Qwen2-VL and similar models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.media.folder_fields import FolderFields, part
 from pd_cluster.media.video_rules import VideoRules
 
-LEAST_TOKENS, MOST_TOKENS = 128, 768  # the default limits of a frame, or of all frames
+LEAST_TOKENS, MOST_TOKENS = 128, 768  # the default limits, of one frame or of all frames together
 ALIKE = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
 
 
@@ -19,11 +19,11 @@ class VideoDefaults(NamedTuple):
     token_ids: tuple[tuple[str, int], tuple[str, int], tuple[str, int]]  # the placeholder, start and end
     min_pixels: int
     max_pixels: int
-    alike: tuple[str, ...] = ALIKE  # fields that must be equal for pictures and videos
+    alike: tuple[str, ...] = ALIKE  # fields that must have equal values for pictures and videos
 
 
 def qwen_defaults(side: int) -> VideoDefaults:
-    """`side`: pixels of a token."""
+    """`side`: the side of a token, in pixels."""
     ids = (("video_token_id", 151656), ("vision_start_token_id", 151652), ("vision_end_token_id", 151653))
     return VideoDefaults(ids, LEAST_TOKENS * side**2, MOST_TOKENS * side**2)
 

@@ -1,1 +1,1 @@
-"""Draft heads: layers after a model's own that guess its next tokens."""
+"""Draft heads: layers after a model's last layer that predict its next tokens."""

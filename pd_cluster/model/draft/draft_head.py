@@ -1,8 +1,8 @@
-"""A draft head: one layer after the model's own that guesses the token after the next one (EAGLE-3, MTP).
+"""A draft head: one layer after the model's last that predicts the token after the next one (EAGLE-3, MTP).
 
-It reads pairs of a token and the model's states of the preceding token. Pair j, of token j and the states of token j -
-1, has token j's slot in the pool's last layer, and its rotary position. So a block's bytes depend only on the tokens up
-to its end, as in other layers; slot 0 has no pair: the attention begins at FIRST_KEY.
+It reads pairs of a token and the model's states of the preceding token. Pair j consists of token j and the states of
+token j - 1. It is stored in token j's slot of the pool's last layer, and has token j's rotary position. So a block's
+bytes depend only on the tokens up to its end, as in other layers. Slot 0 has no pair, so attention begins at FIRST_KEY.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FIRST_KEY = 1
 class DraftHead:
     """`model`: one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`.
 
-    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see AuxiliaryStates.
-    `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once
-    per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
-    model. `identity`: instances with the same head identity compute the same keys and values.
+    The resulting `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see
+    AuxiliaryStates. `project` maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens,
+    hidden_size], once per token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64;
+    None: the model's tokens. `identity`: heads with the same identity compute the same keys and values.
     """
 
     model: FusedCausalLM

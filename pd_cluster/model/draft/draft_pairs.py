@@ -1,10 +1,10 @@
 """The pairs that a draft head still has to compute for each sequence, and the states of the preceding tokens.
 
-Pairs of a prompt are written in the step that computes it, so that they are handed over with its layers. Pairs of
-decoded tokens wait until the head drafts, or until a block is full: a block with a known hash is complete in all
-layers. A token's states are missing if another process or another sequence computed it; then the next step computes the
-token once more, as a row that writes no keys and values. Beams take over each other's tokens and blocks, so their
-states are never kept.
+Pairs of a prompt are written in the step that computes the prompt, so that they are handed over with its layers. Pairs
+of decoded tokens are written when the head drafts, or when a block becomes full, because a block with a known hash must
+be complete in all layers. If another process or another sequence has computed a token, the token's states are missing;
+then the next step computes the token once more, as a row that writes no keys and values. Beams take over each other's
+tokens and blocks, so their states are never kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(slots=True)
 class PairChunk:
-    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the preceding token."""
+    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the token before it."""
 
     request: Request
     start: int
@@ -42,10 +42,10 @@ class PairChunk:
 
 @dataclass(slots=True)
 class _WaitingPairs:
-    """`rows`: the tapped values of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
+    """`rows`: the tapped values of tokens from `first` on, each [width]. The pairs of tokens up to `first` are written.
 
-    `num_computed`: the number of computed tokens when this was recorded. With fewer, the request has restarted in other
-    blocks.
+    `num_computed`: the number of computed tokens when this was recorded. If the request now has fewer, it has restarted
+    in other blocks.
     """
 
     first: int
@@ -58,14 +58,16 @@ class _WaitingPairs:
 
 
 class HeadPairs:
-    """The waiting pairs by sequence; see `num_paired`."""
+    """The pairs of each sequence that are not written yet; see `num_paired`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._waiting: WeakKeyDictionary[Request, _WaitingPairs] = WeakKeyDictionary()
 
     def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
-        """Returns the requests whose token before the chunk must be computed once more for its states."""
+        """Returns the requests whose last token before the chunk must be computed once more, because its states are
+        missing.
+        """
         return [request for request, _ in chunks if self._lacks(request)]
 
     def _lacks(self, request: Request) -> bool:
@@ -75,7 +77,7 @@ class HeadPairs:
         return waiting is None or not waiting.num_computed <= start <= waiting.stop
 
     def unpaired_blocks(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
-        """Returns blocks that tokens without pairs begin to fill; the head's layer must be cleared in them."""
+        """Returns the blocks that tokens without pairs start to fill; the head's layer must be cleared in them."""
         found: list[int] = []
         for request, num_tokens in chunks:
             if not has_embeddings(request):
@@ -89,7 +91,7 @@ class HeadPairs:
         """Takes the tapped values of a step, [num_tokens, width], in the order of `step_input`; returns the pairs to
         compute.
 
-        `PairChunk.states` holds the tapped values. Call this before the chunks are booked.
+        `PairChunk.states` has the tapped values. Call this before the chunks count as computed.
         """
         num_tokens, num_drafts = sum(number for _, number in chunks), sum(map(len, drafts.values()))
         again = dict(zip(lacking, taps[num_tokens + num_drafts :], strict=True))
@@ -108,7 +110,7 @@ class HeadPairs:
     def _continued(
         self, request: Request, number: int, drafts: Sequence[int], own: torch.Tensor, before: torch.Tensor | None
     ) -> Iterable[PairChunk]:
-        """Records the states of a chunk and its drafts, `own`; yields the pairs that must be written now."""
+        """Records `own`, the states of a chunk and its drafts; yields the pairs that must be written now."""
         start = request.num_computed_tokens
         stop, computed = start + len(own), start + number
         waiting = self._waiting.get(request)
@@ -118,7 +120,7 @@ class HeadPairs:
             waiting = _WaitingPairs(start - 1, start, [before])
         del waiting.rows[start - waiting.first :]
         waiting.num_computed = computed
-        kept = own[number - 1 :].clone()  # a copy, so that the step's own rows can be freed
+        kept = own[number - 1 :].clone()  # a copy, so that the memory of all rows of the step can be freed
         if number == 1 and stop // self._block_size == start // self._block_size and _may_wait(request):
             waiting.rows += kept.unbind()
         else:
@@ -128,7 +130,7 @@ class HeadPairs:
             states = torch.cat((*(row[None] for row in waiting.rows), own[:-1]))
             if first < stop:
                 yield PairChunk(request, first, [*before_ids, *token_ids[max(0, first - start) :]], states)
-            # Drafts may be wrong: their pairs are written again once the drafts are accepted.
+            # Drafts may be rejected, so their pairs are written again when the drafts are accepted.
             waiting.first, waiting.rows = computed - 1, [*kept.unbind()]
         if request.sampling.beam_width:
             self._waiting.pop(request, None)
@@ -136,9 +138,10 @@ class HeadPairs:
             self._waiting[request] = waiting
 
     def waiting(self, request: Request) -> PairChunk | None:
-        """Returns the pairs up to a sequence's last token, with tapped values as states; then call `wrote`.
+        """Returns the unwritten pairs up to a sequence's last token, with tapped values as states; call `wrote` after
+        writing them.
 
-        None: states of earlier tokens are missing.
+        Returns None if states of earlier tokens are missing.
         """
         waiting, stop = self._waiting.get(request), request.num_tokens
         if waiting is None or self._lacks(request) or not waiting.first < stop - 1 <= waiting.stop:
@@ -147,19 +150,19 @@ class HeadPairs:
         return PairChunk(request, first, request.token_ids(first, stop), torch.stack(rows))
 
     def wrote(self, request: Request) -> None:
-        """Records that the pairs of all tokens of the request are written."""
+        """Records that the pairs of all the request's tokens are written."""
         self._waiting[request] = _WaitingPairs(request.num_tokens - 1, request.num_tokens - 1)
 
 
 def has_embeddings(request: Request) -> bool:
-    """Whether all tokens of the request have embeddings of the model."""
+    """Whether all tokens of the request use the model's embeddings: no pictures, no virtual tokens."""
     return not request.order.images and not request.num_virtual_tokens
 
 
 def num_paired(request: Request) -> int:
-    """Returns how many leading tokens have pairs: those before the first picture; none with virtual tokens.
+    """Returns how many leading tokens have pairs: the tokens before the first picture; none with virtual tokens.
 
-    Blocks of text are shared with other requests even if a picture follows.
+    The tokens before a picture have pairs, because their blocks may be shared with other requests.
     """
     if has_embeddings(request):
         return request.most_tokens
@@ -167,22 +170,22 @@ def num_paired(request: Request) -> int:
 
 
 def _may_wait(request: Request) -> bool:
-    """Whether the next token's pair is private: it is neither handed over with its block nor shared."""
+    """Whether the next token's pair can be written later, because its block is neither handed over nor shared."""
     is_decoded = request.num_computed_tokens >= len(request.prompt_token_ids)
     return is_decoded and request.leg != "prefill" and not request.sampling.beam_width
 
 
 def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> None:
-    """Writes the keys and values of pairs, with tapped values as states."""
+    """Writes the keys and values of pairs; their states are tapped values."""
     _compute(head, pool, chunks, head.project(_states(chunks)), 0)
 
 
 def draft_pairs(
     head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], are_tapped: bool, vocab_size: int
 ) -> HeadOutput:
-    """Writes the pairs and returns the head's outputs after the last pair of each chunk.
+    """Writes the pairs, and returns the head's outputs after the last pair of each chunk.
 
-    The chunks' states are tapped values if `are_tapped`, otherwise the hidden states that an earlier call returned.
+    The chunks' states are tapped values if `are_tapped`, otherwise hidden states that an earlier call returned.
     """
     states = _states(chunks)
     logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)

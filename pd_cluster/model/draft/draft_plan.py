@@ -1,6 +1,6 @@
-"""Plans how a draft model is loaded together with its target model, and checks that the two match.
+"""Plans how a draft model is loaded with its target model, and checks that the two match.
 
-All of this happens before any weight is read.
+All this happens before any weight is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAY_OUT = "give another model, or method ngram or suffix"
 
 
 def with_draft(plan: LoadPlan) -> LoadPlan:
-    """Returns the plan with the plan of its draft model, if the settings name one. Raises ConfigError, ModelError."""
+    """Returns the plan, with the plan of a draft model if the settings name one. Raises ConfigError, ModelError."""
     speculation = plan.config.speculation
     if speculation.with_weights != "draft_model":
         return plan
@@ -65,7 +65,7 @@ def with_draft(plan: LoadPlan) -> LoadPlan:
 
 
 def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
-    """Raises ConfigError unless both models have the same tokens."""
+    """Raises ConfigError unless both models have the same tokens with the same ids."""
     own, wanted = int(draft.config["vocab_size"]), int(target.config["vocab_size"])
     if own != wanted:
         raise ConfigError(
@@ -82,11 +82,11 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
 
 
 def _max_model_len(draft: Checkpoint, speculation: Speculation, most: int) -> int:
-    """Returns the longest sequence to draft for. Raises ConfigError if the model has fewer positions."""
+    """Returns the longest sequence to draft for. Raises ConfigError if the settings exceed the model's positions."""
     wanted, limit = speculation.max_model_len, max(draft.max_position_embeddings, draft.rope.most)
     if wanted > limit:
         raise ConfigError(
-            f"{PLACE}: max_model_len {wanted}: {draft.path} has positions for {limit} tokens only; give at most that"
+            f"{PLACE}: max_model_len {wanted}: {draft.path} has positions for only {limit} tokens; give at most that"
         )
     if not wanted and limit < most:
         log.info("sequences get drafts up to %d tokens, not %d: %s has no more positions", limit, most, draft.path)

@@ -1,8 +1,8 @@
 """Loads an EAGLE-3 head: a decoder layer that reads a token's embedding and states of the model's inner layers.
 
-Its attention takes both, each normed and then concatenated; the residual stream starts with the states alone. `fc`
-computes these from the inputs of three of the model's layers, once per token; a chain of drafts continues with the
-layer's own output. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
+The input of its attention is both, each normed, then concatenated; the residual stream starts with only the states.
+`fc` computes these once per token, from the inputs of three of the model's layers. Later drafts of a chain use the
+layer's own output instead. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ log = logging.getLogger(__name__)
 
 PLACE = called("speculative_config")
 WAY_OUT = "give method ngram or suffix"
-IDS_AT_ONCE = 4096  # rows compared at a time
+IDS_AT_ONCE = 4096  # rows to compare at a time
 
 
 def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
-    """Returns the head that the settings name, without its weights, if it matches the model to be loaded.
+    """Returns the head that the settings name, without its weights. Raises ConfigError, ModelError.
 
-    Raises ConfigError, ModelError.
+    The head must match the model that will be loaded.
     """
     speculation = plan.config.speculation
     method = f"{PLACE}: method eagle3"
@@ -94,14 +94,14 @@ def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
 def load_eagle3(plan: LoadPlan, target: CausalLM) -> DraftHead:
     """Loads the head that the settings of the target's plan name. Raises ConfigError, ModelError.
 
-    On CPUs that multiply bfloat16 the head's matrices are bfloat16 if the target's are; otherwise everything is
-    float32.
+    If the target's matrices are bfloat16 and the CPU can multiply these, the head's matrices are bfloat16, too. All
+    other values are float32.
     """
     folder = check_eagle3(plan)
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(
-            f"{PLACE}: method eagle3: {plan.checkpoint.path} runs by {target.kernels}, but heads need the C kernels' "
-            f"attention; {WAY_OUT}"
+            f"{PLACE}: method eagle3: {plan.checkpoint.path} runs with {target.kernels}, but heads need the attention "
+            f"of the C kernels; {WAY_OUT}"
         )
     _check_caches(folder, target)
     dtype = torch.bfloat16 if target.bf16_way else torch.float32
@@ -118,7 +118,7 @@ def load_eagle3(plan: LoadPlan, target: CausalLM) -> DraftHead:
 
 
 def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
-    """Raises ModelError unless the model's layers keep the same planes as the head's layer."""
+    """Raises ModelError unless the model's layers and the head's layer keep the same planes."""
     config, kept = folder.config, target.caches[0]
     wanted = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
     if has_latents(target.caches) or kept.apart_from_index != wanted:
@@ -126,7 +126,7 @@ def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
 
 
 class _HeadWeights:
-    """Reads a head's tensors as parts of a fused model. `dtype`: the dtype of matrices; everything else is float32."""
+    """Reads a head's tensors as parts of a fused model. `dtype`: the dtype of matrices; all others become float32."""
 
     def __init__(self, folder: Eagle3Folder, ops: Ops, dtype: torch.dtype) -> None:
         self.folder, self.config, self.ops, self._dtype = folder, folder.config, ops, dtype
@@ -138,7 +138,7 @@ class _HeadWeights:
         return self._read(name, self._dtype)
 
     def linear(self, *names: str) -> Linear:
-        """Returns one layer that joins several along their output features."""
+        """Returns one layer that joins the named layers along their output features."""
         return self.ops.linear(PlainWeight.join([PlainWeight(self.matrix(name)) for name in names]))
 
     def norm(self, name: str) -> Norm:
@@ -151,12 +151,12 @@ class _HeadWeights:
                 found: torch.Tensor = stream.get_tensor(weight.key)
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{weight.file}: {weight.key}: cannot be read: {error}") from error
-        return found.to(dtype, copy=True)  # a view would keep the file mapped
+        return found.to(dtype, copy=True)  # a copy, because a view would keep the file mapped
 
 
 @dataclass(frozen=True, slots=True)
 class PairAttention:
-    """The attention of a head's layer; its input is a token's normed embedding followed by the normed states."""
+    """The attention of a head's layer. Its input is a token's normed embedding, followed by the normed states."""
 
     inner: HeadsAttention
     embedding_norm: Norm
@@ -196,7 +196,7 @@ def _model_of(weights: _HeadWeights, target: FusedCausalLM) -> FusedCausalLM:
             ACTIVATIONS[config.activation],
             config.intermediate_size,
         ),
-        input_norm=None if config.norm_before_residual else hidden_norm,  # otherwise `join` norms them
+        input_norm=None if config.norm_before_residual else hidden_norm,  # otherwise `join` applies this norm
         mlp_norm=weights.norm(f"{LAYER}post_attention_layernorm.weight"),
     )
     cache = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
@@ -204,7 +204,7 @@ def _model_of(weights: _HeadWeights, target: FusedCausalLM) -> FusedCausalLM:
 
 
 def _rotary(config: Eagle3Config) -> Any:
-    """Returns transformers' rotary module; its config is the one for the layer and its output layer. Raises
+    """Returns transformers' rotary module; its `config` also describes the layer and the output layer. Raises
     ModelError.
     """
     try:
@@ -222,7 +222,7 @@ def _rotary(config: Eagle3Config) -> Any:
                 **config.rope,
             )
         )
-    # huggingface_hub has its own errors for values of the wrong type, and formulas have others.
+    # huggingface_hub raises errors of its own for values of the wrong type, and rope formulas raise others.
     except Exception as error:
         raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {WAY_OUT}") from error
 
@@ -250,7 +250,7 @@ def _attention(weights: _HeadWeights, layer_idx: int) -> PairAttention:
 
 
 def _embedding(weights: _HeadWeights, target: FusedCausalLM) -> Linear:
-    """Returns the target's embedding, unless the head has one with other values."""
+    """Returns the head's own embedding if its values differ from the target's; otherwise the target's embedding."""
     if EMBEDDING not in weights:
         return target.ends.embed
     own = weights.matrix(EMBEDDING)
@@ -286,7 +286,7 @@ def _projection(weights: _HeadWeights) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _behind(norm: Norm, head: Linear, ops: Ops) -> Linear:
-    """Returns the output layer preceded by the norm; the states of a chain are those before the norm."""
+    """Returns the output layer with the norm before it; in a chain of drafts, the states are those before the norm."""
     return lambda x: head(ops.norm(x, norm))
 
 
@@ -295,6 +295,6 @@ def _joining(norm: Norm, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], tor
 
 
 def _turn(module: Any, x: torch.Tensor, positions: torch.Tensor, _: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uses the first of M-RoPE's three positions; for text they are equal."""
+    """Uses the first of M-RoPE's three rows of positions, which are equal for text."""
     found: tuple[torch.Tensor, torch.Tensor] = module(x, positions if positions.dim() == 2 else positions[0])
     return found

@@ -22,7 +22,7 @@ KINDS: dict[Method, _Kind] = {"eagle3": _Kind(check_eagle3, load_eagle3), "mtp":
 
 
 def check_head(plan: LoadPlan) -> None:
-    """Checks that head and model match, before any weight is read. Raises ConfigError, ModelError."""
+    """Checks that the draft head and the model match, before any weight is read. Raises ConfigError, ModelError."""
     if (kind := _kind_of(plan)) is not None:
         kind.check(plan)
 

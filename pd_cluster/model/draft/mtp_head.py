@@ -1,14 +1,14 @@
-"""The layer after a checkpoint's last one that predicts the token after the next (MTP), as a draft head.
+"""The layer after a checkpoint's last layer, which predicts the token after the next one (MTP), as a draft head.
 
 DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers. It is a decoder layer with
 `shared_head.norm`; `enorm`, `hnorm` and `eh_proj` compute its input from a token's embedding and the states of the
-preceding token. Its embedding and output layer are copies of the model's and are not read. It is loaded as a model with
-one layer of the same type, by the same code and with the same proof as any model.
+preceding token. Its embedding and output layer are copies of the model's, so they are not read. It is loaded as a model
+with one layer of the same type, by the same code and with the same checks as any model.
 
-States are those after a final norm, the model's or the head's own, and pair j has rotary position j: transformers'
-MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) counts a pair's positions from 0, zeroes
-the embedding at position 0, and takes a chain's states before the norm. So its guesses differ for the first draft of
-a sequence's first pair, and from the second draft of a chain on.
+States are taken after a final norm, either the model's or the head's own, and pair j has rotary position j.
+transformers' MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) differs: it counts
+positions of pairs from 0, zeroes the embedding at position 0, and takes a chain's states before the norm. So its
+predictions differ for the first draft from a sequence's first pair, and for all drafts of a chain from the second on.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ log = logging.getLogger(__name__)
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-MTP_IDENTITY = "mtp "  # begins the identity of a head whose layers are part of the model's files
+MTP_IDENTITY = "mtp "  # the start of a head's identity if its layer is part of the model's files
 WAY_OUT = "give another method, such as ngram or suffix"
 NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
 NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
 NOT_OF_THE_LAYER = (*NORMS, PROJECTION, "embed_tokens", "shared_head")
 FIRST = "model.layers.0."  # the layer's name in the model with one layer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FEW_ROWS = 16  # rows of the model's embedding: the layer is proven with this small vocabulary
+FEW_ROWS = 16  # rows of the model's embedding: the checks of the layer use this small vocabulary
 
 
 def check_mtp(plan: LoadPlan) -> None:
-    """Checks everything that is known before any weight is read. Raises ConfigError, ModelError."""
+    """Checks everything that can be known before any weight is read. Raises ConfigError, ModelError."""
     checkpoint, mtp_type = plan.checkpoint, plan.config.speculation.mtp_type
     if plan.device.is_accelerator or not plan.is_alone:
         where = plan.device.kind if plan.device.is_accelerator else f"{plan.group.size} ranks"
@@ -81,7 +81,7 @@ def check_mtp(plan: LoadPlan) -> None:
 
 
 def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
-    """Loads the head of a plan that passed `check_mtp`, after the model. Raises ConfigError, ModelError."""
+    """Loads the head of a plan that `check_mtp` has checked, after the model. Raises ConfigError, ModelError."""
     checkpoint = plan.checkpoint
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(f"{PLACE}: method mtp needs the C kernels, but this model has {target.kernels}; {WAY_OUT}")
@@ -101,7 +101,7 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
         join=_join_of(plan, one, target.ops),
     )
     layers = [_behind(layer, index, target.ops) for layer in one.layers]
-    # Its embedding and output layer use the model's adapters.
+    # The model's adapters also apply to the head's embedding and output layer.
     served = Served(one.caches, target.rope_limit, target.adapters)
     model = FusedCausalLM(one.config, target.ops, layers, ends, served)
     log.info("draft head: layer %d of %s, %s", index, checkpoint.path, model.kernels)
@@ -109,7 +109,10 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
 
 
 def _why_not(checkpoint: Checkpoint) -> str:
-    """Returns why a model has no usable MTP layer, phrased to follow its name; "" if it has one. Raises ModelError."""
+    """Returns a clause, with the model as subject, that says why it has no usable MTP layer; "" if it has one.
+
+    Raises ModelError.
+    """
     if checkpoint.layout is not None or checkpoint.part_of or checkpoint.is_unproven:
         return "is not a listed text model's own folder in transformers' layout"
     config = config_of(checkpoint)
@@ -135,7 +138,7 @@ def _architecture(config: Any) -> Any:
 
 
 def _load_layer(plan: LoadPlan) -> FusedCausalLM:
-    """Loads the decoder layer as a separate model, with a few rows of the embedding at both ends."""
+    """Loads the decoder layer as a separate model, with a few rows of the embedding as embedding and output layer."""
     checkpoint, config = plan.checkpoint, plan.config
     try:
         one = load_model(
@@ -148,17 +151,17 @@ def _load_layer(plan: LoadPlan) -> FusedCausalLM:
         )
     except ModelError as error:
         raise ModelError(
-            f"{error} (layer 0 of this message is layer {checkpoint.config['num_hidden_layers']})"
+            f"{error} (layer 0 in this message is layer {checkpoint.config['num_hidden_layers']} of the checkpoint)"
         ) from error
-    assert isinstance(one, FusedCausalLM)  # like the model: see _why_not
+    assert isinstance(one, FusedCausalLM)  # as the model is: see _why_not
     return one
 
 
 def _as_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the layer as a checkpoint with one layer.
+    """Returns the layer as a checkpoint with a single layer.
 
-    The fields for the kinds of layers are those that transformers' `get_mtp_config` sets; the tensors show whether the
-    layer has experts.
+    Fields for the types of layers are set as in transformers' `get_mtp_config`; the tensors show whether the layer has
+    experts.
     """
     known = config_of(checkpoint)
     prefix, num_rows = _prefix(checkpoint), min(FEW_ROWS, int(checkpoint.config["vocab_size"]))
@@ -176,7 +179,7 @@ def _as_model(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        whole=config,  # instead of the file's config, which describes the whole model
+        whole=config,  # replaces the file's config, which describes the whole model
         layout=layout,
         quantization=_quantization(WeightFolder(checkpoint.path, layout), checkpoint.quantization),
         takes_adapters=False,
@@ -185,7 +188,7 @@ def _as_model(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _name_of_layer(prefix: str, key: str) -> tuple[str, ...]:
-    """Returns the names of a stored tensor in the model with one layer; empty if it is not read."""
+    """Returns the names of a stored tensor in the model with a single layer; empty if it is not read."""
     if key == EMBEDDING:
         return EMBEDDING, HEAD
     name = key.removeprefix(prefix)
@@ -197,14 +200,14 @@ def _name_of_layer(prefix: str, key: str) -> tuple[str, ...]:
 
 
 def _name_beside_layer(prefix: str, key: str) -> tuple[str, ...]:
-    """Returns the name of a tensor that computes the layer's input; empty for other tensors."""
+    """Returns the name of a tensor that helps to compute the layer's input; empty for other tensors."""
     name = key.removeprefix(prefix)
     is_read = name != key and name.startswith(tuple(f"{each}." for each in (*NORMS, PROJECTION)))
     return (FIRST + name,) if is_read else ()
 
 
 def _layout(names: Callable[[str], tuple[str, ...]], num_rows: int) -> Layout:
-    """`num_rows`: the number of rows of the embedding that are read, if it is read."""
+    """`num_rows`: how many rows of the embedding are read, if it is read."""
 
     def places(key: str, shape: tuple[int, ...]) -> tuple[TensorPlace, ...]:
         pieces = ((0, num_rows),) if key == EMBEDDING else None
@@ -214,7 +217,7 @@ def _layout(names: Callable[[str], tuple[str, ...]], num_rows: int) -> Layout:
 
 
 def _quantization(folder: WeightFolder, found: Quantization | None) -> Quantization | None:
-    """Returns the quantization of these tensors; None: they are not quantized, as quantizers often leave them."""
+    """Returns the quantization of these tensors; None if they are not quantized, as is often the case."""
     if found is None or found.at_load:
         return found
     for part in folder.stored():
@@ -226,7 +229,7 @@ def _quantization(folder: WeightFolder, found: Quantization | None) -> Quantizat
 
 
 def _join_of(plan: LoadPlan, one: FusedCausalLM, ops: Ops) -> Join:
-    """Returns the function that computes x from embeddings and states. Raises ModelError."""
+    """Returns the function that computes the layer's input from embeddings and states. Raises ModelError."""
     checkpoint, dtype = plan.checkpoint, TORCH_DTYPES[plan.dtype]
     folder = WeightFolder(checkpoint.path, _layout(partial(_name_beside_layer, _prefix(checkpoint)), 0))
     found = _quantization(folder, checkpoint.quantization)
@@ -261,7 +264,7 @@ def _projection(checkpoint: Checkpoint, weights: dict[str, torch.Tensor], dtype:
 
 
 def _behind(layer: FusedLayer, index: int, ops: CpuOps) -> FusedLayer:
-    """Returns the layer with index `index` of the model's pool; its first pair is in slot FIRST_KEY."""
+    """Returns the layer with index `index` in the model's pool; its first pair is in slot FIRST_KEY."""
     attention = layer.attention
     if isinstance(attention, HeadsAttention):
         heads = replace(attention.heads, layer_idx=index, first_key=FIRST_KEY)

@@ -1,1 +1,1 @@
-"""Steps captured as graphs and replayed."""
+"""Steps captured as graphs, then replayed."""

@@ -1,8 +1,8 @@
-"""Finds what keeps a model's decode steps from being graphs: operators that wait for the device or read the host.
+"""Finds out whether graphs can capture a model's decode steps: whether operators wait for the device or use the host.
 
 A graph repeats a fixed list of launches. transformers' modules may do more: read which rows an expert got, read a value
 from a tensor, or make a tensor from a Python list. Every operator of two decode steps passes through a dispatch mode
-that recognizes such operators by torch's own tags. Knows nothing of graphs.
+that recognizes such operators by torch's own tags. Does not capture graphs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 COPIES = ("aten::_to_copy", "aten::copy_")
-NUM_SEQS, CONTEXT_LENS = 2, (2, 3)  # the sequences of the two steps that are watched
+NUM_SEQS, CONTEXT_LENS = 2, (2, 3)  # two sequences in each of the two watched steps
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Records the operators called in the context, and the first that a graph cannot contain."""
+    """Records the operators that are called in its context, and the first one that a graph cannot contain."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
-    """Returns why graphs cannot capture the model's decode steps, or "". Computes two of them in its own pool.
+    """Returns why graphs cannot capture the model's decode steps, or "". Computes two decode steps in a separate pool.
 
-    Ranks that share a model call this at the same time; all of them compute both steps, even after an obstacle.
+    Ranks that share a model call this at the same time. All compute both steps, even if the first shows an obstacle.
     """
     num_blocks = layout.num_blocks_for(max(CONTEXT_LENS))
     pool = KVPool(layout, NUM_SEQS * num_blocks, device)
@@ -55,7 +55,7 @@ def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
             blocks = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(NUM_SEQS)]
             batch = build_batch([(_sequence(own, context_len), 1) for own in blocks], pool)
             watch = OperatorWatch()
-            with torch.no_grad(), watch:  # inference mode would hide the parts of composite operators
+            with torch.no_grad(), watch:  # inference mode would not show the parts of composite operators
                 model(batch)
             found = found or watch.obstacle
             names.append(watch.names)
@@ -72,7 +72,7 @@ def _sequence(blocks: list[int], context_len: int) -> Request:
 
 def _obstacle(func: Any, name: str, args: Any, found: Any) -> str:
     """Returns why a graph cannot contain this call, or ""."""
-    if name.startswith("aten::index"):  # the size of the result is known without a mask
+    if name.startswith("aten::index"):  # without a mask the size of the result is known
         given = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
         is_mask = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in given)
         return f"{name} with a mask waits for the device" if is_mask else ""

@@ -1,9 +1,9 @@
 """Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
-Graphs are captured at the start as far as time allows, the others on the first use of their size. Alternatively all are
-captured at the start, until the device refuses one, and steps of other sizes use a larger graph. All graphs write
-logits to one shared buffer. Rows of padding have no context, and write to the pool's padding block. The caller supplies
-the capturing function: see `streams.capture`.
+At the start, graphs are captured as far as time allows; the others are captured when their size is first used. On some
+devices graphs are captured only at the start, until the device refuses one, and steps of other sizes use a larger
+graph. All graphs write logits to one shared buffer. Rows of padding have no context, and write to the pool's padding
+block. The caller supplies the capturing function: see `streams.capture`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, blocks_of, m
 
 log = logging.getLogger(__name__)
 
-# The smallest context length, in tokens, for which a graph's work is split; the next length is four times as large.
+# The smallest context length, in tokens, for which a graph's work is divided; the next is four times as large.
 LEAST_BUCKET = 512
 BUCKET_FACTOR = 4
-SIZE_STEP = 8  # the distance between sizes; smaller sizes are powers of two
-MAX_START_S = 5.0  # no further graph is captured at the start after this time
-MAX_ONLY_START_S = 120.0  # the limit instead of MAX_START_S if none can be captured later
-NUM_STAGES = 2  # host buffers: one is filled while the device reads the other
+SIZE_STEP = 8  # the distance between sizes, except that small sizes are powers of two
+MAX_START_S = 5.0  # at the start, no other graph is captured after this time
+MAX_ONLY_START_S = 120.0  # the limit in place of MAX_START_S if no graph can be captured later
+NUM_STAGES = 2  # host buffers: one is filled while the device reads another
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Callable[..., torch.Tensor]]  # returns `Replay`, which repeats the launches of Run
 
 
 def sizes_of(given: Sequence[int], max_num_seqs: int) -> list[int]:
-    """Returns the numbers of sequences to capture graphs for, ascending, at most `max_num_seqs`.
+    """Returns the numbers of sequences for which graphs are captured, ascending, at most `max_num_seqs`.
 
-    `given`: the value of `--graph-sizes`. Empty means 1, 2, 4, multiples of 8, and `max_num_seqs`; one number means the
-    same with this number as the maximum; several numbers are used as they are.
+    `given`: the value of `--graph-sizes`. Empty: 1, 2, 4, multiples of 8, and `max_num_seqs`. One number: the same
+    with this number in place of `max_num_seqs`. Several numbers are used as they are.
     """
     if len(given) > 1:
         return sorted({min(size, max_num_seqs) for size in given})
@@ -56,7 +56,7 @@ def sizes_of(given: Sequence[int], max_num_seqs: int) -> list[int]:
 
 
 def bucket_of(context_len: int) -> int:
-    """Returns the longest context that shares a graph with this one."""
+    """Returns the longest context length that uses the same graph as this one."""
     bucket = LEAST_BUCKET
     while bucket < context_len:
         bucket *= BUCKET_FACTOR
@@ -64,7 +64,7 @@ def bucket_of(context_len: int) -> int:
 
 
 class _Parts(NamedTuple):
-    """The arrays of a step in one piece of memory; all but the last have room for the largest step."""
+    """The places of a step's arrays in one buffer; all but the last have room for the largest step."""
 
     input_ids: slice
     rope_positions: slice
@@ -77,23 +77,23 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int, num_blocks: int, num_adapted_blocks: int = 0) -> _Parts:
-        """Counts in int32 elements; the first three arrays are int64."""
+        """Sizes are in int32 elements; the first three arrays are int64."""
         adapted = [num_seqs, 3 * num_adapted_blocks] if num_adapted_blocks else [0, 0]
         starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, *adapted, num_blocks]).tolist()
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))
 
 
 class _Graph(NamedTuple):
-    batch: ForwardBatch  # over buffers that each step fills again
+    batch: ForwardBatch  # over buffers that are filled again for each step
     replay: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRules:
-    """The steps that graphs are captured for, and when.
+    """For which steps graphs are captured, and when.
 
-    `is_for_any_context`: a graph's work is not divided by the length of the context. `is_alone`: no other rank captures
-    the same graphs, so this rank may skip some. `only_at_start`: only `prepare` captures, and a step uses the next
+    `is_for_any_context`: a graph's work is not divided by the context length. `is_alone`: no other rank captures the
+    same graphs, so this rank may skip some. `only_at_start`: only `prepare` captures graphs, and a step uses the next
     larger size that was captured.
     """
 
@@ -106,19 +106,18 @@ class GraphRules:
 
 
 class DecodeGraphs:
-    """`compute` equals the runner's for steps that graphs support, and returns None for other steps."""
+    """`compute` returns the same as the runner's for steps that graphs support, and None for other steps."""
 
     def __init__(self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, max_loras: int = 0) -> None:
         """`max_loras`: above 0, the graphs are for steps with 1 to `max_loras` adapters; 0: for steps without adapters.
 
-
-        With transformers' modules, no further capture is tried after one that fails for another reason than memory.
+        With transformers' modules, a capture that fails for another reason than memory is the last that is tried.
         """
         self._model, self._pool, self._capture, self._rules = model, pool, capture, rules
         self._sizes, longest = sizes_of(rules.sizes, rules.max_num_seqs), rules.longest
         max_num_seqs = self._sizes[-1]
         self._may_fail = isinstance(model, PlainCausalLM)
-        self._is_over = False  # no further graph is captured
+        self._is_over = False  # no more graphs are captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if rules.is_for_any_context else LEAST_BUCKET
         self.captured: dict[tuple[int, int], _Graph] = {}
@@ -141,18 +140,19 @@ class DecodeGraphs:
 
     @property
     def _buckets(self) -> list[int]:
-        """Returns the longest contexts of graphs, ascending; the last graph supports any."""
+        """Returns the longest context length of each graph, ascending; the last graph supports any length."""
         found = [self._least_bucket]
         while found[-1] < self._rules.longest:
             found.append(found[-1] * BUCKET_FACTOR)
         return found
 
     def prepare(self, has_time: Callable[[], bool], agree: Callable[[bool], bool] = bool) -> None:
-        """Captures graphs before they are needed, while there is time: short contexts first, then large sizes first.
+        """Captures graphs before they are needed, while there is time: short contexts first, and large sizes before
+        small ones, so that small graphs use the memory of large ones.
 
-        Small graphs then use the memory of large ones. The steps write to the pool's first blocks, which must be free.
-        If graphs are captured only here, the sizes are ordered so that they cover the range wherever time or the device
-        ends the capture; `agree` returns whether all ranks that share the model have captured a graph.
+        The captured steps write to the pool's first blocks, which must be free. If graphs are captured only here, the
+        sizes are ordered so that they cover the range whenever time or the device ends the capture. `agree` returns
+        whether all ranks that share the model have captured a graph.
         """
         sizes = spread_out(self._sizes) if self._rules.only_at_start else self._sizes[::-1]
         keys = [(size, bucket) for bucket in self._buckets for size in sizes]
@@ -171,7 +171,7 @@ class DecodeGraphs:
     def compute(self, step: StepInput, input_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Returns logits [num_seqs, vocab_size], which the next call overwrites; None: the step must run eagerly.
 
-        `input_ids` [num_seqs] int64, on the device, replace those of the step.
+        `input_ids` [num_seqs] int64, on the device, replace the step's own.
         """
         num_seqs = len(step.rows)
         if (
@@ -211,7 +211,7 @@ class DecodeGraphs:
         return graph.replay()[:num_seqs]
 
     def _add(self, size: int, context_len: int, lens: Ints) -> _Graph | None:
-        """Captures a graph for the step in the buffers, with lengths `lens`; None: there is no memory for it."""
+        """Captures a graph for the step in the buffers, with lengths `lens`; returns None if that fails."""
         try:
             return self._captured(size, context_len, lens)
         except RuntimeError as error:
@@ -223,20 +223,19 @@ class DecodeGraphs:
                 log.warning("decode steps run eagerly: their capture failed: %s", str(error).splitlines()[0])
                 return None
             log.warning(
-                "decode steps of further sizes run eagerly: no memory is left after %d graphs; lower %s or give fewer "
-                "%s "
+                "decode steps of other sizes run eagerly: no memory is left after %d graphs; lower %s or give fewer %s "
                 "to save memory",
                 *(self.num_captured, flag_of("gpu_memory_utilization"), flag_of("graph_sizes")),
             )
             return None
 
     def _try(self, size: int, context_len: int, lens: Ints, agree: Callable[[bool], bool]) -> None:
-        """Captures a graph on all ranks or on none; after the first refusal no further graph is captured.
+        """Captures a graph on all ranks or on none; after the first failure no more graphs are captured.
 
-        Only a failed capture shows how many graphs a device can hold. One captured graph is then freed,
-        so that streams and memory are left for later users, such as links.
+        Only a failed capture shows how many graphs a device can hold. One captured graph is then freed, so that there
+        are streams and memory for later users, such as links.
         """
-        why = "another rank holds no more"
+        why = "another rank has no room for more"
         try:
             self._captured(size, context_len, lens)
         except RuntimeError as error:
@@ -248,8 +247,8 @@ class DecodeGraphs:
         if self.captured:
             self.captured.popitem()
         log.warning(
-            "captured %d decode graphs, no more: %s; steps of other sizes use a larger graph or run eagerly; fewer %s "
-            "avoid the refusal",
+            "captured %d decode graphs, then stopped: %s; steps of other sizes use a larger graph or run eagerly; give "
+            "fewer %s to avoid this",
             *(self.num_captured, why, flag_of("graph_sizes")),
         )
 
@@ -261,13 +260,13 @@ class DecodeGraphs:
         return graph
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copies logits to the buffer that all graphs share: otherwise each graph would keep its own."""
-        if self._logits is None:  # this is the run before the first capture, so outside of the graphs' memory
+        """Copies logits to the buffer that all graphs share. Otherwise each graph would keep a buffer of its own."""
+        if self._logits is None:  # in the run before the first capture, so that it is outside of the graphs' memory
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 
     def _put(self, step: StepInput, size: int) -> None:
-        """Copies the step's arrays, with rows of padding, to the device in one copy."""
+        """Copies the step's arrays and the rows of padding to the device, all at once."""
         num_seqs, block_size = len(step.rows), self._pool.layout.block_size
         _, starts, nums_blocks, *_ = step.rows.T
         table_starts = np.zeros(size + 1, dtype=np.int64)
@@ -276,7 +275,7 @@ class DecodeGraphs:
         self._pool.check_blocks(step.blocks, int(table_starts[-1]))
         slots = (
             self._pool.num_blocks * block_size + np.arange(size) % block_size
-        )  # all different, as some kernels require
+        )  # all different, because some kernels require it
         slots[:num_seqs] = step.blocks[table_starts[:num_seqs] + starts // block_size] * block_size
         slots[:num_seqs] += starts % block_size
         self._copied[self._turn].wait()
@@ -305,8 +304,8 @@ class DecodeGraphs:
         self._turn = (self._turn + 1) % NUM_STAGES
 
     def _batch(self, size: int, context_len: int) -> ForwardBatch:
-        """Returns a batch over the buffers, with work divided for contexts of this length; valid while the
-        buffers live.
+        """Returns a batch over the buffers, with the work divided for contexts of this length. Valid while the buffers
+        exist.
         """
         parts = self._parts
         return ForwardBatch(
@@ -334,7 +333,7 @@ class DecodeGraphs:
 
 
 def spread_out(sizes: Sequence[int]) -> list[int]:
-    """Returns the ascending sizes in an order whose every prefix covers the range; the largest comes first."""
+    """Returns the ascending sizes in an order in which every prefix covers the range; the largest comes first."""
     found, gaps = [sizes[-1]], deque([(-1, len(sizes) - 1)])
     while gaps:
         below, above = gaps.popleft()
@@ -346,7 +345,7 @@ def spread_out(sizes: Sequence[int]) -> list[int]:
 
 
 def has_one_row(rope_positions: Ints | None) -> bool:
-    """Whether all rows are equal, as they are after a prompt: the buffers hold one position per sequence."""
+    """Whether all rows are equal, as they are after a prompt; buffers have one position per token."""
     return rope_positions is None or bool((rope_positions == rope_positions[0]).all())
 
 
@@ -358,6 +357,6 @@ def _padded(numbers: Ints, size: int) -> Ints:
 
 
 def _one_token_each(num_seqs: int) -> StepInput:
-    """Returns a step of first tokens, each in its own block."""
+    """Returns a step in which each sequence computes its first token, in its own block."""
     rows = np.tile(np.array([1, 0, 1, 1, 1, 0], dtype=np.int64), (num_seqs, 1))
     return StepInput(rows, np.zeros(num_seqs, dtype=np.int64), np.arange(num_seqs, dtype=np.int64))

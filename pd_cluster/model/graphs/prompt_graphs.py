@@ -1,9 +1,9 @@
 """Runs small steps that compute prompts as graphs, together with sequences that decode.
 
-A graph is for a padded number of tokens and of sequences. The attention's grid has the largest number of tiles that so
-many tokens can need; buffers name the tiles of each step, and a padding tile belongs to a sequence without tokens.
-Graphs are captured at the start as far as time allows, the others on the first use of their size. The caller defines
-how attention divides its work: see `AttentionPlanner`.
+A graph is for a padded number of tokens and of sequences. The attention's grid has the largest number of tiles that
+this many tokens can need. Buffers list the tiles of each step; padding tiles belong to a sequence without tokens. At
+the start, graphs are captured as far as time allows; the others are captured when their size is first used. The caller
+defines how attention divides its work: see `AttentionPlanner`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pd_cluster.model.language_model.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # tokens per graph; a step has fewer, because padding rows write to the last token's row
+TOKENS = (64, 128, 256, 512)  # tokens per graph; steps have fewer, because padding rows write to the last token's row
 SEQS = (4, 16, 64)
 Ids = npt.NDArray[np.int32]
 
 
 class AttentionPlanner(Protocol):
-    """Divides the attention's work for steps of some size; see `PaddedPlanner`."""
+    """Divides the attention's work for steps of a given size; see `PaddedPlanner`."""
 
     def num_tiles(self, size: GraphSize) -> int: ...
 
@@ -43,7 +43,7 @@ class AttentionPlanner(Protocol):
     def install(
         self, batch: ForwardBatch, size: GraphSize, longest: int, decode_seqs: torch.Tensor, tiles: torch.Tensor
     ) -> None:
-        """Makes the attention of this batch read the two buffers."""
+        """Makes the attention of this batch read its work from the two buffers."""
 
 
 class GraphSize(NamedTuple):
@@ -52,7 +52,7 @@ class GraphSize(NamedTuple):
 
 
 class _PromptParts(NamedTuple):
-    """The arrays of a step in one piece of memory, with room for the largest step."""
+    """The places of a step's arrays in one buffer, with room for the largest step."""
 
     input_ids: slice
     rope_positions: slice
@@ -67,7 +67,7 @@ class _PromptParts(NamedTuple):
 
     @classmethod
     def of(cls, size: GraphSize, num_tiles: int, num_blocks: int) -> _PromptParts:
-        """Counts in int32 elements; the first four arrays are int64. One extra sequence has no tokens."""
+        """Sizes are in int32 elements; the first four arrays are int64. One more sequence has no tokens."""
         num_tokens, num_seqs = size
         lengths = [*[2 * num_tokens] * 3, 2 * num_seqs, num_seqs + 2, num_seqs + 1, num_seqs + 2, num_seqs]
         starts = np.cumsum([0, *lengths, 2 * num_tiles, num_blocks]).tolist()
@@ -75,12 +75,12 @@ class _PromptParts(NamedTuple):
 
 
 class PromptGraphs:
-    """`compute` equals the runner's for steps that graphs support, and returns None for other steps."""
+    """`compute` returns the same as the runner's for steps that graphs support, and None for other steps."""
 
     def __init__(
         self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, planner: AttentionPlanner
     ) -> None:
-        """`rules`: their sizes are those of decode steps. Graphs may be captured later, on the first use of a size."""
+        """`rules`: its sizes are those of decode steps. Graphs may be captured later, when a size is first used."""
         self._model, self._pool, self._capture, self._planner = model, pool, capture, planner
         self._rules, self._is_over = rules, False
         self._sizes = sizes_up_to(rules.max_num_seqs)
@@ -100,9 +100,9 @@ class PromptGraphs:
         return len(self.captured)
 
     def prepare(self, has_time: Callable[[], bool]) -> None:
-        """Captures graphs before they are needed, the large ones first, whose memory the others share.
+        """Captures graphs before they are needed: the largest first, because the others use its memory.
 
-        The steps write to the pool's first blocks, which must be free.
+        The captured steps write to the pool's first blocks, which must be free.
         """
         for size in reversed(self._sizes):
             if self._is_over or not has_time():
@@ -120,7 +120,7 @@ class PromptGraphs:
     ) -> torch.Tensor | None:
         """Returns logits [num_samples, vocab_size], which the next call overwrites; None: the step must run eagerly.
 
-        `input_ids` [num_tokens] int64, on the device, replace those of the step. `on_layer` is called for all layers
+        `input_ids` [num_tokens] int64, on the device, replace the step's own. `on_layer` is called for all layers,
         after the replay.
         """
         size = self._size_of(step)
@@ -139,7 +139,7 @@ class PromptGraphs:
         return logits
 
     def _size_of(self, step: StepInput) -> GraphSize | None:
-        """Returns the smallest size for the step; None: no graph supports it."""
+        """Returns the smallest size that fits the step; None if no graph supports it."""
         lens, starts, _, counts, _, nums_hidden = step.rows.T
         if counts.max() > 1 or nums_hidden.any() or (lens == 1).all():
             return None
@@ -151,7 +151,7 @@ class PromptGraphs:
         return next(fitting, None)
 
     def _add(self, size: GraphSize) -> Callable[..., torch.Tensor] | None:
-        """Captures a graph for the step in the buffers; None: the capture fails."""
+        """Captures a graph for the step in the buffers; returns None if the capture fails."""
         batch = self._batch(size)
         try:
             self.captured[size] = self._capture(lambda: self._kept(self._model(batch)))
@@ -160,19 +160,19 @@ class PromptGraphs:
                 raise
             self._is_over = True
             log.warning(
-                "further steps with prompts run eagerly: no graph after the first %d: %s",
+                "other steps with prompts run eagerly (graphs captured: %d): %s",
                 *(self.num_captured, first_line(error)),
             )
         return self.captured.get(size)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies logits to the buffer that all graphs share; see `DecodeGraphs`."""
-        if self._logits is None:  # this is the run before the first capture
+        if self._logits is None:  # in the run before the first capture
             self._logits = logits.new_empty(self._sizes[-1].num_seqs, logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 
     def _put(self, step: StepInput, size: GraphSize) -> None:
-        """Copies the step's arrays, with padding, to the device in one copy."""
+        """Copies the step's arrays and padding to the device, all at once."""
         num_tokens, num_seqs = size
         numbers = step_numbers(step, self._pool)
         lens, starts = step.rows[:, 0], step.rows[:, 1]
@@ -217,7 +217,7 @@ class PromptGraphs:
             context_lens=self._of("context_lens", num_seqs + 1),
             block_table=self._there[self._parts.block_table],
             table_starts=self._of("table_starts", num_seqs + 2),
-            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # no kernel may read the step's own values on the host
+            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # no kernel may use the step's values on the host
             host_context_lens=np.zeros(num_seqs + 1, dtype=np.int64),
             pool=self._pool,
         )
@@ -231,6 +231,6 @@ class PromptGraphs:
 
 
 def sizes_up_to(max_num_seqs: int) -> list[GraphSize]:
-    """Returns the sizes of graphs in the order in which a step tries them."""
+    """Returns the sizes of graphs, in the order in which a step tries them."""
     seqs = sorted({min(num_seqs, max_num_seqs) for num_seqs in SEQS})
     return [GraphSize(num_tokens, num_seqs) for num_tokens in TOKENS for num_seqs in seqs]

@@ -1,4 +1,4 @@
-"""Captures the graphs of a loaded model: of decode steps, and of steps with prompts; or says why it has none."""
+"""Captures the graphs of a loaded model, for decode steps and for steps with prompts, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pd_cluster.settings.engine_config import PROMPT_GRAPHS
 
 log = logging.getLogger(__name__)
 
-ASKING_ROPES = ("dynamic", "longrope")  # transformers compares the step's largest position on the host
+ASKING_ROPES = ("dynamic", "longrope")  # for these, transformers compares the step's largest position on the host
 
 
 class StepGraphs(NamedTuple):
     """Graphs of decode steps without adapters, with adapters, and of steps with prompts; None: such steps run eagerly.
 
-    Ranks that share a model capture and replay the same steps, including their sums: the step's arrays decide which
-    graph is used, and all ranks have the same arrays.
+    Ranks that share a model capture and replay the same steps, including the sums over ranks. They use the same graph,
+    because the step's arrays determine it and are the same on all ranks.
     """
 
     decode: DecodeGraphs | None = None
@@ -43,7 +43,7 @@ class StepGraphs(NamedTuple):
 
 
 def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
-    """Raises ConfigError if graphs of steps with prompts are requested and this model cannot have them."""
+    """Raises ConfigError if graphs of steps with prompts are requested but impossible for this model."""
     if PROMPT_GRAPHS not in speedups:
         return
     why = "" if isinstance(model, FusedCausalLM) else "this model's layers are not fused"
@@ -60,13 +60,13 @@ def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
 def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
     """Returns why an accelerator captures no graphs of this model, or "".
 
-    It may compute two decode steps; all ranks that share the model call this at the same time.
+    Ranks that share the model call this at the same time, because it may compute two decode steps.
     """
     device = plan.device
     if plan.config.enforce_eager:
         return "--enforce-eager"
     if (rope := rope_type(model.config)) in ASKING_ROPES:
-        return f"rope_type {rope} asks the device for positions"
+        return f"rope_type {rope} reads positions from the device"
     if plan.exchanges_rows:
         return "instances of a unit agree on each step and exchange rows within it"
     if not plan.is_alone and not (device.traits.captures_sums or plan.config.npu_tp_graphs):
@@ -74,9 +74,9 @@ def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
     if has_states(model.caches):
         return "graphs do not support the states of its layers"
     if isinstance(model, FusedCausalLM):
-        return "" if model.ops.is_capturable else "SDPA asks the device for lengths"
+        return "" if model.ops.is_capturable else "SDPA reads lengths from the device"
     if model.attention == SDPA.name:
-        return "SDPA asks the device for lengths"
+        return "SDPA reads lengths from the device"
     if not device.traits.captures_modules:
         return f"its layers are not fused, and such graphs are untested on {device.kind.upper()}"
     found = obstacle(model, layout, device)
@@ -84,9 +84,9 @@ def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
 
 
 def capture_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) -> StepGraphs:
-    """Returns the graphs, some of them captured. `eager`: see `why_eager`.
+    """Returns the graphs, some of them captured already. `eager`: see `why_eager`.
 
-    On an NPU attention divides its work itself, and no client's step waits for a capture.
+    On an NPU attention divides its work itself, and all graphs are captured here, so that no request waits for one.
     """
     if not plan.device.is_accelerator:
         return StepGraphs()
@@ -104,7 +104,7 @@ def capture_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) ->
     )
     decode = DecodeGraphs(model, pool, capturing, rules)
     adapted = prompts = None
-    # Other implementations of adapters have no launches to capture.
+    # Only adapters in tables have launches that graphs can capture.
     if config.adapters.enable_lora and are_in_tables(model):
         adapted = DecodeGraphs(model, pool, capturing, rules, config.adapters.max_loras)
     if PROMPT_GRAPHS in plan.speedups:
@@ -133,7 +133,7 @@ def _prompt_graphs(
 
 
 def rope_type(config: Any) -> str:
-    """Returns the rope_type of a transformers config; if layer kinds differ, one that reads positions on the host."""
+    """Returns the rope_type in a transformers config; of several, one that reads positions on the host, if any."""
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     found = [str(each.get("rope_type", "default")) for each in kinds]

@@ -28,15 +28,15 @@ from pd_cluster.model.inputs.step_input import (
 from pd_cluster.model.inputs.virtual_token_rows import VirtualRows
 from pd_cluster.types import Request
 
-OnLayer = Callable[[int], None]  # the number of layers whose writes to the pool are done or launched
+OnLayer = Callable[[int], None]  # receives the number of layers whose writes to the pool are done or launched
 
 ALIGNMENT = 16  # bytes
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
 class EncoderTotals(NamedTuple):
-    """The number of images that a tower has computed since the start, including pairs of frames, and the
-    seconds taken.
+    """The number of images that a tower has computed since the start, pairs of video frames included, and the seconds
+    that this took.
     """
 
     num_images: int = 0
@@ -57,7 +57,7 @@ NO_HIDDEN_STATES = torch.empty(0, 0)
 class HiddenRows:
     """The rows of a batch whose final hidden states are requested; the model fills in `states`.
 
-    `kept`: these rows and those whose logits are requested, ascending; `logits_at` and `hidden_at` are indexes in
+    `kept`: these rows and the rows with requested logits, ascending; `logits_at` and `hidden_at` are indexes into
     `kept`.
     """
 
@@ -70,9 +70,10 @@ class HiddenRows:
 
 @dataclass(slots=True)
 class AuxiliaryStates:
-    """The states of all tokens, for a draft head; the model fills in `states`, in the order of `layers`.
+    """Hidden states of all tokens, read by a draft head; the model fills in `states`, in the order of `layers`.
 
-    `layers`: the layers whose input is recorded, the residual stream before any norm; (): the output of the final norm.
+    `layers`: the layers whose input (the residual stream before any norm) is recorded; () records the final norm's
+    output.
     """
 
     layers: tuple[int, ...]
@@ -81,7 +82,7 @@ class AuxiliaryStates:
 
 @dataclass(slots=True)
 class PairRows:
-    """The states of the pairs in a draft head's batch; the batch's tokens are the other half of each pair: see
+    """The hidden-state halves of the pairs in a draft head's batch; the batch's tokens are the other halves: see
     draft_head.py. The model fills in the tokens' `embeddings`.
     """
 
@@ -90,7 +91,7 @@ class PairRows:
 
 
 class GroupSlotMapping(NamedTuple):
-    """The positions of a step's tokens in the pool of another group of layers: see ForwardBatch."""
+    """The positions of a step's tokens in the pool of another layer group; the fields are as in ForwardBatch."""
 
     pool: KVPool
     slot_mapping: torch.Tensor
@@ -102,43 +103,43 @@ class GroupSlotMapping(NamedTuple):
 class ForwardBatch:
     """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
 
-    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are in the pool. Rotary positions do
-    not affect slots, masks and windows, which depend on lengths.
+    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are in the pool. Slots, masks and
+    windows depend on lengths only, not on rotary positions.
 
-    If there are several groups of layers, these fields are those of group 0; `of_layer` returns those of other groups.
+    With several groups of layers, these fields describe group 0; `of_layer` returns a batch for another group.
     """
 
     input_ids: torch.Tensor  # [1, num_tokens] int64
     rope_positions: torch.Tensor  # [1, num_tokens] int64, or [3, 1, num_tokens] for M-RoPE
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset
     query_starts: torch.Tensor  # [num_seqs + 1] int32
-    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool after this step has written
+    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool once this step's are written
     block_table: torch.Tensor  # [sum of blocks] int32
     table_starts: torch.Tensor  # [num_seqs + 1] int32
     sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are requested, ascending
     query_lens: Ints  # [num_seqs], on the host
-    host_context_lens: Ints  # [num_seqs], the same as `context_lens`
+    host_context_lens: Ints  # [num_seqs], `context_lens` on the host
     pool: KVPool
     hidden: HiddenRows | None = None  # None: no hidden states are requested
     taps: AuxiliaryStates | None = None  # None: no draft head reads states
-    pairs: PairRows | None = None  # None: the batch is for a whole model
+    pairs: PairRows | None = None  # None: a batch for the whole model, not for a draft head
     images: ImageRows | None = None  # None: no token belongs to a picture
     virtual: VirtualRows | None = None  # None: no token is a virtual token of an adapter
-    # [num_tokens] int32: the end of each row's visible keys; None: the row itself.
+    # [num_tokens] int32: the end of each row's visible keys; None: each row sees the keys up to its own.
     key_limits: torch.Tensor | None = None
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows of the layers that have attended
-    after_layer: Callable[[], None] | None = None  # called between layers on a CPU: the number of threads may change
+    after_layer: Callable[[], None] | None = None  # called between layers on a CPU; may change the number of threads
     on_layer: OnLayer | None = None  # receives the number of layers whose keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces the function in layers/attention/sdpa.py
-    # Layer without keys -> the earlier layer whose keys it reads.
+    # A layer without its own keys -> the earlier layer whose keys it reads.
     reads: Mapping[int, int] = field(default_factory=dict)
     # [num_tokens, most] int32: see layers/attention/sparse_selection.py, and on CUDA kernels/cuda/attention/
     # listed_keys.py; None: all keys are visible.
     chosen: torch.Tensor | None = None
-    further: tuple[GroupSlotMapping, ...] = ()  # those of the other groups that keep tokens, from group 1 on
-    # This batch for each of these groups, after a layer has requested it.
+    further: tuple[GroupSlotMapping, ...] = ()  # for the other groups that keep tokens, from group 1 on
+    # This batch as seen by each of these groups; filled once a layer has requested it.
     views: list[ForwardBatch] = field(default_factory=list)
     states: StateRows | None = None  # None: no layer keeps a state
     states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
@@ -149,10 +150,10 @@ class ForwardBatch:
     kept_rows: Ints = field(
         default_factory=lambda: np.empty(0, dtype=np.int64)
     )  # `hidden.kept`, or `sample_rows`, on the host
-    most_tokens: Ints | None = None  # [num_seqs]: the requests' token limits; None: like `host_context_lens`
-    query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
+    most_tokens: Ints | None = None  # [num_seqs]: the requests' token limits; None: equal to `host_context_lens`
+    query_factors: torch.Tensor | None = None  # [num_tokens] float32: multiply the queries, after everything else
     replay_lens: Ints | None = None  # only for a graph's batch: the `host_context_lens` of the replayed step
-    before_replay: Callable[[], None] | None = None  # only for a graph's batch: the kernels' work on the host
+    before_replay: Callable[[], None] | None = None  # only for a graph's batch: the kernels' host work
     # Only for a graph's batch: returns the host values that the kernels need for a step with these context lengths.
     host_values: Callable[[Ints], HostValues] | None = None
 
@@ -161,9 +162,9 @@ class ForwardBatch:
         return len(self.slot_mapping)
 
     def of_group(self, group: int) -> ForwardBatch:
-        """Returns the batch for the layers of another group that keeps tokens: with its pool, slots and block tables.
+        """Returns the batch for another group of layers that keeps tokens, with its pool, slots and block tables.
 
-        Both batches share everything that layers write. Call this from the model's layers, once the batch is complete.
+        Both batches share everything that layers write. Only the model's layers call this, when the batch is complete.
         """
         if group == 0:
             return self
@@ -180,8 +181,9 @@ class ForwardBatch:
         return self.of_group(1 + [each.pool.has_layer(layer_idx) for each in self.further].index(True))
 
     def layer_written(self, layer_idx: int, window: int | None) -> None:
-        """Records that this layer's keys and values are in the pool, with its `window`; the proof at load checks the
-        order.
+        """Records that this layer's keys and values are in the pool, and its `window`.
+
+        The checks at load verify the order.
         """
         if self.virtual is not None:
             self.virtual.written(layer_idx, self.pool, self.slot_mapping)
@@ -193,7 +195,7 @@ class ForwardBatch:
             self.on_layer(len(self.layers_written))
 
     def state_written(self, layer_idx: int) -> None:
-        """Records that this layer's states of all sequences are in the pool, including checkpoints."""
+        """Records that the states of all sequences in this layer are in the pool, including checkpoints."""
         self.states_written.append(layer_idx)
         if self.after_layer is not None:
             self.after_layer()
@@ -204,12 +206,12 @@ class ForwardBatch:
 
 
 def build_batch(chunks: list[tuple[Request, int]], pool: KVPool, further: Sequence[KVPool] = ()) -> ForwardBatch:
-    """Builds the batch of `step_input`."""
+    """Builds the batch from the result of `step_input`."""
     return batch_of(step_input(chunks, pool.layout.block_size, further=sizes_of_blocks(further)), pool, False, further)
 
 
 def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
-    """Returns the tokens per block in each of these pools, for RowCollector."""
+    """Returns the tokens per block of each pool, for RowCollector."""
     layouts = [pool.layout for pool in pools]
     return [ONE_BLOCK if layout.holds.is_state else layout.block_size for layout in layouts]
 
@@ -273,7 +275,7 @@ def _positions(lens: Ints, starts: Ints, query_starts: Ints) -> Ints:
 
 
 def _places(pool: KVPool, tables: GroupTables, positions: Ints, lens: Ints) -> dict[str, npt.NDArray[Any]]:
-    """Returns the positions of the step's tokens in this pool. Raises ValueError like `batch_of`."""
+    """Returns where the step's tokens are in this pool. Raises ValueError like `batch_of`."""
     block_size, table_starts = pool.layout.block_size, starts_of(tables.nums_blocks)
     pool.check_blocks(tables.blocks, int(table_starts[-1]))
     first_block = table_starts[:-1]
@@ -297,7 +299,7 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
     places = _places(pool, GroupTables(nums_blocks, step.blocks), positions, lens)
-    if step.num_again:  # rows computed again write to the block for padding
+    if step.num_again:  # rows that are computed again write to the padding block
         places["slot_mapping"][-step.num_again :] = pool.num_blocks * pool.layout.block_size
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
     return {
@@ -323,7 +325,7 @@ def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:
 
 
 def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
-    """Returns the arrays as tensors; on an accelerator with a single copy, without waiting for it."""
+    """Returns the arrays as tensors. On an accelerator all are copied at once, without waiting."""
     if not device.is_accelerator:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     return packed(arrays, lambda host: host.to(device.torch_name, non_blocking=True), pinned=True)

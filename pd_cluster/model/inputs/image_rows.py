@@ -1,4 +1,4 @@
-"""The tokens of a step that belong to pictures. Knows nothing of how features are computed."""
+"""The tokens of a step that belong to pictures. Does not know how features are computed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Ints = npt.NDArray[np.int64]
 class ImagePart(NamedTuple):
     """Tokens [start, start + num_tokens) of a picture, in rows [row, row + num_tokens) of a step.
 
-    `key`: caches the picture's features. Requests with another salt have another key, so that the time of an answer
-    does not reveal which pictures another tenant has sent. `is_landed`: rank 0 has received its features from an
-    encoder.
+    `key`: the cache key of the picture's features. Requests with different salts have different keys, so that the
+    response time does not reveal which pictures another tenant has sent. `is_landed`: rank 0 has received the features
+    from an encoder.
     """
 
     row: int
@@ -35,13 +35,13 @@ class ImagePart(NamedTuple):
 class ImageRows:
     """The features of a step's picture rows, which replace their embeddings.
 
-    `features`, [1 + num_deep, num_rows, hidden_size]: the first replace the rows' embeddings; the others are added to
-    the residual stream, one after each of the first layers (DeepStack).
+    `features`, [1 + num_deep, num_rows, hidden_size]: the first plane replaces the rows' embeddings; the others are
+    added to the residual stream, one after each of the first layers (DeepStack).
     """
 
     rows: torch.Tensor  # [num_rows] int64
     features: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # picture rows and marks around them; all other rows
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # picture rows and the marks around them; all other rows
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces embeddings x, [num_tokens, hidden_size], in place."""
@@ -52,17 +52,17 @@ class ImageRows:
         return len(self.features) - 1
 
     def deepen(self, x: torch.Tensor, layer_idx: int) -> None:
-        """Adds to the residual stream in place, after a layer."""
+        """Adds this layer's features to the residual stream, in place; call it after the layer."""
         if layer_idx < self.num_deep:
             x[self.rows] += self.features[1 + layer_idx].to(x.dtype)
 
 
 def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
-    """Returns the end of the keys visible to each row of a step, [num_tokens], if a picture's tokens see the whole
+    """Returns the end of the keys visible to each row, [num_tokens], when a picture's tokens attend to the whole
     picture.
 
-    `positions`: the rows' positions in their sequences. The step contains the rest of each picture that it starts or
-    continues.
+    `positions`: the rows' positions in their sequences. If the step computes tokens of a picture, it computes all that
+    remain.
     """
     limits = positions + 1
     for part in parts:
@@ -72,7 +72,7 @@ def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
 
 
 def image_parts(chunks: Sequence[tuple[Request, int]]) -> tuple[ImagePart, ...]:
-    """Returns the parts of pictures among the tokens that a step computes, in row order."""
+    """Returns the parts of pictures that a step computes, in row order."""
     found: list[ImagePart] = []
     row = 0
     for request, num_tokens in chunks:

@@ -1,8 +1,8 @@
-"""Says where the sequences of a step keep the states of recurrent layers, and which of their rows are consecutive.
+"""Tells where the sequences of a step keep the states of recurrent layers, and which rows advance each state.
 
 A state is a block of one token: planes of a layer's recurrence and of its convolution, all float32. A segment is a run
-of rows of one sequence: they are computed in order from the state in `block`, and the state after them is written
-there. If `keep` names a block, it receives a copy of the state after the segment's last row (a checkpoint).
+of rows of one sequence. Its rows are computed in order, starting from the state in `block`, and the resulting state is
+written back there. If `keep` names a block, that block receives a copy of the resulting state (a checkpoint).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class StateRows:
-    """All segments of a step, in row order; `table` is the same as [num_segments, 4] int32.
+    """All segments of a step, in row order; `table` holds them as [num_segments, 4] int32.
 
-    A state at the start of a sequence is zeros.
+    A sequence starts with a state of zeros.
     """
 
     pool: KVPool
@@ -49,10 +49,10 @@ class StateRows:
 def segments_of(
     nums_tokens: Sequence[int], blocks: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
 ) -> Iterator[Segment]:
-    """Cuts the rows of a step's sequences after each row whose state is copied.
+    """Yields the segments of a step: each sequence's rows, cut after each row whose state is copied.
 
-    `blocks`: the sequences' states. `keeps`, sorted: a sequence, the number of its tokens in this step before the copy,
-    and the block that receives the copy.
+    `blocks`: the blocks of the sequences' states. `keeps`, sorted: the index of a sequence, its number of tokens in
+    this step before the copy, and the block that receives the copy.
     """
     first, rest = 0, list(reversed(keeps))
     for seq, (num_tokens, block) in enumerate(zip(nums_tokens, blocks, strict=True)):

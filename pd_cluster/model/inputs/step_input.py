@@ -1,4 +1,4 @@
-"""The arrays of one step that every rank needs. Knows nothing of how its tokens were chosen."""
+"""The arrays of one step that every rank needs. Does not know how the tokens were chosen."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pd_cluster.types import Request, StateCopy
 from pd_cluster.types.variants import lora_of
 
 Ints = npt.NDArray[np.int64]
-Drafts = Mapping[Request, Sequence[int]]  # draft tokens to follow a chunk of one token
+Drafts = Mapping[Request, Sequence[int]]  # draft tokens that follow a chunk of one token
 NO_DRAFTS: Drafts = MappingProxyType({})
 NUM_COLUMNS = 6  # columns of StepInput.rows
 KEEP_COLUMNS = 3  # columns of StepInput.keeps
-ONE_BLOCK = 0  # tokens per block of states: a sequence has one block
+ONE_BLOCK = 0  # given as the tokens per block for states: a sequence has one block
 
 
 class AdapterSlots(NamedTuple):
-    """Slots of LoRA adapters by the requests' variants, and of prompt adapters; None: this engine supports none."""
+    """Slots of LoRA adapters and of prompt adapters, by the requests' variants; None: not supported by this engine."""
 
     lora: dict[str, int] | None = None
     prompt: dict[str, int] | None = None
@@ -46,8 +46,8 @@ class StepInput:
     """The arrays of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
 
     `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows with requested
-    logits, the maximum length of the request in tokens, and rows with requested final hidden states. Requested rows
-    are the last ones of the sequence.
+    logits, the request's maximum length in tokens, and rows with requested final hidden states. The requested rows are
+    always the last rows of the sequence.
     """
 
     rows: Ints
@@ -61,20 +61,20 @@ class StepInput:
     )
     # [num_seqs]: sequences with the same leader share a block table; None: no sequences share one.
     leaders: Ints | None = None
-    num_again: int = 0  # the last sequences are tokens computed before; their keys and values are discarded
+    num_again: int = 0  # the last sequences recompute one token each; their keys and values are discarded
     further: tuple[GroupTables, ...] = ()  # the tables of groups 1 and up; `rows` and `blocks` have those of group 0
-    # [n, KEEP_COLUMNS], sorted: a sequence, its tokens before the copy of its state, the copy's block.
+    # [n, KEEP_COLUMNS], sorted: the index of a sequence, its tokens before its state is copied, the copy's block.
     keeps: Ints | None = None
 
 
 class _Blocks:
-    """The block tables of a step's sequences in one group of layers, one after another."""
+    """The block tables of a step's sequences in one group of layers, concatenated."""
 
     def __init__(self, group: int) -> None:
         self._group, self._parts, self._last = group, list[Ints](), list[int]()
 
     def add(self, request: Request, first: int, num_blocks: int) -> None:
-        """Adds the beginning of a request's table. `first`: the first block that the step may write."""
+        """Adds the first blocks of a request's table. `first`: the first block that the step may write."""
         if num_blocks < LEAST_BLOCKS:
             self._last += request.tables[self._group][:num_blocks]
             return
@@ -89,7 +89,7 @@ class _Blocks:
 
 
 class RowCollector:
-    """Collects the sequences of a step, each with tokens from some index on.
+    """Collects the sequences of a step; each computes tokens from some index on.
 
     `further`: the tokens per block in groups 1 and up; see ONE_BLOCK.
     """
@@ -138,16 +138,15 @@ def step_input(
     again: Sequence[Request] = (),
     further: Sequence[int] = (),
 ) -> StepInput:
-    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, followed by all drafts.
+    """Collects tokens [num_computed, num_computed + n) of every (request, n), n > 0, followed by all drafts.
 
-    Each draft is a sequence of one token that shares the blocks of its request: a separate row, never part of a longer
-    chunk, so that its results equal those of a separate step. All keys of a step are written before any are read. At
-    the end come the tokens before the chunks of `again`: they are computed once more for a draft head's states, without
-    writing keys and values.
+    Each draft token is a sequence of its own, which shares the blocks of its request. It is never part of a longer
+    chunk, so its results equal those of a separate step. All keys of a step are written before any are read.
 
-    `further`: see RowCollector.
+    For each request in `again`, the token before its chunk comes last: it is computed once more to give a draft head
+    its hidden state, without writing keys and values. `further`: see RowCollector.
 
-    A token that only the device knows, after a request's last known token, has the input id 0.
+    A token after a request's last known token, which only the device has, gets the input id 0.
     """
     rows = RowCollector(block_size, further)
     for request, num_tokens in chunks:
@@ -185,7 +184,7 @@ def keeps_of(chunks: Sequence[tuple[Request, int]], keeps: Sequence[StateCopy]) 
 
 
 def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
-    """Returns `adapters` of a StepInput. engine/step/engine_limits.py has refused unknown variants."""
+    """Returns `adapters` of a StepInput. Unknown variants were refused in engine/step/engine_limits.py."""
     digests = [lora_of(variant) for variant in variants]
     if not any(digests):
         return None
@@ -193,12 +192,12 @@ def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
 
 
 def sample_rows_of(step: StepInput) -> Ints:
-    """Returns the rows of a step's tokens with requested logits, ascending."""
+    """Returns the rows of a step with requested logits, ascending."""
     return last_rows(starts_of(step.rows[:, 0]), step.rows[:, 3])
 
 
 def _rope_positions(requests: Sequence[Request], rows: Sequence[tuple[int, ...]]) -> Ints | None:
-    """Returns `rope_positions` of a StepInput with these rows; None if no request has its own."""
+    """Returns `rope_positions` of a StepInput with these rows; None if no request has rope positions of its own."""
     own = [request.rope_positions for request in requests]
     num_rows = max((len(each.rows) for each in own if each is not None), default=0)
     if not num_rows:
@@ -211,14 +210,14 @@ def _rope_positions(requests: Sequence[Request], rows: Sequence[tuple[int, ...]]
 
 
 def starts_of(lens: Ints) -> Ints:
-    """Returns 0 and the running sums: [n] to [n + 1]."""
+    """Returns 0 followed by the running sums, [n + 1], for lens [n]."""
     starts = np.zeros(len(lens) + 1, dtype=np.int64)
     np.cumsum(lens, out=starts[1:])
     return starts
 
 
 def last_rows(query_starts: Ints, counts: Ints) -> Ints:
-    """Returns the last `counts` rows of each sequence, sequence by sequence."""
+    """Returns the last `counts` rows of each sequence, in the order of the sequences."""
     if counts.max() <= 1:
         return query_starts[1:][counts > 0] - 1
     ends = starts_of(counts)

@@ -1,4 +1,4 @@
-"""The tokens of a step that are virtual tokens of a prompt adapter. Knows nothing of folders."""
+"""The tokens of a step that are virtual tokens of a prompt adapter. Does not read adapter folders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_COLUMNS = 4  # columns of `virtual_parts`
 
 
 def virtual_parts(chunks: Sequence[tuple[Request, int]], slots: Mapping[str, int]) -> Ints | None:
-    """Returns the virtual tokens that a step computes; None: it computes none.
+    """Returns the virtual tokens that a step computes; None if there are none.
 
-    [num_parts, NUM_COLUMNS]: the adapter's slot, its first token, the first row of the step, and the number of rows.
+    [num_parts, NUM_COLUMNS]: the adapter's slot, the first virtual token, its row in the step, and the number of rows.
     """
     found: list[tuple[int, int, int, int]] = []
     row = 0
@@ -46,20 +46,20 @@ class VirtualTokens:
 
 @dataclass(frozen=True, slots=True)
 class VirtualRows:
-    """A step's rows of virtual tokens, in parts of one adapter each."""
+    """A step's rows of virtual tokens; each part belongs to one adapter."""
 
     parts: Ints
     adapters: Sequence[VirtualTokens]  # by part
 
     def embed(self, x: torch.Tensor) -> None:
-        """Replaces embeddings x, [num_tokens, hidden_size], in place."""
+        """Replaces the embeddings of these rows in x, [num_tokens, hidden_size], in place."""
         for (_, first, row, count), adapter in zip(self.parts.tolist(), self.adapters, strict=True):
             if adapter.embeddings is not None:
                 x[row : row + count] = adapter.embeddings[first : first + count].to(x.dtype)
 
     def written(self, layer_idx: int, pool: KVPool, slots: torch.Tensor) -> None:
-        """Overwrites the keys and values that a layer has written; `slots` [num_tokens]: the slots of the
-        step's rows.
+        """Overwrites the keys and values that a layer has written for these rows; `slots` [num_tokens]: the slots of
+        the step's rows.
         """
         for (_, first, row, count), adapter in zip(self.parts.tolist(), self.adapters, strict=True):
             if adapter.kv is not None:

@@ -1,1 +1,1 @@
-"""Kernels of each kind of device, and the choice of the attention backend among them."""
+"""The kernels for each kind of device, and the choice of an attention backend."""

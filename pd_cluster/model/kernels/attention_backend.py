@@ -1,9 +1,9 @@
-"""Chooses a model's attention on a device from `--attention-backend` and what is available.
+"""Chooses a model's attention on a device from `--attention-backend` and from what is available.
 
-`auto` is Triton on CUDA, SDPA if Triton cannot serve the model, torch-npu's operators on NPUs, and on CPU the attention
-of the model's other kernels. FlashInfer is used only on request: nothing here has been timed on a GPU yet. A requested
-backend that cannot serve the model is an error; no other replaces it. Kernels are imported when they are chosen, so
-none needs to be installed.
+`auto` means: on CUDA Triton, or SDPA if Triton cannot serve the model; on NPUs torch-npu's operators; on CPU the
+attention that belongs to the model's other kernels. FlashInfer is used only on request, because nothing here has been
+timed on a GPU yet. A requested backend that cannot serve the model is an error; no other replaces it. Kernels are
+imported when they are chosen, so none needs to be installed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TRITON_BLOCK_SIZES = (4, 256)  # the smallest and the largest, powers of two
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Functions that are None stand for those in layers/attention/sdpa.py, or for the attention in the layers' own
-    kernels.
+    """The functions of an attention. None means the function in layers/attention/sdpa.py, or the attention of the
+    layers' own kernels.
     """
 
     name: str  # for the log and for `Numerics`: equal names mean equal results on equal devices
     write_and_attend: Callable[..., torch.Tensor] | None = None  # called by transformers' modules
     attend_batch: Callable[..., torch.Tensor] | None = None  # called by fused layers on CUDA
-    make_ops: Callable[[Attention], Ops] | None = None  # operations of fused layers, if they depend on the attention
+    make_ops: Callable[[Attention], Ops] | None = None  # makes the operations of fused layers that use this attention
     is_asked_for: bool = False
     speedups: tuple[str, ...] = ()  # see cuda_speedups.py
 
@@ -48,12 +48,12 @@ HEAD_DIMS = called("npu_head_dims")
 
 
 def default_block_size(device: Device) -> int:
-    """Returns the size used without `--block-size`."""
+    """Returns the block size if `--block-size` is not given."""
     return device.traits.block_size
 
 
 def check_deterministic(wanted: str, device: Device) -> None:
-    """Checks whether this device and backend can make rows independent of the batch. Raises ConfigError."""
+    """Raises ConfigError if this device and backend cannot make results independent of the batch."""
     if not device.is_accelerator:
         name = told(DETERMINISTIC)
         log.info("%s changes nothing on a CPU: docs/models.md says which results have equal bits there", name)
@@ -69,7 +69,7 @@ def check_deterministic(wanted: str, device: Device) -> None:
 
 
 def check_backend(wanted: str, block_size: int, device: Device) -> None:
-    """Checks what can be checked before the model is read. Raises ConfigError."""
+    """Checks everything that does not require reading the model. Raises ConfigError."""
     if not device.traits.runs_triton and wanted not in ("auto", "sdpa"):
         raise ConfigError(f"{BACKEND} {wanted}: on {device.kind.upper()} expected auto or sdpa; {wanted} is for CUDA")
     if wanted == "flashinfer":
@@ -136,7 +136,7 @@ def choose_attention(
 
 def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> Attention:
     """Returns the attention of a model with latents whose layers are not fused. Raises ConfigError for a backend that
-    only fused layers have.
+    works only with fused layers.
     """
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
@@ -173,7 +173,7 @@ def _sparse(
 
 
 def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
-    """Returns SDPA, for an attention that no accelerator kernel supports. Raises ConfigError for another backend."""
+    """Returns SDPA, for attention that no accelerator kernel supports. Raises ConfigError if another was requested."""
     why = f"{what} as transformers' modules on accelerators"
     if wanted != "auto":
         raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
@@ -184,10 +184,10 @@ def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
 
 
 def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int, is_wide: bool) -> Attention:
-    """Chooses torch-npu's operators. SDPA would serve every model, but sequence by sequence: it is used on request
-    only.
+    """Chooses torch-npu's operators. SDPA is used only on request: it serves every model, but one sequence at a time.
 
-    `is_wide`: head sizes outside the description are tried on the device. If that fails, they are not used.
+    `is_wide`: head sizes that the operators' description excludes are tested on the device, and used if the test
+    passes.
     """
     from pd_cluster.model.kernels.npu.head_dim_probe import why_not
     from pd_cluster.model.kernels.npu.npu_attention import NpuAttention, problem, way_of
@@ -220,7 +220,7 @@ def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num
 
 
 def _npu_latents(wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int) -> Attention:
-    """Chooses the operator with absorbed queries, or SDPA for latents of widths that it does not take."""
+    """Chooses the operator for absorbed queries, or SDPA if the latents have widths that the operator does not take."""
     from pd_cluster.model.kernels.npu.npu_latents import WIDTHS, NpuLatentOps, problem, takes_widths
 
     if not takes_widths(layout):
@@ -231,14 +231,14 @@ def _npu_latents(wanted: str, config: Any, layout: KVLayout, device: Device, max
 
 
 def uses_window(config: Any) -> bool:
-    """Whether a layer of the model attends through a sliding window."""
+    """Whether any layer of the model attends through a sliding window."""
     if getattr(config, "sliding_window", None) is None or getattr(config, "use_sliding_window", True) is False:
         return False
     return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
 
 
 def triton_attention(is_deterministic: bool = False) -> Attention:
-    """`is_deterministic` affects fused layers only; the loader refuses other models."""
+    """`is_deterministic` affects only fused layers; the loader refuses other models."""
     from pd_cluster.model.kernels.cuda.attention.triton_planner import attend_batch, write_and_attend
 
     if is_deterministic:
@@ -257,7 +257,7 @@ def deterministic_ops(attention: Attention) -> Ops:
 
 
 def cuda_ops(attention: Attention) -> Ops:
-    """Returns Triton kernels around an attention that reads the pool."""
+    """Returns Triton kernels for everything around an attention that reads the pool."""
     from pd_cluster.model.kernels.cuda.ops import CudaOps  # Triton may be missing
 
     assert attention.attend_batch is not None
@@ -273,12 +273,12 @@ def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) 
     if why := problem(layout, config.num_attention_heads, capability, has_sinks=has_sinks):
         raise ConfigError(f"{BACKEND} flashinfer: {why}; use auto")
     kernels = FlashInfer(device)
-    name = "FlashInfer {} (sm_{}{})".format(VERSION, *capability)  # both decide which kernels it selects
+    name = "FlashInfer {} (sm_{}{})".format(VERSION, *capability)  # both determine which kernels FlashInfer selects
     return Attention(name, kernels.write_and_attend, kernels.attend_batch, cuda_ops)
 
 
 def _why_not_triton(layout: KVLayout, config: Any) -> str:
-    """Returns why Triton's kernels do not support such a pool and model on CUDA, or ""."""
+    """Returns why Triton's kernels do not support this pool and model on CUDA; "" if they do."""
     if not has_triton():
         return "Triton is not installed"
     from pd_cluster.model.kernels.cuda.attention.triton_planner import problem

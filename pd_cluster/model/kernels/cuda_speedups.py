@@ -1,6 +1,4 @@
-"""Speed-ups on NVIDIA GPUs that are off until measured on a GPU (`--cuda-speedups`): availability, and effect on
-results.
-"""
+"""Speed-ups for NVIDIA GPUs, off until measured on one (`--cuda-speedups`): which exist, which change results."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from pd_cluster.settings.engine_config import CUDA_SPEEDUPS, PDL, PROMPT_GRAPHS,
 
 log = logging.getLogger(__name__)
 
-OF_NUMBERS = (SKINNY_GATE, SYMMETRIC_SUMS)  # these add in another order
+OF_NUMBERS = (SKINNY_GATE, SYMMETRIC_SUMS)  # these add in another order, so they change results
 OF_TRITON = ("Triton", "deterministic Triton")  # attentions whose kernels support `pdl`
 NAME = called("cuda_speedups")
 PDL_CAPABILITY = (9, 0)
 
 
 def speedups_for(wanted: Sequence[str], device: Device, is_deterministic: bool, enforce_eager: bool) -> tuple[str, ...]:
-    """Returns the requested speed-ups that this device supports, in order; none on a CPU. Raises ConfigError."""
+    """Returns the requested speed-ups in order, if this device supports them; none on a CPU. Raises ConfigError."""
     if not wanted:
         return ()
     if not device.is_accelerator:
@@ -43,7 +41,7 @@ def speedups_for(wanted: Sequence[str], device: Device, is_deterministic: bool, 
 
 
 def sped_up(attention: Attention, speedups: Sequence[str]) -> Attention:
-    """Returns the attention for fused layers with these speed-ups."""
+    """Returns the attention with these speed-ups, for fused layers."""
     attend = attention.attend_batch
     if PDL in speedups and attend is not None and attention.name in OF_TRITON:
         attend = partial(attend, pdl=True)
@@ -51,5 +49,5 @@ def sped_up(attention: Attention, speedups: Sequence[str]) -> Attention:
 
 
 def numerics_name(attention: str, speedups: Sequence[str]) -> str:
-    """Returns the name of an attention with the speed-ups that change results, for `Numerics`."""
+    """Returns the name of an attention, followed by the speed-ups that change results, for `Numerics`."""
     return " + ".join((attention, *(name for name in OF_NUMBERS if name in speedups)))

@@ -1,9 +1,9 @@
 """Probability masses as integers: their sums are exact in any order, so every device keeps and draws the same tokens.
 
-A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It is computed with only
-additions and multiplications in double, each rounded separately, so numpy, torch and Triton
-(cuda/sampling/draw_kernels.py) get the same bits, while their libraries' functions differ in the last bits. Knows
-nothing of how tokens are chosen.
+A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It is computed only with
+additions and multiplications of doubles, each rounded separately. So numpy, torch and Triton
+(cuda/sampling/draw_kernels.py) get the same bits, although their libraries' functions differ in the last bits. Does not
+choose tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 MASS_BITS: Final = 42  # the sum for two million equally likely tokens fits 64 bits
 MAX_VOCAB_SIZE: Final = 1 << 21
-AT_ONCE: Final = 1 << 14  # values that numpy computes with while they are in the cache
+AT_ONCE: Final = 1 << 14  # values that numpy processes together, so that they stay in the cache
 LOG2_E: Final = 1.4426950408889634
-LEAST_EXPONENT: Final = -60.0  # masses are zero long before
+LEAST_EXPONENT: Final = -60.0  # masses are already zero below -43
 ROUNDER: Final = 6755399441055744.0  # 1.5 * 2 ** 52: adding and subtracting it rounds to the nearest integer
-# ln(2) ** k / k!, for powers of -0.5 to 0.5: the error is below 1e-12. Written out, because libraries' powers differ.
+# ln(2) ** k / k!, for exponents of -0.5 to 0.5: the error is below 1e-12. Constants, since libraries' powers differ.
 TAYLOR: Final = (
     0.6931471805599453,
     0.24022650695910072,
@@ -36,10 +36,10 @@ TAYLOR: Final = (
 
 
 def fixed_masses(values: Any, best: Any, inverse_temperature: Any) -> Any:
-    """Returns the masses of logits [num_rows, num_tokens] float32 in rows with maxima `best`, int64.
+    """Returns the masses, int64, of logits [num_rows, num_tokens] float32; `best` are the maxima of the rows.
 
     `best` and `inverse_temperature`, both [num_rows], and the logits are all from numpy or all from torch. -inf has
-    mass 0; no logit may be NaN or above its row's best.
+    mass 0; no logit may be NaN or above its row's `best`.
     """
     assert values.shape[1] <= MAX_VOCAB_SIZE, f"{values.shape[1]} tokens; exact sums support {MAX_VOCAB_SIZE}"
     factor = (_double(inverse_temperature) * LOG2_E)[:, None]
@@ -54,7 +54,7 @@ def fixed_masses(values: Any, best: Any, inverse_temperature: Any) -> Any:
 
 
 def _masses(values: Any, best: Any, factor: Any) -> Any:
-    """Returns the masses of [num_rows, num_tokens]; `best` and `factor` are [num_rows, 1], in double."""
+    """Returns the masses of [num_rows, num_tokens]; `best` and `factor` are [num_rows, 1] doubles."""
     exponent = _double(values) - best
     exponent *= factor
     exponent = exponent.clip(min=LEAST_EXPONENT)
@@ -84,7 +84,7 @@ def _whole(numbers: Any) -> Any:
 
 
 def sums_by_bin(bins: NDArray[np.int64], masses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the exact sum of masses in each bin; numpy sums doubles, which hold each half of the bits."""
+    """Returns the exact sum of masses in each bin. numpy sums doubles, so each half of the bits is summed apart."""
     half = MASS_BITS // 2
     high, low = np.bincount(bins, masses >> half), np.bincount(bins, masses & ((1 << half) - 1))
     found: NDArray[np.int64] = (high.astype(np.int64) << half) + low.astype(np.int64)

@@ -1,1 +1,1 @@
-"""The runner's view of a loaded model, and the fused models made from transformers' modules."""
+"""The runner's interface to a loaded model, and fused models made from transformers' modules."""

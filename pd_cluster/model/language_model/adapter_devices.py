@@ -1,4 +1,4 @@
-"""Chooses how a model's LoRA adapters are computed on accelerators: kernels on CUDA, plain products elsewhere."""
+"""Chooses how accelerators compute a model's LoRA adapters: with kernels on CUDA, with plain products elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 
 def place_adapters(places: LoraTargets, settings: AdapterSettings, device: Device, dtype: str) -> None:
-    """Moves the computation of adapters to an accelerator; call it before any adapter is loaded."""
+    """Makes an accelerator compute the adapters; call it before any adapter is loaded."""
     if device.traits.runs_triton and has_triton():
         to_tables(places, settings, device, dtype)
     else:
@@ -28,5 +28,5 @@ def to_tables(places: LoraTargets, settings: AdapterSettings, device: Device, dt
 
 
 def are_in_tables(model: CausalLM) -> bool:
-    """Whether graphs can capture the launches of adapters."""
+    """Whether adapters are in tables, so that graphs can capture their kernel launches."""
     return model.adapters is not None and model.adapters.places.rows.has_tables

@@ -1,5 +1,6 @@
-"""The architectures whose layers are fused, described by their differences from Llama. Only this module knows their
-names.
+"""The architectures whose layers can be fused, described by their differences from Llama.
+
+Their names appear only in this module.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
 from pd_cluster.model.layers.rope.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, complex_tables, doubled_tables, turn
 
-# The norms of a layer: field of FusedLayer -> name of the module.
+# The norms of a layer: field of FusedLayer -> name of the module in transformers.
 BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BEFORE_FEED_FORWARD = {"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 BEFORE_EACH_HALF_OF_LFM = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
@@ -31,7 +32,7 @@ def own_window(attention: Any) -> int | None:
 
 
 def models_window(attention: Any) -> int | None:
-    """All layers attend through the window of the config."""
+    """Uses the config's window in all layers."""
     return own_window(attention.config)
 
 
@@ -44,7 +45,7 @@ def one_rope(attention: Any) -> str:
 
 
 def rope_of_its_type(attention: Any) -> str:
-    """Sliding and full layers have different ropes."""
+    """Uses a different rope for sliding and for full layers."""
     kind: str = attention.layer_type
     return kind
 
@@ -59,7 +60,7 @@ def rope_if_used(attention: Any) -> str:
 
 
 def rope_if_sliding(attention: Any) -> str:
-    """Full layers are not rotated, unless all layers are full."""
+    """Rotates only sliding layers, but all layers if all are full."""
     return WHOLE_MODEL if attention.sliding_window is None or attention.is_sliding else NO_ROPE
 
 
@@ -68,12 +69,12 @@ def no_rope(attention: Any) -> str:
 
 
 def rope_if_of_its_type(attention: Any) -> str:
-    """The config names the kind of positions (Granite 4)."""
+    """Uses rope if the config names it as the kind of positions (Granite 4)."""
     return WHOLE_MODEL if attention.config.position_embedding_type == "rope" else NO_ROPE
 
 
 class Multipliers(NamedTuple):
-    """Factors of the embeddings and of each half's contribution, and the divisor of logits."""
+    """Factors of the embeddings and of what each half of a layer adds, and the divisor of the logits."""
 
     embeddings: float = 1.0
     residual: float = 1.0
@@ -89,7 +90,7 @@ def multipliers_of_granite(config: Any) -> Multipliers:
 
 
 def multipliers_of_minicpm(config: Any) -> Multipliers:
-    """MiniCPM's embedding module applies its own factor."""
+    """Has no factor of embeddings, because MiniCPM's embedding module applies it."""
     return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
 
 
@@ -114,20 +115,20 @@ def if_interleaved(config: Any) -> bool:
 class Quirks:
     """Differences of an architecture from Llama that its modules do not reveal.
 
-    `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms are rounded after the multiplication, not before.
-    `norms`: the norms of a layer, by their position. `norms_span_heads`: the norms of queries and keys treat all heads
-    as one vector. `window`, `rope`: a layer's window, and the kind of layer whose rope it uses, from its attention
-    module.
-    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: so does the rope
-    of an indexer, with the same tables. `turn`: calls the rotary embedding.
-    `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
-    `multipliers`: the config's factors, which other architectures may have without effect.
-    `activation`: replaces the config's. `mlp`: the name of a layer's second half; `has_second_half`: each layer has
-    one, instead of being only an attention, a state or an MLP. `router`: its name in a sparse block.
-    `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the parts
-    around the layers.
-    `only_with`: config values that the kernels require for this architecture. If a version of transformers lacks the
-    field, its modules have that value.
+    `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms round after the multiplication, not before it.
+    `norms`: the names of a layer's norms, by field. `norms_span_heads`: the norms of queries and keys treat all heads
+    as one vector. `window`, `rope`: return, for an attention module, its window and the kind of layer whose rope it
+    uses.
+    `pairs_neighbours`: whether rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: whether
+    an indexer's rope, with the same tables, does. `turn`: the function that calls the rotary embedding.
+    `caps_scores`: attention applies the config's softcap. `multipliers`: returns the config's factors. In other
+    architectures these config fields may have no effect.
+    `activation`: replaces the config's activation. `mlp`: the name of a layer's second half; `has_second_half`: every
+    layer has one; otherwise a layer is only an attention, a state or an MLP. `router`: the name of a sparse block's
+    router. `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the
+    modules before and after the layers.
+    `only_with`: config values that the kernels require. If a version of transformers lacks the field, its modules have
+    that value.
     """
 
     adds_one: bool = False

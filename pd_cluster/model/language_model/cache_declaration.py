@@ -1,8 +1,9 @@
-"""Finds out from a loaded model's modules what each layer keeps per sequence. Takes no size from a config.
+"""Reads from a loaded model's modules what each layer keeps per sequence. Takes no size from a config.
 
-One token passes through the model. Afterwards transformers' cache holds one tensor per plane for each layer, and a
-recording attention has received its arguments. If the arguments are larger than the cache, the layer rebuilds heads
-from what it keeps (latent attention). From this follow groups of layers, each with its own pool.
+One token passes through the model while its attention is replaced by one that records its arguments. Afterwards
+transformers' cache holds one tensor per plane for each layer. If a layer's arguments are larger than its cache, the
+layer rebuilds heads from what it keeps (latent attention). These caches determine the groups of layers, each with its
+own pool.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pd_cluster.model.layers.states.state_planes import StateParts, parts_of, st
 from pd_cluster.wire import Plane
 
 NAME = "pd_cluster_declaring"
-INDEXED = "indexed_attention"  # in transformers, the type of layers with an indexer that chooses keys
+INDEXED = "indexed_attention"  # transformers' type of layers with an indexer, which chooses keys
 STATE_DTYPE = "float32"  # the dtype of states, whatever the model's dtype
 NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of a layer's attention; `window`: the tokens that a token attends to, 0 for all."""
+    """The arguments of a layer's attention; `window`: how many tokens a token attends to, 0 for all."""
 
     keys: torch.Tensor  # [1, num_heads, num_tokens, width]
     value_width: int
@@ -52,8 +53,9 @@ _seen: ContextVar[Seen] = ContextVar("_seen")
 class LayerCache:
     """The cache of a layer: `num_heads` vectors per plane for every token, and `state` for the whole sequence.
 
-    A layer has both, one or none: planes () mean no keys and values. `window`: the tokens that a token attends to,
-    including itself; 0: all. `reads`: the layer whose keys and values a layer without its own attends to.
+    A layer may have either, both or none; empty `planes` mean no keys and values. `window`: how many tokens a token
+    attends to, including itself; 0: all. `reads`: if the layer has no keys and values of its own, the layer whose keys
+    and values it attends to.
     """
 
     num_heads: int = 0
@@ -69,21 +71,21 @@ class LayerCache:
 
     @property
     def apart_from_index(self) -> LayerCache:
-        """Returns the cache per token without the index plane; layers of a group must be alike in this part."""
+        """Returns the cache per token without the index plane, which may differ between the layers of a group."""
         return LayerCache(self.num_heads, tuple(plane for plane in self.planes if plane.name != INDEX))
 
 
 def caches_of(model: Any) -> tuple[LayerCache, ...]:
-    """Returns the cache of each layer on this rank. Raises ModelError if a layer keeps neither planes nor a known
-    state.
+    """Returns the cache of each layer on this rank.
 
-    Layers with the same window have equal planes, and all layers with a state have equal states.
+    Raises ModelError if a layer keeps neither planes nor a known state, if layers with the same window have different
+    planes, or if layers have different states.
     """
     seen = Seen()
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), _recording(model, seen):
         output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **_mask(model, token_ids))
-    cache = output.get("cache", output.get("past_key_values"))  # transformers 5.24 has renamed this output
+    cache = output.get("cache", output.get("past_key_values"))  # renamed in transformers 5.24
     modules = state_modules(model)
     found = tuple(_cache_of(model, index, layer, seen, modules) for index, layer in enumerate(cache.layers))
     _check_alike(model.config.model_type, found)
@@ -103,12 +105,12 @@ def _check_alike(model_type: str, caches: Sequence[LayerCache]) -> None:
 
 
 def _all_planes(caches: Sequence[LayerCache]) -> tuple[Plane, ...]:
-    """Returns the planes of all layers, each name once, in their order within a layer."""
+    """Returns the planes of all layers without duplicate names, in their order within a layer."""
     return tuple({plane.name: plane for cache in reversed(caches) for plane in cache.planes}.values())
 
 
 def _mask(model: Any, token_ids: torch.Tensor) -> dict[str, Any]:
-    """Returns the mask that an indexer requires; transformers makes it only for attentions that it knows."""
+    """Returns the attention mask that an indexer requires. transformers creates it only for its own attentions."""
     if not is_indexed(model.config):
         return {}
     return {"attention_mask": {INDEXED: torch.zeros(1, 1, 1, 1, device=token_ids.device)}}
@@ -143,13 +145,13 @@ def layouts_of(
     draft_head: str = "",
     split_windows: bool = False,
 ) -> tuple[KVLayout, ...]:
-    """Returns the layouts of a model's groups of layers: the group of all tokens, of windows, and of states.
+    """Returns the layouts of a model's groups of layers: one that keeps all tokens, one for windows, one for states.
 
-    `dtype`: for pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
-    writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window get
-    their own group if others attend to all tokens and there is no draft head; layers with a larger window stay with the
-    others. Raises ConfigError for a dtype that cannot hold such vectors, ModelError for layers that one pool cannot
-    hold.
+    `dtype`: for the pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
+    writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window form
+    their own group if other layers attend to all tokens and there is no draft head. Layers with a larger window stay
+    with the others. Raises ConfigError for a dtype that cannot hold the vectors, and ModelError for layers that one
+    pool cannot hold.
     """
     attending = [index for index, each in enumerate(caches) if each.planes]
     if not attending:
@@ -167,8 +169,8 @@ def layouts_of(
 
 
 def least_layouts(caches: Sequence[LayerCache], block_size: int, dtype: str) -> tuple[KVLayout, ...]:
-    """Returns the layouts with the fewest groups that can hold the model: windows are split only if their
-    planes differ.
+    """Returns the layouts with the fewest groups that can hold the model: windows form their own group only if their
+    planes differ from the others'.
     """
     kept = {each.apart_from_index for each in caches if each.planes}
     return layouts_of(caches, block_size, dtype, split_windows=len(kept) > 1)
@@ -222,7 +224,7 @@ def _layout_of_keys(
 
 
 def _check_dtype(layout: KVLayout) -> None:
-    """Raises ConfigError for vectors that a pool of the layout's dtype cannot hold."""
+    """Raises ConfigError if a pool of the layout's dtype cannot hold the layout's vectors."""
     dtype, flag = layout.dtype, called("kv_cache_dtype")
     if layout.has_index and dtype in CODE_BITS:
         raise ConfigError(f"{flag} {dtype}: the index keys of this model cannot be quantized; use auto")
@@ -270,9 +272,7 @@ def _planes_of(
 
 
 def _state_of(place: str, layer: Any, module: torch.nn.Module | None) -> StateParts | None:
-    """Returns the state of a layer as its module declares it. Raises ModelError if transformers' cache holds
-    another.
-    """
+    """Returns the state of a layer as its module declares it. Raises ModelError if transformers' cache differs."""
     if not getattr(layer, "is_conv_states_initialized", None):
         return None
     shapes = [

@@ -1,6 +1,6 @@
-"""The runner's view of a loaded model: takes a ForwardBatch, returns logits of its sampled rows.
+"""The interface of a loaded model to the runner: it takes a ForwardBatch and returns logits of its sampled rows.
 
-`PlainCausalLM` calls transformers' own forward; fused_lm.py runs the same layers in its own loop. Neither knows
+`PlainCausalLM` calls transformers' own forward; fused_lm.py runs the same layers in its own loop. Neither uses
 requests or files.
 """
 
@@ -33,11 +33,11 @@ from pd_cluster.model.parallel.expert_modules import ParallelExperts
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.vision.vision_experts import ModalityExperts
 
-WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their layers do not pass the batch on
+WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their layers do not pass on the batch
 
-PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # method of transformers' models; no batch here is padded
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # transformers' method; batches here have no padding
 
-NO_POSITIONS = RopeLimit(why_not="no proof shows that this model supports them")
+NO_POSITIONS = RopeLimit(why_not="no check at load shows that this model supports them")
 
 
 class CausalLM(Protocol):
@@ -45,32 +45,32 @@ class CausalLM(Protocol):
     kernels: str  # name of the kernels in use, for the log
     attention: str  # name of the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may have
-    key_order: str  # order of a head's features in the KV pool
-    # [head_dim] int64: indexes of the model's features in that order; None: unchanged.
+    key_order: str  # order of a head's features in the KV pool, by name
+    # [head_dim] int64: in the pool's order, the model's indexes of the features; None: the same order.
     key_features: torch.Tensor | None
     embedding_factor: float  # factor of embeddings before the first layer
     adapters: Adapters | None  # None: loaded without support for adapters
     caches: tuple[LayerCache, ...]  # the cache of each layer on this rank
-    bf16_way: str  # how bfloat16 weights are multiplied with float32 activations; "": not used
+    bf16_way: str  # how bfloat16 weights are multiplied with float32 activations; "": they are not
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
 
-        Sets the states of `batch.hidden`, if it is set, on every rank; they remain None if the model has no module
-        below its output layer. When it returns on rank 0, every rank has written; on accelerators, once rank 0's device
-        has reached that point.
-        On ranks other than 0 the logits cover this rank's part of the vocabulary.
+        Fills in the states of `batch.hidden`, if it is set, on every rank; they remain None if the model has no module
+        below its output layer. When the call returns on rank 0, all ranks have written to their pools; on accelerators,
+        they have once rank 0's device reaches that point. On other ranks the logits cover only the rank's part of the
+        vocabulary.
         """
 
     def take_part(self) -> None:
-        """Computes this rank's experts for a step of the unit's other members, without own rows.
+        """Computes this rank's experts for a step of the unit's other members, when this member has no rows.
 
-        For models whose experts are exchanged among instances, layer by layer, in the same order on all of them.
+        Only for models whose experts are exchanged among instances: layer by layer, in the same order on all of them.
         """
 
 
 class PlainCausalLM:
-    """transformers' forward, with attention through the function that the loader registered."""
+    """Runs transformers' forward; its attention is the function that the loader registered."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class PlainCausalLM:
         logn: LogN | None = None,
         rope_limit: RopeLimit | None = None,
     ) -> None:
-        """`caches`: the model's own, if they are known. `vocab_size`: the whole model's, if this is one rank's share.
+        """`caches`: the layers' caches, if known. `vocab_size`: the whole model's, if this is one rank's share.
 
-        `rope_limit` None: requests cannot have their own positions.
+        `rope_limit` None: requests cannot have rotary positions of their own.
         """
         self.config, self.caches = model.config, caches or caches_of(model)
         self.adapters: Adapters | None = None
@@ -114,7 +114,7 @@ class PlainCausalLM:
         for module in model.modules():
             if type(module).__name__ in WITHOUT_BATCH_ARGUMENT:
                 module.register_forward_pre_hook(WeakHook(self._remind), with_kwargs=True)
-            if hasattr(module, PADDING_CHECK):  # it would wait for the device in each step
+            if hasattr(module, PADDING_CHECK):  # this check would wait for the device in each step
                 setattr(module, PADDING_CHECK, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -152,7 +152,7 @@ class PlainCausalLM:
 
     @cached_property
     def _experts(self) -> list[ParallelExperts]:
-        """Returns the blocks of experts. It may be read only if this model is not fused: fusing takes their weights."""
+        """Returns the blocks of experts. Not for a fused model, because fusing removes their weights."""
         return [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
 
     def _set_batch(self, batch: ForwardBatch | None) -> None:
@@ -168,7 +168,7 @@ class PlainCausalLM:
             block.rows = None if images is None else images.experts
 
     def take_deep_features(self) -> None:
-        """Adds the features that pictures contribute to the residual stream after its layers (DeepStack)."""
+        """Makes each layer add the pictures' features for that layer to the residual stream (DeepStack)."""
         for layer_idx, layer in enumerate(self.model.model.layers):
             layer.register_forward_hook(partial(WeakHook(self._deepen), layer_idx))
 
@@ -177,11 +177,11 @@ class PlainCausalLM:
             self._batch.images.deepen(output[0], layer_idx)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Joins the ranks' shares of the output layer's logits to […, vocab_size]."""
+        """Gathers the logits of all ranks, each for its part of the vocabulary, as […, vocab_size]."""
         return self._group.gather(logits)[..., : self._vocab_size]
 
     def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Stores the requested rows of the output layer's input, transformers' `last_hidden_state`."""
+        """Stores the requested rows of the output layer's input, which transformers calls `last_hidden_state`."""
         if self._batch is not None and (hidden := self._batch.hidden) is not None:
             hidden.states = output[0][0, hidden.rows]
 

@@ -1,4 +1,4 @@
-"""Makes the attention of a fused layer from a transformers module, whose projections are removed."""
+"""Makes the attention of a fused layer from a transformers module, and removes the module's projections."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def heads_attention(
 
 
 def _gates_last(heads: Heads, rows: torch.Tensor | None) -> torch.Tensor:
-    """Returns the order of QKV rows that moves the gates, stored after each head's query, to the end.
+    """Returns the order of QKV rows that moves the gates to the end; the files store them after each head's query.
 
-    `rows`: the order of QKV rows without gates.
+    `rows`: the order of the other rows.
     """
     num_heads, dim = heads.num_heads, heads.head_dim
     queries, gates = torch.arange(2 * num_heads * dim).view(num_heads, 2, dim).unbind(1)
@@ -57,7 +57,7 @@ def _gates_last(heads: Heads, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def _factors(attention: Any, heads: Heads) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """Returns the factor of all keys, if there is one (Falcon-H1), with the columns of keys in the rows of QKV."""
+    """Returns the factor of the keys with their columns in the rows of QKV; () if there is none (Falcon-H1)."""
     factor = float(getattr(attention, "key_multiplier", 1.0))
     first = heads.num_heads * heads.head_dim
     keys = slice(first, first + heads.num_kv_heads * heads.head_dim)
@@ -97,7 +97,7 @@ def latent_attention(
 
 
 def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> Indexer:
-    """`order`: the new order of the rotated features; None: unchanged."""
+    """`order`: the new order of the rotated features; None: unchanged order."""
     assert isinstance(maker.ops, SparseOps)
     module, rope_width = attention.indexer, attention.qk_rope_head_dim
     num_heads, width = module.weights_proj.out_features, module.wk.out_features
@@ -155,7 +155,7 @@ def _spanning(
 
 
 def _spanning_norm(module: Any, ops: Ops, quirks: Quirks) -> Callable[[torch.Tensor], torch.Tensor]:
-    if isinstance(module, SpanningNorm):  # normed together with the other ranks
+    if isinstance(module, SpanningNorm):  # computed together with the other ranks
         return module
     norm = norm_of(module, quirks)
     return lambda x: ops.norm(x, norm)

@@ -1,4 +1,4 @@
-"""Makes the second half of a fused layer from transformers modules, whose weights are removed."""
+"""Makes the second half of a fused layer from transformers modules, and removes their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.model.layers.packed_modules import rows_apart
 from pd_cluster.model.parallel.expert_modules import ParallelExperts
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-SHARED = "shared_mlp"  # a module of the layer, in addition to its experts or instead of them (Granite 4)
+SHARED = "shared_mlp"  # in addition to a layer's experts, or instead of them (Granite 4)
 MULTIPLIER = "gate_multiplier"
 
 
@@ -29,8 +29,9 @@ def activation_name(config: Any) -> str:
 
 
 def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Removes the module with this name, an MLP or a sparse block, and its shared MLP from a layer; returns
-    them fused.
+    """Fuses a layer's module with this name, an MLP or a sparse block, and the layer's shared MLP, if there is one.
+
+    Removes both from the layer.
     """
     mlp, shared = getattr(layer, name, None), getattr(layer, SHARED, None)
     path = maker.of("mlp" if name == quirks.mlp else name)
@@ -47,20 +48,20 @@ def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker
 
 
 def is_ungated(mlp: Any) -> bool:
-    """Whether an MLP, or each of its experts, is ungated: one product, an activation, another product."""
+    """Whether an MLP, or each of its experts, has no gate: one product, an activation, another product."""
     inner = getattr(mlp, "experts", mlp)
     return hasattr(inner, "up_proj") and not hasattr(inner, "gate_proj")
 
 
 def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Returns the MLP as a function, [num_rows, hidden_size] to the same shape."""
+    """Returns the MLP as a function from [num_rows, hidden_size] to the same shape."""
     activation = quirks.activation or ACTIVATIONS.get(activation_name(config))
     own = getattr(mlp, "experts", None)
     if isinstance(own, ParallelExperts):
         mlp.experts = own.inner
     if is_ungated(mlp):
         return _ungated(mlp, quirks, maker)
-    if activation is None:  # no kernel for the activation: use the module itself, on a batch of one sequence
+    if activation is None:  # no kernel for the activation: call the module itself, with a batch of one
         if maker.adapters is not None:
             maker.adapters.take_over(mlp, maker.path)
         if isinstance(own, ParallelExperts) and maker.experts is not None:
@@ -92,7 +93,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
 
 
 def _block(mlp: Any, quirks: Quirks, activation: Activation, maker: LayerMaker) -> Rows:
-    """Removes router and experts from a sparse block; records the block if this rank has a share of the experts."""
+    """Makes a sparse block from its router and experts; records it if this rank has only a share of the experts."""
     router, blocks = ExpertRouter.of(mlp, quirks.router), maker.experts
     if blocks is None:
         return maker.ops.experts(router, _experts(mlp, quirks), activation)
@@ -112,7 +113,7 @@ def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
 
 
 def _ungated(mlp: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Uses relu2, the squared positive part, the only activation of such MLPs (Nemotron-H)."""
+    """Makes an MLP or a sparse block without gates. Their only activation is relu2, a squared relu (Nemotron-H)."""
     if not hasattr(mlp, "experts"):
         first, last = maker.joined(mlp, ("up_proj",)), maker.joined(mlp, ("down_proj",))
         return lambda x: last(squared_relu(first(x)))
@@ -136,7 +137,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 class UngatedExperts:
-    """A sparse block of ungated experts, perhaps with narrower rows; see `_ungated`."""
+    """A sparse block of experts without gates. Its experts may take narrower rows than the block."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class UngatedExperts:
         ends: tuple[Linear | None, Linear | None],
         share: ExpertShare | None = None,
     ) -> None:
-        """`ends`: the projections to narrower rows, and back. `share`: see `Experts`."""
+        """`ends`: the projections to narrower rows and back; None: not narrower. `share`: see `Experts`."""
         self._router, self._routing, self._layers = router.linear(), router.routing, layers
         self._narrow, self._wide = ends
         self._own = None if share is None else RankExperts(share, len(router.weight))

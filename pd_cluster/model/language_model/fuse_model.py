@@ -1,7 +1,7 @@
-"""Fuses transformers' loaded modules into layers: QKV as one linear, gate and up as one; packs weights on CPU.
+"""Fuses the modules of a loaded model into layers: QKV as one linear, gate and up as one; packs weights on CPU.
 
-Handles known architectures only (architecture_quirks.py); others stay unchanged. Works layer by layer and drops each
-plain weight once it is packed, so that the peak of memory stays near one copy.
+Only the architectures in architecture_quirks.py are fused; others stay unchanged. Each plain weight is dropped as soon
+as it is packed, layer by layer, so that peak memory stays near one copy of the model.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pd_cluster.native.packed_products import bf16_way
 
 log = logging.getLogger(__name__)
 
-ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; models without rotated layers have none
+ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; a model without rope has none
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known and, on CPU, computes in float32 (including mixed_precision.py).
+    """Whether the architecture is known and, on CPU, computes in float32 (also with mixed_precision.py).
 
     Recurrent layers also need kernels: see fuse_states.has_kernels.
     """
     if not is_known(type(model), model.config) or any(
         isinstance(module, ModalityExperts) for module in model.modules()
     ):
-        return False  # text tokens and picture tokens have different experts
+        return False  # text tokens and picture tokens use different experts
     return is_narrow(model) or all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
 
 
@@ -59,7 +59,7 @@ def is_known(architecture: type[Any], config: Any) -> bool:
 
 
 def why_not_deterministic(model: Any) -> str:
-    """Returns the part of a model whose modules sum in an order that depends on the batch; "" if there is none."""
+    """Returns a phrase for the part of a model whose order of sums depends on the batch; "" if there is none."""
     if not can_fuse(model):
         return f"{type(model).__name__}'s layers are not fused"
     if any(isinstance(module, SpanningNorm) for module in model.modules()):
@@ -73,10 +73,10 @@ def why_not_deterministic(model: Any) -> str:
 
 
 def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -> FusedCausalLM:
-    """Takes the model apart: afterwards its linear layers and the mapping of its files are gone.
+    """Fuses the model and takes it apart: afterwards `model` has no linear layers and no mapping to its files.
 
     `served.adapters`: collects the linear layers that can have adapters. `share`: the model is one rank's share, with
-    the share installed; the fused model computes its own sums over ranks.
+    the share installed; the fused model sums over the ranks by itself.
     """
     if share is not None:
         share.remove(model)
@@ -111,7 +111,7 @@ def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeT
 
 
 def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: RankShare | None) -> ModelEnds:
-    """Takes the parts around the layers, first the output layer, which may be packed from the embedding's rows."""
+    """Removes the parts around the layers, first the output layer, which may be packed from the embedding's rows."""
     config, inner, adapters = model.config, model.model, maker.adapters
     embedding = getattr(inner, quirks.embedding)
     tied = model.lm_head.weight is embedding.weight
@@ -121,7 +121,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
         head = adapters.attach_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     is_wide = is_narrow(embedding)
-    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight or its own
+    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
@@ -151,7 +151,7 @@ def _divided(head: Linear, divisor: float) -> Linear:
 
 
 def _progress(layers: Any) -> Iterator[Any]:
-    """Shows a progress bar on a terminal; otherwise logs one line."""
+    """Yields the layers with a progress bar on a terminal; otherwise logs one line."""
     on_terminal = sys.stderr.isatty()
     if not on_terminal:
         log.info("packing the weights of %d layers", len(layers))
@@ -174,7 +174,7 @@ def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | N
 def _first_half(
     layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
 ) -> LayerAttention:
-    """Returns the attention, the state, or both side by side."""
+    """Returns the layer's attention, its state, or both side by side."""
     states, attentions = list[LayerAttention](), list[LayerAttention]()
     for name, module in mixers_of(layer):
         own = maker.of(name)

@@ -1,4 +1,4 @@
-"""Makes the recurrent layers of a fused model from transformers modules, whose projections are removed."""
+"""Makes the recurrent layers of a fused model from transformers modules, and removes the modules' projections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_recurrent(module: Any) -> bool:
 
 
 def attends(module: Any) -> bool:
-    """Whether the module is an attention over keys and values, or latents."""
+    """Whether the module is an attention over keys and values, or over latents."""
     return not is_recurrent(module) and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "kv_b_proj"))
 
 
@@ -56,7 +56,7 @@ def _fits(module: Any, ops: Ops) -> bool:
 
 
 def recurrent(module: Any, maker: LayerMaker) -> LayerAttention:
-    """Makes a layer from a module that `is_recurrent`."""
+    """Makes a layer from a module for which `is_recurrent` is true."""
     parts = parts_of(module)
     if parts.recurrence == "short_conv":
         layer = _layer(module, parts, None, maker.ops, has_silu=False)
@@ -88,7 +88,7 @@ def _layer(
 
 
 def _delta(module: Any, parts: StateParts, gate: Any, norm: GatedNorm) -> GatedDelta:
-    """`gate`: has the parameters of the decays."""
+    """`gate`: the module with the parameters of the decays."""
     assert parts.recurrent is not None
     num_heads, key_width, value_width = parts.recurrent
     rates = gate.A_log.detach().float().exp().flatten()
@@ -108,9 +108,9 @@ def _gated_delta(module: Any, parts: StateParts, maker: LayerMaker) -> GatedStat
 
 
 def _apart(module: Any) -> torch.Tensor:
-    """Returns the order that groups the rows of Qwen3-Next's projections by output instead of by key head.
+    """Returns the order that groups the rows of Qwen3-Next's projections by output, not by key head.
 
-    The new order is q, k, v, z, a, b; the files have q, k, v, z for each key head, followed by b, a for each key head.
+    The new order is q, k, v, z, a, b. In the files, q, k, v, z of each key head come first, then b, a of each key head.
     """
     keys, share = module.num_k_heads, module.num_v_heads // module.num_k_heads
     widths = [module.head_k_dim, module.head_k_dim, share * module.head_v_dim, share * module.head_v_dim]
@@ -166,6 +166,6 @@ def _mamba2(module: Any, parts: StateParts, maker: LayerMaker) -> GatedState:
 
 
 def _convolved_first(*widths: int) -> torch.Tensor:
-    """Returns the order that puts the second of three parts first."""
+    """Returns the order that moves the second of three parts to the front."""
     first, second, third = (torch.arange(start, stop) for start, stop in pairwise(accumulate((0, *widths))))
     return torch.cat((second, first, third))

@@ -1,4 +1,4 @@
-"""A fused model: the layers taken from transformers' modules, in its own loop. Knows no requests or files."""
+"""A fused model, which runs the layers made from transformers' modules in its own loop. Uses no requests or files."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class WholeDecoder(Protocol):
     """Computes all layers of a step in one call."""
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it supports this batch."""
+        """Whether the decoder supports this batch."""
 
     def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Updates x; returns the last layer's pending addition to x."""
+        """Updates x in place; returns what the last layer still has to add to x."""
 
 
 @runtime_checkable
 class DecoderMaker(Protocol):
-    """`Ops` that may compute all layers in one call."""
+    """`Ops` that may be able to compute all layers in one call."""
 
     def decoder(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
         """Returns the decoder; None: the layers are computed one by one."""
@@ -46,10 +46,10 @@ class ModelEnds:
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     ropes: RopeTables
-    norm: Norm | None  # None: `head` applies it, and hidden states are those before the norm
+    norm: Norm | None  # None: `head` applies it, and hidden states precede the norm
     head: Linear
     vocab_size: int  # the whole model's
-    embedding_factor: float = 1.0  # already applied by `embed`
+    embedding_factor: float = 1.0  # applied by `embed`
     bf16_way: str = ""  # see CausalLM
     # Only in a draft head: joins the embedding to x.
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -57,7 +57,7 @@ class ModelEnds:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Facts about a model that the loader collects before it is taken apart."""
+    """Facts about a model that the loader collects before the model is taken apart."""
 
     caches: tuple[LayerCache, ...]
     rope_limit: RopeLimit = NO_POSITIONS
@@ -66,7 +66,7 @@ class Served:
 
 
 class FusedCausalLM:
-    """Updates the residual stream x in place; the output of half a layer is added before the next norm."""
+    """Updates the residual stream x in place. The output of half a layer is added to x together with the next norm."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class FusedCausalLM:
             block.take_part()
 
     def _last_logits(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Computes the second half of the last layer for the rows that are read; returns logits."""
+        """Computes the second half of the last layer, only for the rows whose results are requested; returns logits."""
         hidden, last = batch.hidden, self.layers[-1]
         rows = batch.sample_rows if hidden is None else hidden.kept
-        if self._experts is not None and self._experts.are_exchanged:  # this layer exchanges all rows, too
+        if self._experts is not None and self._experts.are_exchanged:  # all rows must be exchanged in this layer, too
             delta = self._after_attention(last, x, attended)
             x, delta = x[rows], delta[rows]
         else:
@@ -160,7 +160,7 @@ class FusedCausalLM:
         return self.ops.decoder(layers) if is_alone and isinstance(self.ops, DecoderMaker) else None
 
     def _decoded(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Computes all layers in one call, or in one call between two taps; returns the pending addition to x."""
+        """Computes all layers in one call, or in one call per stretch between taps; returns the pending addition."""
         taps = batch.taps
         if taps is None or not taps.layers:
             assert self.decoder is not None
@@ -169,7 +169,7 @@ class FusedCausalLM:
             edges = [0, *taps.layers, len(self.layers)]
             found = [self._joined(self.layers[first:stop]) for first, stop in itertools.pairwise(edges) if first < stop]
             parts = self._parts[taps.layers] = [part for part in found if part is not None]
-            assert len(parts) == len(found)  # the joined decoder can be split
+            assert len(parts) == len(found)  # a decoder for all layers implies one for each part
         if taps.layers[0] == 0:
             taps.states.append(x.clone())
         delta = parts[0](x, ropes, batch)
@@ -179,7 +179,7 @@ class FusedCausalLM:
         return delta
 
     def _tapped(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Computes the second half of the last layer for all rows and taps their final states; returns logits."""
+        """Computes the second half of the last layer for all rows and records their final states; returns logits."""
         assert batch.taps is not None
         x = self._added(x, self._after_attention(self.layers[-1], x, attended), self._norm)
         batch.taps.states.append(x)
@@ -203,7 +203,7 @@ class FusedCausalLM:
         ropes: dict[str, Rope],
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Adds the pending delta to x; returns the output of the layer's attention."""
+        """Adds the pending `delta` to x; returns the output of the layer's attention."""
         return layer.attention.attend(self._added(x, delta, layer.input_norm), ropes, batch)
 
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -214,14 +214,14 @@ class FusedCausalLM:
         return self._delta(layer, layer.mlp(self._added(x, delta, layer.mlp_norm)), layer.post_mlp_norm)
 
     def _added(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
-        """Adds the pending delta to x in place; returns x normed."""
+        """Adds the pending `delta` to x in place; returns the norm of x."""
         if norm is None:
             return x if delta is None else x.add_(delta)
         normed = self.ops.norm(x, norm) if delta is None else self.ops.add_norm(x, delta, norm)
         return normed if self.adapters is None else self.adapters.places.norms.change(self.ops, norm, x, normed)
 
     def _delta(self, layer: FusedLayer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """Returns the addition to the residual stream, given this rank's part of half a layer's output."""
+        """Returns the addition to the residual stream, from this rank's part of the output of half a layer."""
         delta = self._group.sum(output)
         if norm is not None:
             delta = self._added(delta, None, norm)
@@ -229,6 +229,6 @@ class FusedCausalLM:
 
 
 def _tap(taps: AuxiliaryStates | None, layer_idx: int, x: torch.Tensor, delta: torch.Tensor | None) -> None:
-    """Records the residual stream that enters a layer, if a draft head reads it. `delta`: the pending addition."""
+    """Records the input of a layer, the residual stream, if a draft head reads it. `delta`: the pending addition."""
     if taps is not None and layer_idx in taps.layers:
         taps.states.append(x.clone() if delta is None else x + delta)

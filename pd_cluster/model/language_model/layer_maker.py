@@ -1,4 +1,4 @@
-"""Takes the linear layers and norms out of a transformers module, as functions with adapters."""
+"""Removes the linear layers and norms of a transformers module, and makes layers with adapters from them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pd_cluster.model.layers.ops import Norm, Ops
 from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.lora.lora_targets import LoraTargets
 
-# Names of the layers in gated MLPs: gates and ups, which may already be joined, and the layer after them.
+# Names of the linear layers in gated MLPs: gate and up, which may already be joined, and the layer that follows.
 GATE_UP = (("gate_up_proj",), ("gate_proj", "up_proj"), ("input_linear",), ("w1", "w3"))
 DOWN = ("down_proj", "output_linear", "w2")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes the linear layers of one decoder layer, with adapters if adapters are enabled."""
+    """Makes the linear layers of one decoder layer, with adapters if these are enabled."""
 
     ops: Ops
     adapters: LoraTargets | None
     path: str
-    experts: ExpertBlocks | None = None  # records the blocks of which this rank has a share
+    experts: ExpertBlocks | None = None  # records blocks of experts that this rank shares with others
 
     def of(self, name: str) -> LayerMaker:
         return replace(self, path=f"{self.path}.{name}")
 
     def joined(self, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
-        """Removes the linear layers of the first choice that the module has; returns them joined into one."""
+        """Removes the module's linear layers, named by the first matching choice; returns them joined into one."""
         names = next(names for names in choices if hasattr(module, names[0]))
         modules = {name: getattr(module, name) for name in names}
         found = self.ops.linear(joined(*modules.values(), rows=rows))
-        if len(names) == 1:  # layers that are joined have whole rows on every rank
+        if len(names) == 1:  # joined layers have whole rows on every rank
             found = between_ranks(modules[names[0]], found)
         if self.adapters is not None:
             features = {name: (each.out_features, each.in_features) for name, each in modules.items()}
@@ -47,7 +47,7 @@ class LayerMaker:
         return found
 
     def norm(self, module: Any, name: str, quirks: Quirks) -> Norm:
-        """Removes a norm over whole rows from the module."""
+        """Removes a norm from the module; returns it. The norm must be over whole rows."""
         found = getattr(module, name)
         norm = norm_of(found, quirks)
         if self.adapters is not None:
@@ -69,7 +69,7 @@ class LayerMaker:
 
 
 def norm_of(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
-    """`order`: the order of a head's features, if the norm is over them."""
+    """`order`: the order of a head's features, if the norm is over heads."""
     weight = norm_weight(module.weight.detach().clone(), quirks)
     if order is not None:
         weight = weight[order.to(weight.device)]
@@ -77,7 +77,7 @@ def norm_of(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> N
 
 
 def norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
-    """Returns the factor that a norm multiplies by, from its weight in the files."""
+    """Returns the factor by which a norm multiplies, from the stored weight."""
     if quirks.adds_one:
-        return 1.0 + weight.float()  # in 16 bits the sum would lose the weight
+        return 1.0 + weight.float()  # in 16 bits, adding 1 would round away the weight
     return weight.float() if quirks.scales_in_float32 else weight

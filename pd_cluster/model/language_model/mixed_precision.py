@@ -1,6 +1,6 @@
 """bfloat16 on a CPU: matrices stay in 16 bits; everything else, including activations and sums, is float32.
 
-Only for models whose layers are fused; transformers' modules would compute in bfloat16 throughout, which CPUs emulate.
+Only fused models can do this: transformers' modules would compute in bfloat16 throughout, which CPUs emulate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.native.packed_products import bf16_way
 
 
 def is_narrow(model: torch.nn.Module) -> bool:
-    """Whether this is a bfloat16 model on a CPU with kernels for bfloat16."""
+    """Whether this is a bfloat16 model on a CPU for which there are bfloat16 kernels."""
     parameters = list(model.parameters())
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     has_any = ("cpu", torch.bfloat16) in kinds
@@ -37,7 +37,7 @@ def _is_matrix(module: torch.nn.Module, name: str) -> bool:
 
 
 class WideEmbedding(torch.nn.Module):
-    """Looks up bfloat16 rows and returns them in float32, scaled by the embedding factor of the architecture."""
+    """Looks up bfloat16 rows and returns them in float32, multiplied by the architecture's embedding factor."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A hook for a module that calls an object holding the module, without a reference cycle: both are freed at once."""
+"""A module's hook that calls a method of the module's owner, without a reference cycle: both are freed at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WeakHook:
-    """Calls a bound method, or does nothing after its object was freed."""
+    """Calls a bound method; does nothing once the method's object has been freed."""
 
     __slots__ = ("_method",)
 

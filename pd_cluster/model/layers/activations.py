@@ -1,8 +1,8 @@
-"""Activation functions whose result for a value does not depend on its position in a tensor.
+"""Activation functions whose result for a value does not depend on the value's position in a tensor.
 
-On CPUs torch's own sigmoid, silu and tanh-gelu compute full vectors in one way and the remainder of a thread's part in
-another. So a row's bits would depend on the other rows and on the number of threads. torch's exp, tanh, sums, products
-and quotients have no such difference. On accelerators torch's own functions are used.
+On CPUs torch's own sigmoid, silu and tanh-gelu compute full vectors differently from the remainder of each thread's
+part. So a row's bits would depend on the other rows and on the number of threads. torch's exp, tanh, sums, products and
+quotients have no such difference. On accelerators torch's own functions are used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _logistic(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Converts 16-bit x to float32, so that results are rounded only once, at the end."""
+    """Converts 16-bit x to float32, so that the result is rounded only once, at the end."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 class Elementwise(torch.nn.Module):
-    """One of these functions as a replacement for a module of transformers or torch."""
+    """A module that applies one of these functions, and replaces a module of transformers or torch."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -54,5 +54,5 @@ class Elementwise(torch.nn.Module):
         return self._function(x)
 
 
-# By class name of the module.
+# By class name of the replaced module.
 REPLACEMENTS = {"SiLU": silu, "SiLUActivation": silu, "GELUTanh": gelu_tanh, "Sigmoid": sigmoid}

@@ -1,8 +1,8 @@
-"""The experts of a rank, and how it computes them for rows of other instances. Knows no layers and no files.
+"""The experts of a rank, and how it computes them for rows of other instances. Independent of layers and files.
 
-A rank has whole experts. The ranks of one instance add up their experts' outputs in the all-reduce that ends the layer
-anyway. The instances of a unit exchange rows: each rank receives the rows of all members, computes its experts, and
-returns the results to the rows' owners.
+A rank has whole experts. The ranks of one instance add up their experts' outputs in the all-reduce at the end of the
+layer. The instances of a unit exchange rows: each rank receives the rows of all members, computes its experts for them,
+and returns the results to the members that own the rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ExpertExchange(Protocol):
-    """One rank's end of the exchange between the members of a unit that have the same tensor-parallel index.
+    """One rank's part of the exchange between the members of a unit: ranks with the same tensor-parallel index.
 
-    All ends call `gather` and then `combine` once per layer with experts, with any number of rows, including 0.
+    All of them call `gather` and then `combine` once per layer with experts, with any number of rows, including 0.
     """
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the same tensors of all members, concatenated in order.
+        """Returns these tensors of all members, concatenated in order.
 
         x [num_rows, hidden_size] has the dtype of activations; chosen is int64, weights float32, both [num_rows,
         top_k].
@@ -43,21 +43,21 @@ class ExpertExchange(Protocol):
 
 
 class ExpertUnit(ExpertExchange, Protocol):
-    """An exchange whose ends must connect first.
+    """An exchange whose members must connect first.
 
-    `rows`: the rows of each member in the next step; None: every member has the same number of rows, as in the proof at
+    `rows`: the number of rows of each member in the next step; None: the same for every member, as in the proof at
     load.
     """
 
     rows: Sequence[int] | None
 
     def form(self) -> None:
-        """Returns once all members have loaded their weights and before anything is computed. Raises InstanceLost."""
+        """Returns when all members have loaded their weights; nothing may be computed before. Raises InstanceLost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertShare:
-    """This rank's experts: the share of `rank` among `size` ranks; `exchange` None: no unit of instances."""
+    """This rank's share of the experts: number `rank` of `size` ranks. `exchange` None: no unit of instances."""
 
     rank: int
     size: int
@@ -77,8 +77,8 @@ class ExpertShare:
         return list(range(self.rank * num_own, (self.rank + 1) * num_own))
 
     def local_numbers(self, num_experts: int) -> torch.Tensor:
-        """Returns [num_experts] int64: each expert's index on this rank; experts of other ranks get an index past the
-        end.
+        """Returns [num_experts] int64: for each expert its index among this rank's experts, or, if another rank has it,
+        an index past the end.
         """
         own = self.own(num_experts)
         found = torch.full((num_experts,), len(own), dtype=torch.int64)
@@ -87,18 +87,18 @@ class ExpertShare:
 
 
 class RankExperts:
-    """One block's experts on this rank, by the expert indexes that the block's router chooses."""
+    """One block's experts on this rank, addressed by the expert indexes that the block's router chooses."""
 
     def __init__(self, share: ExpertShare, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
-        """`num_experts`: the number of experts that the router knows. `dtype`: of the indexes that `compute` takes."""
+        """`num_experts`: how many experts the router chooses from. `dtype`: of the indexes that `compute` takes."""
         self._local, self._exchange = share.local_numbers(num_experts).to(dtype), share.exchange
         self._no_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def through(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the experts' outputs for x [num_rows, hidden_size].
 
-        `compute` takes rows, indexes of this rank's experts, and weights; it ignores indexes past the end. With an
-        exchange, it computes the rows of all members, and the partial results of all members are added up.
+        `compute` takes rows, indexes among this rank's experts, and weights; it ignores indexes past the end. With an
+        exchange it computes the rows of all members and adds up the members' partial results.
         """
         if self._exchange is None:
             return compute(x, self._numbers(chosen), weights)
@@ -110,8 +110,9 @@ class RankExperts:
         return self._exchange.combine(own)
 
     def take_part(self, compute: Compute) -> None:
-        """Computes only rows of the unit's other members. A call with own rows, as in the proof at load, must come
-        first.
+        """Computes only rows of the unit's other members.
+
+        A call of `through` must come first, as in the proof at load: it provides the shapes.
         """
         assert self._no_rows is not None
         self.through(compute, *self._no_rows)
@@ -119,7 +120,7 @@ class RankExperts:
     def _numbers(self, chosen: torch.Tensor) -> torch.Tensor:
         if self._local.device != chosen.device:
             self._local = self._local.to(chosen.device)
-        # index_select gathers: indexing by tensors may make the host wait for an NPU.
+        # Indexing by tensors may make the host wait for an NPU; index_select does not.
         return self._local.index_select(0, chosen.flatten()).view(chosen.shape)
 
 
@@ -128,12 +129,12 @@ class UnitExperts(Protocol):
     """A block of experts that is spread over a unit."""
 
     def take_part(self) -> None:
-        """Computes this rank's experts for rows of the unit's other members, without rows of its own."""
+        """Computes this rank's experts for rows of the unit's other members, when it has no rows of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """The blocks of a model whose experts this rank shares with others, in layer order."""
+    """A model's blocks of experts, in layer order, if this rank shares the experts with other ranks."""
 
     share: ExpertShare
     blocks: list[UnitExperts] = field(default_factory=list)
@@ -145,5 +146,5 @@ class ExpertBlocks:
     def note(self, block: object) -> None:
         """Records the next block if it takes part in an exchange."""
         if self.are_exchanged:
-            assert isinstance(block, UnitExperts)  # `Ops` without an exchange refuse earlier
+            assert isinstance(block, UnitExperts)  # `Ops` without an exchange have raised an error before
             self.blocks.append(block)

@@ -1,7 +1,7 @@
-"""The weights of experts in the same forms as linear layers: their parts, stacked over experts.
+"""The weights of experts, in the same forms as those of linear layers, with their parts stacked over experts.
 
-Files store experts fused, `experts.gate_up_proj` with a leading dimension of experts, or one by one. Here both become
-one stack per product, from which `Ops.experts` takes packed layers or matrices.
+Files store experts either fused, as `experts.gate_up_proj` with a leading dimension of experts, or separately. Here
+both become one stack per product, from which `Ops.experts` makes packed layers or matrices.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
-MOST_WAITING = 1 << 20  # values between two products: as many may wait until the ranks join them
+MOST_WAITING = 1 << 20  # as many values between the two products may wait until the ranks join them
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """One linear layer of every expert; each part is [num_experts, …]. `rows`: the order of its output features."""
+    """One linear layer of every expert; each part is [num_experts, …]. `rows`: the new order of output features."""
 
     form: WeightForm
     parts: Tensors
@@ -44,7 +44,7 @@ class ExpertStack:
         return self.form.weight.of(self.parts, self.dtype).out_features
 
     def reordered(self, rows: torch.Tensor) -> ExpertStack:
-        """Returns the stack with these output features of each expert, in this order; copies nothing yet."""
+        """Returns a stack with the output features of each expert in this order; copies nothing yet."""
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
     def expert(self, index: int) -> LinearWeight:
@@ -56,9 +56,9 @@ class ExpertStack:
         return [_linear(self.expert(index)) for index in range(len(self))]
 
     def whole(self) -> LinearWeight:
-        """Returns the weights of all experts as one value, whose matrix and bias have a leading dimension of experts.
+        """Returns the weights of all experts as one value. Its matrix and bias have a leading dimension of experts.
 
-        Plain weights are not copied unless they are reordered.
+        Plain weights are copied only if they are reordered.
         """
         return self._weight(self.parts)
 
@@ -70,7 +70,7 @@ class ExpertStack:
     def stacked(cls, form: WeightForm, experts: Sequence[Sequence[Tensors]], dtype: torch.dtype) -> ExpertStack:
         """Joins each expert's layers (gate and up) along their output features, then stacks the experts.
 
-        Raises ModelError if a part without output features differs between the layers of an expert.
+        Raises ModelError if gate and up have different values of a part that has no output features.
         """
         parts = {}
         for name in experts[0][0]:
@@ -99,7 +99,7 @@ def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> 
 class ExpertWeights:
     """The two products: `gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
 
-    `Ops.experts` expects gates before ups; some architectures interleave them. `rows`: `down` takes whole rows and is
+    `Ops.experts` expects gates before ups, which some architectures interleave. `rows`: `down` takes whole rows and is
     one rank's share.
     """
 
@@ -112,7 +112,7 @@ class ExpertWatch(Protocol):
     """Receives the rows that each expert of a block computes, before it computes them."""
 
     def begin_block(self, num_rows: int) -> bool:
-        """Starts a block. Returns whether its experts must be computed one by one."""
+        """Starts a block; returns True if its experts must be computed one by one."""
 
     def choose(self, rows: torch.Tensor) -> None: ...
 
@@ -120,12 +120,12 @@ class ExpertWatch(Protocol):
 class ExpertLayers:
     """The two products of every expert in a block.
 
-    `shape`: hidden_size, and the number of features between the products. `order`: the output order of the first
-    product, see ExpertStack. `rows`: the second product takes whole rows; see ExpertWeights.
+    `shape`: hidden_size, and the number of features between the products. `order`: the order of the first product's
+    outputs, see ExpertStack. `rows`: the second product takes whole rows; see ExpertWeights.
     """
 
     def __init__(self, weights: ExpertWeights, activation: int | None = None) -> None:
-        """`activation`: the activation's number in the C kernels, which then compute all experts at once."""
+        """`activation`: its number in the C kernels, which then compute all experts at once; None: no C kernels."""
         self.rows = weights.rows
         self.gate_ups, self.downs = weights.gate_up.linears(), weights.down.linears()
         hidden_size = weights.down.out_features
@@ -152,9 +152,9 @@ class ExpertLayers:
 
 
 class UnpackedExperts(torch.nn.Module):
-    """Experts of a transformers model with weights in a form that transformers does not know.
+    """Experts of a transformers model whose weights are in a form that transformers does not support.
 
-    `inner` is the module of transformers without its weights.
+    `inner`: transformers' module without its weights.
     """
 
     def __init__(self, inner: Any, gate_up: WeightTensors, down: WeightTensors, rows: WholeRows | None = None) -> None:
@@ -169,7 +169,7 @@ class UnpackedExperts(torch.nn.Module):
         return gated
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Computes like PackedExperts, for the proof at load; experts are packed before the model serves."""
+        """Computes like PackedExperts. Only for the proof at load; experts are packed before the model serves."""
         held = experts_of(self)
 
         def gate_up(index: int) -> Linear:
@@ -183,14 +183,14 @@ class UnpackedExperts(torch.nn.Module):
 
 
 def are_experts(module: Any) -> bool:
-    """Whether this is an experts module of transformers: fused weights, and a method for the activation."""
+    """Whether this is an experts module of transformers: it has fused weights and a method for the activation."""
     if not all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate", "gate_up_proj")):
         return False
     return module.gate_up_proj.dim() == 3 and not getattr(module, "has_post_expert_norm", False)
 
 
 def experts_of(module: Any) -> ExpertWeights:
-    """Returns the weights of a transformers experts module, without a copy, in the form of its files."""
+    """Returns the weights of a transformers experts module in the form of its files, without copying."""
     if isinstance(module, UnpackedExperts):
         gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
         return ExpertWeights(gate_up, down, module.rows)
@@ -214,11 +214,11 @@ def apply_experts(
     watch: ExpertWatch | None = None,
     rows: WholeRows | None = None,
 ) -> torch.Tensor:
-    """Passes each row through the experts that its router chose, in index order.
+    """Passes each row through the experts that its router chose, in order of the experts' indexes.
 
     Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores indexes past the last expert. `layers`
-    return an expert's two products; `watch` receives each expert's rows. `rows`: the second product takes whole rows,
-    which the ranks join for many experts at once; all ranks have the same `chosen`.
+    return an expert's two products; `watch` receives each expert's rows. `rows`: the second product takes whole rows.
+    The ranks, which all have the same `chosen`, then join the rows of many experts at once.
     """
     gate_up, down = layers
     result = torch.zeros_like(x)
@@ -239,7 +239,7 @@ def apply_experts(
 
 @dataclass(frozen=True, slots=True)
 class _PendingExpert:
-    """An expert between its two products: the rows that chose it, and the column of `chosen` for each."""
+    """An expert between its two products: the rows that chose it, and for each its column in `chosen`."""
 
     index: int
     places: tuple[torch.Tensor, ...]
@@ -254,13 +254,13 @@ def _add_experts(
     watch: ExpertWatch | None,
     whole: WholeRows | None,
 ) -> None:
-    """Adds the outputs of the waiting experts, times their weights, and empties `waiting`."""
+    """Adds the weighted outputs of the experts in `waiting` to `result`, and empties `waiting`."""
     inners = [each.inner for each in waiting]
     if whole is not None:
         inners = list(torch.split(whole.gathered(torch.cat(inners)), [len(inner) for inner in inners]))
     for each, inner in zip(waiting, inners, strict=True):
         rows, rank = each.places
-        if watch is not None and whole is not None:  # another expert's rows were chosen last
+        if watch is not None and whole is not None:  # `choose` was last called for another expert
             watch.choose(rows)
         result.index_add_(0, rows, down(each.index)(inner).mul_(weights[rows, rank, None]))
     waiting.clear()

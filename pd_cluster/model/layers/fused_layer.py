@@ -1,8 +1,8 @@
 """A decoder layer in parts: an attention, an MLP, and the norms around them.
 
-An attention is one object that owns its projections and its part of the KV cache: it writes each token's entry to the
-pool, then attends. `HeadsAttention` stores keys and values; `LatentAttention` (MLA) stores the latents of all heads'
-keys and values; the layers in states/recurrent_layers.py store one state per sequence instead.
+An attention object owns its projections and its part of the KV cache: it writes each token's entry to the pool, then
+attends. `HeadsAttention` stores keys and values; `LatentAttention` (MLA) stores the latents of all heads' keys and
+values; the layers in states/recurrent_layers.py store one state per sequence instead.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class LayerAttention(Protocol):
         """The output projection, which maps the result of `attend` to [num_rows, hidden_size]."""
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Maps normed rows [num_tokens, hidden_size] to the outputs of each token's heads, concatenated.
+        """Maps normed rows [num_tokens, hidden_size] to the concatenated outputs of each token's heads.
 
-        It first writes these tokens' cache entries to the batch's pool. `ropes`: the step's tables by kind of layer.
+        First writes these tokens' cache entries to the batch's pool. `ropes`: the step's tables by kind of layer.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
-    """Attention with heads of queries, keys and values, which one projection computes.
+    """Attention with heads. One projection, `qkv`, computes queries, keys and values.
 
-    `rope`: the kind of layer whose tables rotate the heads. `spanning`: norms of parts of the `qkv` rows, each over all
-    its heads.
+    `rope`: the kind of layer whose tables rotate the heads. `spanning`: norms that apply to parts of the `qkv` rows,
+    each across all heads of the part.
     """
 
     heads: Heads
@@ -57,7 +57,7 @@ class HeadsAttention:
 
 @dataclass(frozen=True, slots=True)
 class GatedHeadsAttention:
-    """HeadsAttention whose head outputs are multiplied by the sigmoid of gates, which `qkv` computes after the
+    """HeadsAttention with gates: the sigmoid of a gate multiplies each output; `qkv` computes the gates after the
     values.
     """
 
@@ -76,9 +76,9 @@ class GatedHeadsAttention:
 class LatentAttention:
     """Attention over the latents of all heads' keys and values (MLA), with absorbed queries.
 
-    `down` computes the queries, or their low-rank input, followed by the latent and its rotated part. With
-    `query_norm`, `up` computes the queries from that input; otherwise `down` has computed them. `indexer` chooses the
-    keys for this layer and for later layers without an indexer.
+    `down` computes the queries (or their low-rank input), followed by the latent and its rotated part. With
+    `query_norm`, `up` computes the queries from the low-rank input. `indexer` chooses the keys for this layer and for
+    later layers without an indexer.
     """
 
     latents: Latents
@@ -106,7 +106,7 @@ class LatentAttention:
 class FusedLayer:
     """One decoder layer. The two `post_*` norms apply to what each half adds to the residual stream.
 
-    Without `input_norm` and `mlp_norm` the halves read the residual stream without a norm.
+    Without `input_norm` and `mlp_norm` the halves read the residual stream itself.
     """
 
     attention: LayerAttention

@@ -1,4 +1,4 @@
-"""Computes the second half of a layer: one gated MLP, or experts that a router chooses."""
+"""Computes the second half of a layer: a gated MLP, or experts that a router chooses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pd_cluster.model.layers.packed_linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packed_modules import rows_apart
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # from gpt-oss; constants in the kernels
-MLP_NBYTES_AT_ONCE = 8 << 20  # the most bytes of gate and up together
-MLP_LEAST_ROWS = 256  # with fewer rows, repeated reads of the weights would cost more than small temporaries save
+SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # from gpt-oss; the kernels use the same constants
+MLP_NBYTES_AT_ONCE = 8 << 20  # upper limit for gate and up together
+MLP_LEAST_ROWS = 256  # with fewer rows, reading the weights again costs more than smaller temporaries save
 
 
 class Gates(Protocol):
@@ -41,17 +41,17 @@ class FewRows(Protocol):
 
 @runtime_checkable
 class GatesFewRows(Protocol):
-    """`Ops` that may compute the first half of an MLP in one kernel, for few rows."""
+    """`Ops` that may have one kernel for the first half of an MLP with few rows."""
 
     def few_rows_gate(self, gate_up: Linear, activation: Activation) -> FewRows | None:
-        """Returns the kernel for `gate_up`, the joint layer of gate and up; None: there is no such kernel."""
+        """Returns the kernel for `gate_up`, the joint layer of gate and up, or None if there is none."""
 
 
 class GatedMLP:
     """Computes down(activation(gate(x)) * up(x)) for a limited number of rows at a time.
 
-    The intermediate result is a large temporary; glibc maps each temporary of 32 MiB or more anew, which takes longer
-    than the computation.
+    Otherwise the intermediate result would be a large temporary. glibc maps each temporary of 32 MiB or more anew,
+    which takes longer than the computation.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GatedMLP:
         intermediate_size: int,
         needs_all: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`needs_all`: whether the layers must see all rows of a step together."""
+        """`needs_all`: whether the layers must process all rows of a step together."""
         self.gate_up, self.down, self._ops, self.activation = gate_up, down, ops, activation
         self._needs_all = needs_all
         self._few = ops.few_rows_gate(gate_up, activation) if isinstance(ops, GatesFewRows) else None
@@ -71,11 +71,11 @@ class GatedMLP:
 
     @property
     def is_special(self) -> bool:
-        """Whether few rows use a kernel instead of `gate_up`, the activation and `down`."""
+        """Whether one kernel replaces `gate_up` and the activation for few rows."""
         return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Twice as many rows are still below glibc's limit, and one piece is faster than two.
+        # Up to twice as many rows stay below glibc's limit, and one piece is faster than two.
         if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)
@@ -94,16 +94,16 @@ class GatedMLP:
 class Routing:
     """How router logits become weights, all in float32: score the experts, choose `top_k`, then renormalise and scale.
 
-    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice only. The
-    experts form `num_groups` equal groups; only the `top_groups` best groups take part, ranked by their best expert or,
-    with `best_two`, by the sum of their best two. The chosen scores are divided by their sum plus `epsilon`, or by
-    `least_sum` if that is larger (`renormalise`), and multiplied by `scale`. A softmax over the chosen logits alone
-    (gpt-oss) equals a renormalised one.
+    Scores are a softmax over all experts or, with `sigmoid`, sigmoids. `choice_bias` [num_experts] is added only for
+    the choice. The experts form `num_groups` equal groups, and only the `top_groups` best groups take part. Groups are
+    ranked by their best expert or, with `best_two`, by the sum of their two best. With `renormalise`, the chosen scores
+    are divided by their sum plus `epsilon`, or by `least_sum` if that is larger. Finally they are multiplied by
+    `scale`. A softmax over only the chosen logits (gpt-oss) is the same as a renormalised softmax over all.
     """
 
     top_k: int
     renormalise: bool = True
-    round_weights: bool = False  # to the dtype of the rows, as most softmax routers do
+    round_weights: bool = False  # to the rows' dtype, as most softmax routers do
     sigmoid: bool = False
     choice_bias: torch.Tensor | None = None
     num_groups: int = 1
@@ -112,20 +112,20 @@ class Routing:
     epsilon: float = 0.0
     least_sum: float = 0.0
     scale: float = 1.0
-    in_float32: bool = False  # computes the router's product in float32, too
+    in_float32: bool = False  # computes the router's product in float32
 
     @property
     def is_plain(self) -> bool:
-        """Whether the routing is only a softmax, its largest scores, and perhaps their renormalisation."""
+        """Whether the routing only chooses the largest softmax scores and, if set, renormalises them."""
         has_more = self.sigmoid or self.choice_bias is not None or self.top_groups < self.num_groups
         return not has_more and (self.epsilon, self.least_sum, self.scale) == (0.0, 0.0, 1.0)
 
     def weigh(self, logits: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k].
 
-        `dtype`: the rows'; None: the logits'.
+        `dtype`: the dtype of the rows; None: the dtype of the logits.
         """
-        numbers = logits.float()  # in 16 bits, experts would have equal scores
+        numbers = logits.float()  # in 16 bits, different experts would often have equal scores
         scores = sigmoid(numbers) if self.sigmoid else numbers.softmax(-1)
         if self.is_plain:
             weights, chosen = scores.topk(self.top_k, dim=-1)
@@ -139,7 +139,7 @@ class Routing:
         return (weights.to(dtype or logits.dtype).float() if self.round_weights else weights), chosen
 
     def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the scores that decide the choice: minus infinity in groups that take no part."""
+        """Returns the scores by which experts are chosen: minus infinity in groups that take no part."""
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         if self.top_groups == self.num_groups:
             return wanted
@@ -159,14 +159,14 @@ class ExpertRouter:
 
     @classmethod
     def of(cls, block: Any, name: str = "gate") -> ExpertRouter:
-        """Reads the router with this name from a sparse block of transformers."""
+        """Reads the router called `name` from a sparse block of transformers."""
         gate = getattr(block, name)
         bias: torch.Tensor | None = getattr(gate, "bias", None)
         return cls(gate.weight.detach(), None if bias is None else bias.detach(), _routing(block, gate))
 
     def linear(self) -> Linear:
-        """Returns the product. On CPU, padding aligns its rows where their scores would otherwise depend on their
-        places.
+        """Returns the product. On CPU its rows are aligned by padding if a score would otherwise depend on its place in
+        memory.
         """
         weight = self.weight.float() if self.routing.in_float32 else self.weight
         if self.routing.sigmoid and packs(weight):
@@ -184,7 +184,7 @@ def _routing(block: Any, gate: Any) -> Routing:
             return routing
         return replace(routing, num_groups=int(gate.num_group), top_groups=int(gate.topk_group))
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
-    statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 has it there, MiniMax-M2 and Hy3 in the block
+    statics = getattr(gate, "moe_statics", block)  # in ERNIE 4.5 the gate has this; in MiniMax-M2 and Hy3 the block
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
     if kind == "Lfm2MoeTopKRouter":
         bias = block.expert_bias.detach().float() if block.use_expert_bias else None
@@ -206,9 +206,9 @@ def _routing(block: Any, gate: Any) -> Routing:
 
 
 class Experts:
-    """A sparse block: each row goes through the `top_k` experts that its router rates highest.
+    """A sparse block: each row passes through the `top_k` experts that its router scores highest.
 
-    `share`: the layers are this rank's experts, and their output is its part of a sum over ranks.
+    `share`: the layers are only this rank's experts, and the output is this rank's part of a sum over ranks.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class SharedExpert:
     """Adds the output of a shared expert, perhaps weighted by a gate, to the output of the chosen experts."""
 
     def __init__(self, experts: Linear, shared: Linear, gate: Linear | None = None) -> None:
-        """`gate` maps [num_rows, hidden_size] to [num_rows, 1], the logits of the weights; None: the weight is 1."""
+        """`gate` maps [num_rows, hidden_size] to [num_rows, 1], the logits of the weights; None: all weights are 1."""
         self._experts, self._shared, self._gate = experts, shared, gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The weight of a linear layer: a value that is read in some form, sliced for a rank, joined, and used in products.
 
-A form is a set of named tensors. The parallel plan slices the features of a layer; a form maps these features to
-dimensions of its tensors. So a new form (packed words, scales, zeros) is an entry of the table of forms and a class
-with the methods of `LinearWeight`; plan, loader, fused layers and experts know nothing of it.
+A form is a set of named tensors. The parallel plan slices the features of a layer, and the form tells which dimensions
+of its tensors hold these features. So a new form (packed words, scales, zeros) needs only an entry in the table of
+forms and a class with the methods of `LinearWeight`; plan, loader, fused layers and experts do not depend on it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Tensors = Mapping[str, torch.Tensor]  # by part name
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One tensor of a linear layer, with its dimensions of output and input features; None: it has no such dimension.
+    """One tensor of a linear layer, with its dimensions of output and input features; None: no such dimension.
 
-    A dimension may hold fewer elements than there are features: words, or groups that share a scale. It is sliced
-    between elements only. `is_added`: the part is added to the product once, so of the ranks that sum their products
-    only one has it.
+    A dimension may have fewer elements than there are features, because an element is a word or a group that shares a
+    scale. Slices contain whole elements. `is_added`: the part is added to the product once, so only one of the ranks
+    that sum their products has it.
     """
 
     outputs: int | None
@@ -34,11 +34,11 @@ class WeightPart:
 
 
 class LinearWeight(Protocol):
-    """The complete weight of a linear layer. `rows` are output features."""
+    """The complete weight of a linear layer. `rows`: indexes of output features."""
 
     @classmethod
     def of(cls, parts: Tensors, dtype: torch.dtype) -> Self:
-        """Returns the weight of these parts, for activations of `dtype`. Leading dimensions may be stacks."""
+        """Makes the weight from its parts, for activations of `dtype`. Leading dimensions may be stacks."""
 
     @property
     def out_features(self) -> int: ...
@@ -52,19 +52,19 @@ class LinearWeight(Protocol):
         """Returns the layer whose output is the concatenation of the outputs of `parts`."""
 
     def reordered(self, rows: torch.Tensor) -> Self:
-        """Returns the layer with these output features in this order; `rows` [num_rows] int64.
+        """Returns the layer with the output features `rows` [num_rows] int64, in this order.
 
         Raises ModelError, naming the form, if the form stores several output features together.
         """
 
     def linear(self) -> Linear:
-        """Returns the layer that computes with the weight. The caller drops its own reference to the weight."""
+        """Returns the layer that computes with the weight; the caller then drops its own reference to the weight."""
 
     def reference(self) -> Linear:
-        """Returns a slower layer that computes in another way, for the proof at load."""
+        """Returns a slower layer that computes the product differently, for the proof at load."""
 
     def matrix(self) -> torch.Tensor:
-        """Returns the weight as a matrix, [..., out_features, in_features]; without a copy if it is stored as one."""
+        """Returns the weight as a matrix, [..., out_features, in_features], without a copy if it is stored so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class PlainWeight:
 
     @classmethod
     def join(cls, parts: Sequence[PlainWeight]) -> PlainWeight:
-        """Joins weights; if only some have a bias, the others get zeros."""
+        """Joins weights; if only some have a bias, the others get a bias of zeros."""
         if len(parts) == 1:
             return parts[0]
         weight = torch.cat([part.weight for part in parts])
@@ -112,8 +112,8 @@ class PlainWeight:
 class WeightForm:
     """`parts`: the tensors of a layer in safetensors files, by the last component of their names.
 
-    A layer has all parts except perhaps those that are added. `rounds_activations`: activations are rounded to codes,
-    some of which change with the last bits of earlier results.
+    A layer has all parts; only parts that are added may be missing. `rounds_activations`: activations are rounded to
+    codes; the last bits of earlier results can change a code.
     """
 
     parts: Mapping[str, WeightPart]
@@ -128,7 +128,7 @@ PLAIN = WeightForm(
 
 
 class WeightTensors(torch.nn.Module):
-    """The tensors of a weight as buffers, which move to a device with their model and keep their dtypes."""
+    """The tensors of a weight as buffers, which move to a device with their model but keep their dtypes."""
 
     def __init__(self, form: WeightForm, tensors: Tensors, dtype: torch.dtype) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class WeightTensors(torch.nn.Module):
 
 
 class UnpackedLinear(torch.nn.Module):
-    """A linear layer of a transformers model with a weight in a form that transformers does not know.
+    """A linear layer of a transformers model whose weight is in a form that transformers does not support.
 
     `rows`: the layer takes whole rows, and this is one rank's share; see `between_ranks`.
     """
@@ -158,20 +158,20 @@ class UnpackedLinear(torch.nn.Module):
         self.weight = no_weight(shape, parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Used only in the proof at load: layers are packed before they serve.
+        # Only for the proof at load: layers are packed before the model serves.
         return between_ranks(self, self.parts.value.reference())(x)
 
 
 def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a placeholder for code that reads a weight's dtype; it occupies one value's memory.
+    """Returns a placeholder with the memory of one value, for code that reads a weight's dtype.
 
-    Computing with it yields NaN, and the model is refused.
+    A computation with it yields NaN, so that the model is refused.
     """
     return torch.full((), torch.nan, dtype=dtype).expand(*shape)
 
 
 def weight_of(module: torch.nn.Module) -> LinearWeight:
-    """Returns the weight of a loaded linear layer, in the form of its files."""
+    """Returns the weight of a loaded linear layer in the form of its files."""
     if isinstance(module, UnpackedLinear):
         return module.parts.value
     plain: Any = module
@@ -179,7 +179,9 @@ def weight_of(module: torch.nn.Module) -> LinearWeight:
 
 
 def between_ranks(module: torch.nn.Module, linear: Linear) -> Linear:
-    """Returns `linear`, made of the module's weight, with the gather of inputs over ranks that the module may need."""
+    """Returns `linear`, made from the module's weight; if the module needs it, inputs are first gathered from all
+    ranks.
+    """
     rows = module.rows if isinstance(module, UnpackedLinear) else None
     return linear if rows is None else rows.around(linear)
 

@@ -1,7 +1,7 @@
-"""Operations of a fused decoder: the interface, and its implementation in torch.
+"""The operations of a fused decoder: their interface, and an implementation in torch.
 
-kernels/cpu/ops.py implements it in C, for float32, kernels/cuda/ops.py in Triton. Rows are tokens: activations are
-[num_tokens, features]; norms compute in float32.
+kernels/cpu/ops.py implements them in C, for float32, and kernels/cuda/ops.py in Triton. Rows are tokens: activations
+are [num_tokens, features]. Norms compute in float32.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root-mean-square norm. If an architecture multiplies by 1 + w, `weight` is that sum, in float32.
+    """Root-mean-square norm. If an architecture multiplies by 1 + w, `weight` is 1 + w in float32.
 
-    A normed value is rounded to the weight's dtype before the multiplication.
+    A normed value is rounded to the weight's dtype before it is multiplied.
     """
 
     weight: torch.Tensor  # [features]
@@ -50,8 +50,8 @@ class Heads:
     softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key with value zero (gpt-oss)
-    first_key: int = 0  # earlier slots are masked; only the C kernels support values other than 0
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of an additional key whose value is zero (gpt-oss)
+    first_key: int = 0  # earlier slots are masked; nonzero only with the C kernels
 
     @property
     def scoring(self) -> sdpa.Scoring:
@@ -64,7 +64,7 @@ class Latents:
 
     layer_idx: int
     norm: Norm  # applied to the latent
-    keys: torch.Tensor  # [num_heads, width of a query without its rotated part, width]
+    keys: torch.Tensor  # [num_heads, query_width, width]
     values: torch.Tensor  # [num_heads, width, value_width]
     rope_width: int
     scaling: float
@@ -89,9 +89,9 @@ class Latents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """cos and sin for a step's tokens, each [num_tokens, head_dim]; both halves of a row are the same.
+    """cos and sin for a step's tokens, each [num_tokens, head_dim]; the two halves of a row are equal.
 
-    Their dtype is that of the activations, or float32: then the rotation is rounded once, at its end.
+    Their dtype is the activations' or float32. With float32 the rotation is rounded only once, at the end.
     """
 
     cos: torch.Tensor
@@ -102,17 +102,17 @@ Rows = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden_size] -> [num
 
 
 class Ops(Gates, Protocol):
-    """`is_capturable`: on an accelerator the host never reads from the device, so graphs can capture all operations."""
+    """`is_capturable`: on an accelerator the host never reads from the device, so graphs can capture everything."""
 
     name: str
     attention: str  # name of the attention in use, for the log
     is_capturable: bool
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Returns the layer that computes with this weight; the caller drops its own references to the weight."""
+        """Returns the layer that computes with this weight; the caller then drops its references to the weight."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Returns x [num_rows, features] normed; leaves x unchanged."""
+        """Returns the norm of x [num_rows, features]; leaves x unchanged."""
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Adds delta to x in place; returns the normed sum."""
@@ -122,28 +122,28 @@ class Ops(Gates, Protocol):
     ) -> Rows:
         """Returns the function of a sparse block; `weights` have gates before ups.
 
-        The caller drops the weights. Raises ModelError if their form cannot be reordered. `share`: `weights` are those
-        of this rank's experts, while `router` covers all. Raises ConfigError if this device cannot compute it.
+        The caller drops the weights. Raises ModelError if their form cannot be reordered. `share`: `weights` are only
+        this rank's experts, while `router` covers all. Raises ConfigError if this device cannot compute a share.
 
-        On accelerators the host does not need to know which experts are chosen.
+        On accelerators the host does not wait to learn which experts are chosen.
         """
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         """Maps [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to [num_tokens, num_heads * head_dim].
 
-        Norms and rotates, writes keys and values to the pool's slots, then attends. May overwrite qkv.
+        Applies norms and rope, writes keys and values to the pool's slots, then attends. May overwrite qkv.
         """
 
     def takes_states(self, shape: StateShape, device: torch.device) -> bool:
         """Whether `recurrent` has kernels for layers of this shape with weights on this device."""
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        """Returns the kernel of a recurrent layer, between its projections; it has copies of the weights."""
+        """Returns the kernel of a recurrent layer, for the work between its projections; it copies its weights."""
 
 
 @runtime_checkable
 class LatentOps(Ops, Protocol):
-    """`Ops` with latent attention. `wide_latents`: `Latents.keys` and `values` are float32 beside narrower rows."""
+    """`Ops` with latent attention. `wide_latents`: `Latents.keys` and `values` are float32 although rows are 16-bit."""
 
     wide_latents: bool
 
@@ -152,14 +152,14 @@ class LatentOps(Ops, Protocol):
     ) -> torch.Tensor:
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
-        It norms and rotates `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token attends
-        to the keys in `batch.chosen`, which the same operations have chosen.
+        Applies the norm and rope to `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token
+        attends to the keys in `batch.chosen`, which the same operations have chosen.
         """
 
 
 @runtime_checkable
 class SparseOps(LatentOps, Protocol):
-    """`LatentOps` whose tokens may attend to some keys only: those in `ForwardBatch.chosen`, if it is set."""
+    """`LatentOps` whose tokens can attend to only some keys: those in `ForwardBatch.chosen`, if it is set."""
 
     def prepare_index(
         self, queries: torch.Tensor, keys: torch.Tensor, norm: IndexNorm, rope: Rope
@@ -177,7 +177,7 @@ class SparseOps(LatentOps, Protocol):
 
 
 class TorchOps:
-    """The reference, which also replaces the C kernels if they cannot be built."""
+    """The reference implementation, which also replaces the C kernels if they cannot be built."""
 
     name = "torch"
     attention = "SDPA"
@@ -241,7 +241,7 @@ class TorchOps:
         return NativeStates.takes(shape, device)
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        """Returns the C kernel, since a torch loop over tokens would take minutes."""
+        """Returns the C kernel, because a loop over tokens in torch would take minutes."""
         return NativeStates.of(convolution, recurrence)
 
 

@@ -1,9 +1,9 @@
 """Linear layers with repacked weights, which are faster on CPU: in oneDNN's layout, or in that of the C kernels.
 
-The layout is chosen by fixed rules, without measurements, so a checkpoint gives the same values in every process of a
-machine. On x86-64 float32 is packed for oneDNN with AVX-512, and for the C kernels with AVX2 only, where oneDNN takes
-twice the time for a few rows. bfloat16 is packed for the C kernels if they can run; anything else stays plain. In
-packed layers, unlike MKL's, a row's values do not depend on how many rows are computed with it.
+Fixed rules choose the layout, without measurements, so a checkpoint gives the same values in every process of a
+machine. On x86-64, float32 weights are packed for oneDNN if the CPU has AVX-512. With AVX2 only, where oneDNN takes
+twice the time for a few rows, they are packed for the C kernels. bfloat16 weights are packed for the C kernels if these
+can run; all others stay plain. With packed layers, unlike MKL, a row's values do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pd_cluster.native.packed_products import bf16_linear, float32_linear
 
 log = logging.getLogger(__name__)
 
-# Multiplications wasted on padding per product: cheaper than compiling for another number of rows.
+# A product may waste this many multiplications on padding; that is cheaper than compiling for another number of rows.
 MOST_PADDED = 16 << 20
 SIZES_PER_OCTAVE = 8
 LEAST_ROWS = 4
 TRIED_ROWS = 7
 TESTED_ROWS = (1, 2, 3, 17, 64)
 MOST_INPUTS_OF_ONE_ROW = (
-    1024  # up to here a single row has the same bits; tests/model/test_packed_linear.py verifies it
+    1024  # up to this width a single row has the same bits; tests/model/test_packed_linear.py verifies it
 )
 
 
 class PackedLinear:
     """`x @ weight.T + bias` with a weight in oneDNN's own layout; the plain weight is not kept.
 
-    oneDNN compiles anew for every number of rows, a millisecond each, and caches about a thousand results. So rows are
-    padded to a common number. Fewer than four rows of a wide input are padded to four, because for a single row of
-    more than 1,024 inputs oneDNN adds in another order (AVX-512). Four rows take no longer than one; two or three do.
+    oneDNN compiles for every number of rows, which takes a millisecond, and caches about a thousand results. So the
+    number of rows is rounded up by padding. With more than 1,024 inputs oneDNN adds up a single row in another order
+    (AVX-512), so fewer than four rows are padded to four. Four rows take as long as one; two or three take longer.
 
-    `few` computes up to 96 rows faster, and is used only if a test with this weight has given the same bits.
+    `few` computes up to 96 rows faster. It is used only if it gave the same bits in a test with this weight.
     """
 
     __slots__ = ("_bias", "_most_padding", "_run", "_weight", "few", "in_features", "least_rows")
@@ -95,9 +95,9 @@ _tried_inputs: set[int] = set()
 
 
 def warn_of_batch_dependence(layer: PackedLinear) -> None:
-    """Warns, once per number of inputs, if a row's bits depend on the number of rows in the product.
+    """Logs an error, once per number of inputs, if a row's bits depend on the number of rows in the product.
 
-    The constants above hold for the oneDNN in tested versions of torch; another version may add in another order.
+    The constants above hold for oneDNN in the tested versions of torch; another version may add in another order.
     """
     if layer.in_features in _tried_inputs:
         return
@@ -107,7 +107,7 @@ def warn_of_batch_dependence(layer: PackedLinear) -> None:
     for num_rows in TESTED_ROWS:
         if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
             log.error(
-                "torch %s computes %d rows of %d inputs with other bits than %d rows: greedy output may depend on "
+                "torch %s computes other bits for %d rows of %d inputs than for %d rows: greedy output may depend on "
                 "the rest of the batch; use torch 2.11 to 2.14",
                 torch.__version__,
                 num_rows,
@@ -128,14 +128,14 @@ def packs(weight: torch.Tensor) -> bool:
 
 
 def padded(num_rows: int, most: int) -> int:
-    """Rounds up to one of eight sizes per octave, at most `most` apart: a few extra rows cost little."""
+    """Rounds up to one of eight sizes per octave, at most `most` apart, because a few extra rows cost little."""
     step = min(num_rows // SIZES_PER_OCTAVE, most)
     step = 1 << step.bit_length() - 1 if step > 1 else 1
     return -(-num_rows // step) * step
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a layer from a weight that `packs`."""
+    """Makes a layer from a weight for which `packs` is true."""
     bias = None if bias is None else bias.detach()
     own = None if float_products.can_run() else float32_linear(weight.detach(), bias)
     return own or PackedLinear(weight, bias)
@@ -144,7 +144,7 @@ def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Makes a layer from weight [out_features, in_features] and bias [out_features]; the caller drops its own weight.
 
-    On a CPU, activations of a bfloat16 layer are float32 (model/language_model/mixed_precision.py).
+    On a CPU, a bfloat16 layer takes float32 activations (model/language_model/mixed_precision.py).
     """
     if packs(weight):
         return pack_floats(weight, bias)
@@ -156,7 +156,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes the layer of one expert among many, which the C kernels, if available, compute in one call."""
+    """Makes the layer of one of many experts. If the C kernels are available, they compute all in one call."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
         packed = float32_linear(weight.detach(), bias)
         if packed is not None:

@@ -1,6 +1,6 @@
-"""Packs the products of models that keep transformers' layers: linear layers, routers, experts.
+"""Packs the linear layers, routers and experts of models that keep transformers' layers.
 
-Packing makes them faster on CPU, and makes a row's values independent of the other rows (packed_linear.py); activation
+Packing makes them faster on CPU, and makes a row's values independent of the other rows (packed_linear.py). Activation
 functions are replaced for the same reason. Modules are recognized by their structure; unknown ones stay unchanged.
 """
 
@@ -26,7 +26,7 @@ from pd_cluster.model.layers.linear_weight import LinearWeight, UnpackedLinear, 
 from pd_cluster.model.layers.packed_linear import Linear, pack_floats, packs
 
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
-APART = 16  # float32 values in a vector register, at most
+APART = 16  # the most float32 values in a vector register
 
 
 def packed(weight: LinearWeight) -> Linear:
@@ -34,16 +34,16 @@ def packed(weight: LinearWeight) -> Linear:
 
 
 def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear] = packed) -> int:
-    """Replaces the modules that can be packed; returns their number.
+    """Replaces the modules that can be packed; returns how many.
 
-    `linear_of` makes the layers from weights in forms that transformers does not know.
+    `linear_of` makes layers from weights in forms that transformers does not support.
     """
     on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     places = [
         (parent, name, child)
         for parent in model.modules()
         if _router_weight(parent) is None  # a router may read the weights of its children
-        for name, child in parent._modules.items()  # includes both names of a module that has two
+        for name, child in parent._modules.items()  # a module with two names appears under both
         if child is not None
     ]
     found: dict[int, torch.nn.Module | None] = {}
@@ -79,7 +79,7 @@ def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]
 
 
 def _router_weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """Returns the weight of a router, its own or its linear layer's; None: the module is not a router."""
+    """Returns a router's weight, which may belong to a linear layer in it; None: the module is not a router."""
     if not type(module).__name__.endswith("Router"):
         return None
     weight = getattr(module, "weight", None)
@@ -109,10 +109,10 @@ class PackedModule(torch.nn.Module):
 
 
 def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a packed linear of few outputs, whose rows start at multiples of APART values.
+    """Makes a packed linear with few outputs whose output rows start at multiples of APART values.
 
-    torch's functions compute adjacent values several at a time, and the last few differently, with other bits. With
-    these distances, a value's bits do not depend on the rows before it.
+    torch's functions compute several adjacent values at once, and the last few values differently, with other bits.
+    Because of this alignment a value's bits do not depend on the rows before it.
     """
     num_outputs = weight.shape[0]
     padding = -num_outputs % APART
@@ -136,8 +136,8 @@ class PackedRouter(torch.nn.Module):
 
 
 class _Product(TorchFunctionMode):
-    """Replaces `linear(x, weight, bias)` of one weight by `packed`, and sigmoids by sigmoids with the same bits in
-    every row.
+    """Replaces `linear(x, weight, bias)` with this weight by `packed`, and sigmoid by a sigmoid that gives the same
+    bits in every row.
     """
 
     def __init__(self, weight: torch.Tensor, packed: Linear) -> None:
@@ -158,7 +158,7 @@ class _Product(TorchFunctionMode):
 
 
 class PackedExperts(torch.nn.Module):
-    """Passes each row through the experts that its router chose, in index order."""
+    """Passes each row through the experts that its router chose, in order of the experts' indexes."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class PackedExperts(torch.nn.Module):
 
 
 class PackedZeroExperts(torch.nn.Module):
-    """Experts of which those with the highest indexes return a row unchanged (LongCat-Flash)."""
+    """Experts; those with the highest indexes return a row unchanged (LongCat-Flash)."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Loads a checkpoint, and checks that the loaded model computes the right numbers."""
+"""Loads a checkpoint, and checks that the loaded model computes correct results."""

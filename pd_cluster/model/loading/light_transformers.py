@@ -1,14 +1,14 @@
-"""Imports only the part of transformers that rank processes on a CPU need; a user's own program keeps all of it.
+"""Imports only the part of transformers that rank processes on a CPU need; a user's own program gets all of it.
 
 Three parts are left out, which together take half of the time of all imports:
 
 - The packages `transformers` and `transformers.models` read a part of each of their thousands of files to map names to
-modules. Rank processes import modules by path; the replacement packages load the map on access to a name that is not a
-module.
-- Its own sharding (DTensor, FSDP) and its losses, as if torch had no torch.distributed and scipy were missing:
+modules. Rank processes import modules by path; the replacement packages load the map only on access to a name that is
+not a module.
+- transformers' own sharding (DTensor, FSDP) and losses, by reporting torch.distributed and scipy as not available:
 `model/parallel` shards the ranks, and nothing is trained.
-- torch's compiler, which transformers imports to mark functions. Ranks compile nothing; the compiler is imported on
-access to anything except the marks.
+- torch's compiler, which transformers imports only to mark functions. Ranks compile nothing; the compiler is imported
+when anything except the marks is accessed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _unmarked(function: Any = None, *_: object, **__: object) -> Any:
 
 
 class _ByName(types.ModuleType):
-    """A package that runs its own `__init__` on access to a name that is not one of its modules."""
+    """A package that runs its own `__init__` only when a name is accessed that is not one of its modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "transformers":
@@ -50,7 +50,7 @@ class _ByName(types.ModuleType):
 
 
 def make_light() -> None:
-    """Installs the light packages; has no effect after transformers was imported."""
+    """Installs the replacement packages; has no effect if transformers is already imported."""
     if any(name in sys.modules for name in (*PACKAGES, COMPILER)):
         return
     import torch  # noqa: F401
@@ -58,7 +58,7 @@ def make_light() -> None:
     for name in (*PACKAGES, COMPILER):
         spec = importlib.util.find_spec(name)
         if spec is None:
-            return  # the import will report it
+            return  # importing transformers will report the error
         package = importlib.util.module_from_spec(spec)
         package.__class__ = _ByName
         sys.modules[name] = package

@@ -1,7 +1,7 @@
-"""Proves a loaded model before it serves: every layer uses the pool, and the results equal those of transformers.
+"""Checks a loaded model before it serves: every layer uses the pool, and the results equal those of transformers.
 
-transformers passes the registered attention function to many architectures, but some ignore it, and some pass it less
-than their own mask contains. Such a model would give wrong answers; it is refused here.
+transformers passes the registered attention function to many architectures. Some of them ignore it, and some pass it
+less information than their own masks contain. Such a model would give wrong answers, so it is refused here.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pd_cluster.model.layers.states.state_planes import state_modules
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 4
-# Replaces a longer sliding window and the number of keys that an indexer chooses: the proof's few tokens would not
-# reach those.
+# Replaces longer sliding windows, and the number of keys that an indexer chooses, which the few tokens of the proof
+# would not exceed.
 WINDOW = 3
 SHORTENED = ("sliding_window", "index_topk")
-# The tokens that recurrent modules scan together are limited to 64, so that the proof's steps cross such a boundary.
+# Recurrent modules scan at most 64 tokens together during the proof, so that the steps cross a boundary between scans.
 SCAN, MOST_SCANNED = "chunk_size", 64
-ROUNDED = "int8"  # activations are rounded to codes, some of which change with the activations' last bits
-# The relative difference of a row of logits that is tolerated; in float32, rows differ by about 1e-6.
+ROUNDED = "int8"  # the bound if activations are rounded to codes, since their last bits can change a code
+# The tolerated relative difference of a row of logits; in float32, correct rows differ by about 1e-6.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}
-# The share of rows that may exceed TOLERANCE: in 16 bits a router can choose another expert, which changes everything
-# after it. A model that reads no past, or a wrong one, has at least half its rows wrong.
+# The share of rows that may exceed TOLERANCE: in 16 bits a router may choose another expert, which changes everything
+# after it. In a model that ignores its past, or reads a wrong one, at least half the rows are wrong.
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
 class ProofSchedule(NamedTuple):
-    """How the proof computes two sequences: `steps` has the number of tokens of both in each step.
+    """How the proof computes two sequences: each entry of `steps` has the number of tokens of both in one step.
 
-    If `kept` is not 0, a copy of the first sequence's state after `kept` tokens is kept, and a third sequence continues
-    from it.
+    If `kept` is not 0, the first sequence's state after `kept` tokens is copied, and a third sequence continues from
+    the copy.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -52,25 +52,25 @@ class ProofSchedule(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of one sequence."""
+        """Returns the number of tokens of one sequence."""
         return sum(first for first, _ in self.steps)
 
 
 KEYS = ProofSchedule(((5, 7), (6, 4), (1, 1)))
 STATES = ProofSchedule(
     ((64, 1), (65, 67), (1, 62), (1, 1)), kept=68
-)  # recurrent modules scan 64 tokens at a time; the state is kept in the middle of a chunk
+)  # recurrent modules scan 64 tokens at a time; the state is copied in the middle of a scan
 
 
 def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:
-    """Raises ModelError for a model that must not be served; also warms up. `dtype`: the model's.
+    """Raises ModelError for a model that must not be served; also warms up. `dtype`: the model's dtype.
 
-    `pools`: one for each of its groups of layers. Returns the sliding window that all layers share; None if a layer
+    `pools`: one for each group of the model's layers. Returns the sliding window that all layers share; None if a layer
     attends to all tokens, or if the windows differ.
     """
     pools = [pools] if isinstance(pools, KVPool) else list(pools)
     windows = prove_every_layer_writes(model, pools)
-    if isinstance(model, PlainCausalLM):  # fused layers were compared with this when they were made
+    if isinstance(model, PlainCausalLM):  # fused layers were compared with such a model when they were made
         prove_same_logits(model, pools, dtype)
     return windows.pop() if len(windows) == 1 else None
 
@@ -78,7 +78,7 @@ def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int 
 def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) -> set[int | None]:
     """Raises ModelError unless each layer wrote to its pool once, in ascending order; returns the layers' windows.
 
-    Layers write keys and values, or a state. Uses the padding blocks.
+    Layers write either keys and values or a state. The written blocks are the padding blocks.
     """
     pools = [pools] if isinstance(pools, KVPool) else list(pools)
     probe = Request("probe", RequestSpec([0, 0], Sampling()), tables=[[pool.num_blocks] for pool in pools])
@@ -93,14 +93,14 @@ def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) 
         if written != wanted:
             each = len(wanted) if wanted == list(range(len(wanted))) else wanted
             raise ModelError(
-                f"{_name(model)}: layers {written} wrote the {what} pool instead of each of {each} once, in "
+                f"{_name(model)}: layers {written} wrote to the {what} pool, but each of {each} must do so once, in "
                 f"order; this architecture cannot be served"
             )
     return batch.windows
 
 
 def _layers_of(layout: KVLayout) -> Sequence[int]:
-    """Returns the model's layer indexes in a group, without the draft head's layer."""
+    """Returns the indexes of the model's layers in a group, without the draft head's layer."""
     return (layout.layers or range(layout.num_layers))[: layout.num_model_layers]
 
 
@@ -119,8 +119,8 @@ def probe_batch(
 def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str) -> None:
     """Raises ModelError unless two prompts, in chunks through small pools, give the same logits as transformers alone.
 
-    Pools of keys and values have the model's dtype, since quantized ones would change the results. A row's mean carries
-    no information and is subtracted.
+    Pools of keys and values have the model's dtype, because quantized pools would change the results. A row's mean is
+    subtracted, because it carries no information.
     """
     layouts = [pool.layout if pool.layout.holds.is_state else replace(pool.layout, dtype=dtype) for pool in pools]
     course = STATES if any(layout.holds.is_state for layout in layouts) else KEYS
@@ -135,8 +135,8 @@ def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str)
 
 
 def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
-    """Returns logits of the schedule's sequences from transformers alone: two prompts, and perhaps a third that
-    continues one.
+    """Returns logits of the schedule's sequences from transformers alone: two prompts, and the third sequence if the
+    schedule has one.
 
     In KEYS, most tokens have more keys than WINDOW.
     """
@@ -150,8 +150,8 @@ def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, devi
 def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
-    """Returns the same logits from fused layers, in chunks through pools with these layouts, perhaps in smaller
-    blocks.
+    """Returns the same logits from fused layers, in chunks through pools. These have the given layouts, perhaps in
+    smaller blocks.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):
@@ -159,7 +159,7 @@ def fused_logits(
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:
-    """Computes logits with transformers alone, without a cache, of `rows` of each sequence; 0 means all rows."""
+    """Returns the logits of `rows` of each sequence from transformers alone, without a cache; 0 means all rows."""
     with _eager(model.model):
         return model.whole(model.model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits)
 
@@ -180,10 +180,10 @@ def check_same(
 
 
 def check_finite(logits: torch.Tensor, model: str, dtype: str) -> None:
-    """Raises ModelError if the logits are not finite, which no choice of kernels could fix."""
+    """Raises ModelError if the logits are not finite: no other kernels could change that."""
     if not logits.isfinite().all():
         raise ModelError(
-            f"{model}: the logits in {dtype} contain NaN or infinity: the weights contain them, too, or "
+            f"{model}: the logits in {dtype} contain NaN or infinity: either the weights contain them, or "
             f"the range of {dtype} is too small"
         )
 
@@ -201,9 +201,9 @@ def probe_token_ids(vocab_size: int, num_tokens: int = 2 * KEYS.num_tokens) -> t
 def _in_chunks(
     model: CausalLM, layouts: Sequence[KVLayout], device: Device, token_ids: list[list[int]], course: ProofSchedule
 ) -> list[torch.Tensor]:
-    """Computes logits [course.num_tokens, vocab_size] of two sequences, in chunks through small pools.
+    """Returns the logits [course.num_tokens, vocab_size] of two sequences, computed in chunks through small pools.
 
-    If the schedule has a third sequence, its logits follow, from the token where it continues.
+    If the schedule has a third sequence, its logits follow, from the token after the copied state.
     """
     per_seq = -(-course.num_tokens // BLOCK_SIZE)
     with ExitStack() as stack:
@@ -237,14 +237,14 @@ def _in_small_blocks(layout: KVLayout, device: Device) -> KVLayout:
 
 
 def _table(pool: KVPool, blocks: list[int], seq: int) -> list[int]:
-    """Returns a sequence's block table in a pool: its blocks, or its one state."""
+    """Returns a sequence's block table in a pool: its blocks, or the block of its state."""
     return [seq + 1] if pool.layout.holds.is_state else list(blocks)
 
 
 def _steps(
     model: CausalLM, pools: Sequence[KVPool], requests: list[Request], course: ProofSchedule
 ) -> list[torch.Tensor]:
-    """Computes the steps of two sequences; keeps the first one's state in the block of the third."""
+    """Computes the steps of two sequences; copies the first one's state to the block of the third."""
     rows: list[list[torch.Tensor]] = [[], []]
     for step in course.steps:
         after = course.kept - requests[0].num_computed_tokens
@@ -263,7 +263,7 @@ def _all_logits(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
 
 @contextmanager
 def refusal(model: CausalLM) -> Iterator[None]:
-    """Turns errors in an unknown architecture's own code into ModelError instead of a crash."""
+    """Turns errors that an unknown architecture's own code raises into ModelError, so that they do not crash."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -274,9 +274,9 @@ def refusal(model: CausalLM) -> Iterator[None]:
 
 @contextmanager
 def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: int = WINDOW) -> Iterator[None]:
-    """Sets every sliding window to `most`, both in the configs, for transformers' masks, and in the modules.
+    """Sets every sliding window to `most`, both in the configs, which determine transformers' masks, and in modules.
 
-    It does the same with other fields in `names`, such as the number of keys that indexers choose.
+    Also sets the other fields in `names`, such as the number of keys that indexers choose.
     """
     values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in names]
     values = [each for each in values if isinstance(each[2], int)]
@@ -291,7 +291,7 @@ def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: in
 
 @contextmanager
 def _all_shortened(model: PlainCausalLM) -> Iterator[None]:
-    """Shortens every length that the proof's few tokens would not reach."""
+    """Shortens every length that the few tokens of the proof would not exceed."""
     scans = state_modules(model.model).values()
     with _shortened([*model.model.modules(), *_configs(model.model)]), _shortened(scans, (SCAN,), MOST_SCANNED):
         yield
@@ -299,7 +299,7 @@ def _all_shortened(model: PlainCausalLM) -> Iterator[None]:
 
 @contextmanager
 def _eager(model: torch.nn.Module) -> Iterator[None]:
-    """Uses transformers' own attention and masks."""
+    """Makes the model use transformers' own attention and masks."""
     configs = _configs(model)
     try:
         for config in configs:

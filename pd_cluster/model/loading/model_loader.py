@@ -1,6 +1,6 @@
 """Turns a checkpoint folder into a torch module that attends through the paged pool.
 
-transformers builds the modules; this file picks the dtype, fuses what it can, and proves with small forward passes that
+transformers builds the modules; this file chooses the dtype and fuses what it can. Small forward passes then check that
 the results are unchanged and that every layer used the pool.
 """
 
@@ -81,10 +81,10 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-# The most by which fusing may change logits, as a share of the largest logit. Fusing changes float32 by about 1e-6.
-# Where activations are rounded to codes, this difference may change a code.
+# The largest change of logits by fusing that is accepted, as a share of the largest logit. In float32 fusing changes
+# them by about 1e-6. Where activations are rounded to codes, this may change a code.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
-# Names in the files of any architecture.
+# The last components of names in the files of all architectures.
 HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")
 ALIASES = {"float": "float32", "half": "float16"}
 
@@ -96,11 +96,11 @@ def resolve_kv_cache_dtype(wanted: str, dtype: str) -> str:
 
 
 def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
-    """Resolves `auto` to the checkpoint's dtype on accelerators.
+    """Returns `wanted`, or for `auto` on accelerators the checkpoint's dtype.
 
-    On a CPU `auto` is float32, as 16 bits would be slow emulation; or a checkpoint's bfloat16, if the processor
-    multiplies it and the model's layers are fused. NPUs attend only in 16 bits, so there `auto` turns float32 into
-    bfloat16, which has the same range.
+    On a CPU `auto` is bfloat16 if the checkpoint's dtype is bfloat16, the processor can multiply it and the model's
+    layers are fused; otherwise float32, because 16 bits would be emulated slowly. NPUs attend only in 16 bits, so there
+    `auto` turns float32 into bfloat16, which has the same range.
     """
     if wanted != "auto":
         return ALIASES.get(wanted, wanted)
@@ -117,7 +117,7 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
 
 
 def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
-    """Whether weights are not quantized and the layers of such a model can be fused."""
+    """Whether the model's weights are not quantized and its layers can be fused."""
     if checkpoint.quantization is not None or checkpoint.is_unproven or logn_of(checkpoint) is not None:
         return False
     if checkpoint.vision is not None and checkpoint.part_of == vision_experts.WHOLE_TYPE:
@@ -126,7 +126,7 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
 
 
 def has_fused_layers(checkpoint: Checkpoint) -> bool:
-    """Whether the layers of a model of this type and config can be fused."""
+    """Whether the layers of a model with this type and config can be fused."""
     config = transformers_modules.config_of(checkpoint)
     kind = type(config)
     return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)
@@ -134,7 +134,7 @@ def has_fused_layers(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoices:
-    """Kernels that are used only on request, and this rank's share of the experts.
+    """The kernels that are used only on request, and this rank's share of the experts.
 
     `speedups`: see model/kernels/cuda_speedups.py.
     """
@@ -160,7 +160,8 @@ def load_model(
     choices: LoadChoices = USUAL,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError if the weights do not fit the architecture.
-    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, accept only models that
+
+    The checks here use pools of the model's own dtype. `is_deterministic`: on an accelerator, accepts only models that
     compute each row in the same way in every batch. Raises ConfigError.
     """
     _check_device(checkpoint, device)
@@ -188,7 +189,7 @@ def load_model(
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
-    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
+    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both together
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
     if logn is not None or not _is_fused(model, checkpoint, layout, device, attention):
@@ -209,9 +210,9 @@ def load_model(
 
 
 def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Device, attention: Attention) -> bool:
-    """Whether this package's layers replace transformers' modules."""
+    """Whether fused layers replace transformers' modules."""
     without_kernels = layout.has_latents and device.is_accelerator and not attention.make_ops
-    if without_kernels or checkpoint.is_unproven:  # unlisted types use the classes of others
+    if without_kernels or checkpoint.is_unproven:  # other types' classes serve unlisted types
         return False
     return can_fuse(model) and has_kernels(model, _ops_of(attention))
 
@@ -219,14 +220,14 @@ def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Devi
 def _check_of(
     plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
 ) -> Callable[[FusedCausalLM], None]:
-    """Computes a model's logits; returns a check that its fused layers give the same. Both raise ModelError."""
+    """Computes a model's logits; returns a check that its fused layers give the same. Both may raise ModelError."""
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
     expected = transformers_logits(plain, course, device) if is_long else probe_logits(plain, layout, device)
     check_finite(expected, str(checkpoint.path), layout.dtype)
     bound = ROUNDED if plain.rounds_activations else layout.dtype
-    if layout.has_index:  # the last bits decide between two keys with equal scores, so one sequence may differ
+    if layout.has_index:  # the last bits decide between keys with equal scores, so one sequence may differ
         bound = ROUNDED
 
     def check(fused: FusedCausalLM) -> None:
@@ -253,17 +254,16 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
-    """Raises ConfigError for a sparse-attention model that is not fused."""
+    """Raises ConfigError for a model with sparse attention that is not fused."""
     if layout.has_index:
         raise ConfigError(
-            f"{called('dtype')} {dtype}: {checkpoint.model_type} has sparse attention in fused layers only, which are "
-            f"float32 "
-            f"or, on CPUs that multiply it, bfloat16; use auto"
+            f"{called('dtype')} {dtype}: {checkpoint.model_type} supports sparse attention only in fused layers, which "
+            f"are float32 or, on CPUs that can multiply it, bfloat16; use auto"
         )
 
 
 def _share_of(checkpoint: Checkpoint, group: Group | None, has_whole_experts: bool) -> RankShare | None:
-    """Returns this rank's share; None: it has the whole model, except perhaps for experts. Raises ModelError."""
+    """Returns this rank's share of the model; None: it has everything, except perhaps experts. Raises ModelError."""
     if group is None or group.size == 1:
         return None
     if checkpoint.is_unproven:
@@ -273,7 +273,7 @@ def _share_of(checkpoint: Checkpoint, group: Group | None, has_whole_experts: bo
 
 
 def _experts_of(checkpoint: Checkpoint, share: ExpertShare | None) -> ExpertModules | None:
-    """Returns this rank's experts of the model; None: it has all experts, or a slice of each. Raises ModelError."""
+    """Returns this rank's experts; None: it has all experts, or a slice of each one. Raises ModelError."""
     if share is None:
         return None
     return ExpertModules(share, num_experts_of(checkpoint.config), transformers_modules.config_of(checkpoint))
@@ -287,9 +287,9 @@ def _modules_of(
     group: Group,
     own_experts: ExpertModules | None,
 ) -> Any:
-    """Returns transformers' model after its positions and picture features were installed.
+    """Returns transformers' model, with rotary positions and picture features installed.
 
-    When it returns, all members of a unit have connected.
+    Returns only when all members of a unit have connected.
     """
     model = transformers_modules.load_plain(checkpoint, dtype, device, share, own_experts)
     if own_experts is not None and own_experts.share.exchange is not None:
@@ -305,7 +305,7 @@ def _modules_of(
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
-    """Raises ConfigError for an attention backend without bidirectional picture attention, if the model needs that."""
+    """Raises ConfigError if pictures need bidirectional attention, which the attention backend lacks."""
     if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
         raise ConfigError(
             f"{called('attention_backend')} flashinfer: this model's pictures need bidirectional attention, which it "
@@ -316,7 +316,7 @@ def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
 def _adapt(
     plain: PlainCausalLM, model: Any, adapters: Adapters, vocab_size: int, layout: KVLayout, device: Device
 ) -> None:
-    """Attaches adapters to the modules of a transformers model; one watched step shows which modules can have them."""
+    """Attaches adapters to a transformers model's modules; watches one step to find which modules can have them."""
     adapters.places.take_over(model)
     adapters.places.attach_embedding_and_head(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
@@ -340,8 +340,8 @@ def adapters_of(checkpoint: Checkpoint, share: RankShare | None) -> Adapters:
 
 
 def stored_weight(folder: WeightFolder, module: str, name_of: Callable[[str], str]) -> torch.Tensor | None:
-    """Returns the weight of an embedding or output layer as the files have it; a tied output layer has the
-    embedding's.
+    """Returns the weight of an embedding or output layer as the files store it; for a tied output layer, that is the
+    embedding's weight.
     """
     last = module.rpartition(".")[2]
     names = [module, *(HEADS if last in HEADS else ()), *(EMBEDDINGS if last in (*HEADS, *EMBEDDINGS) else ())]
@@ -357,7 +357,7 @@ def _ends_with(name: str, end: str) -> bool:
 
 
 def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None) -> None:
-    """Raises ConfigError unless kernels that work alike for every number of rows will compute the whole model."""
+    """Raises ConfigError unless all kernels of the model compute a row in the same way for every number of rows."""
     why = why_not_deterministic(model)
     if logn is not None or checkpoint.is_unproven:
         why = "log-n attention and unlisted architectures run as transformers' modules"
@@ -366,14 +366,15 @@ def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None
 
 
 def logn_of(checkpoint: Checkpoint) -> LogN | None:
-    """Returns log-n attention if an override enables it."""
+    """Returns log-n attention if an override enables it, otherwise None."""
     return LogN(checkpoint.trained_positions) if checkpoint.overrides.get(USE_LOGN) else None
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:
-    """Returns a row's largest change as a share of the largest logit: the worst row's, in 16 bits the median row's.
+    """Returns the largest change in a row as a share of the largest logit: of the worst row, or in 16 bits the median
+    row.
 
-    In 16 bits, a router may choose another of two almost equal experts, which changes everything after it.
+    In 16 bits a router may choose the other of two almost equal experts, which changes everything after it.
     """
     errors = ((logits - expected).abs().amax(-1) / expected.abs().max()).sort().values
     return float(errors[-1] if dtype == "float32" else errors[len(errors) // 2])
@@ -385,8 +386,8 @@ def choose_ops(
     """Chooses the operations of fused layers for a pool. `latent_values`: see kernels/cpu/ops.py.
 
     On CUDA these are Triton kernels around the chosen attention, on NPUs torch-npu's operators. On CPU these are C
-    kernels with their own attention, unless SDPA was requested, the kernels cannot be built or do not support the
-    shape, or PD_CLUSTER_CPU_KERNELS is 0.
+    kernels with their own attention. torch replaces the C kernels if SDPA was requested, if they cannot be built or do
+    not support the shape, or if PD_CLUSTER_CPU_KERNELS is 0.
     """
     if attention.make_ops is not None:
         return attention.make_ops(attention)
@@ -400,12 +401,12 @@ def choose_ops(
 
 
 def _ops_of(attention: Attention) -> Ops:
-    """Returns operations with the same state kernels as those that `choose_ops` chooses."""
+    """Returns operations that have the same state kernels as the operations that `choose_ops` returns."""
     return TorchOps() if attention.make_ops is None else attention.make_ops(attention)
 
 
 def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:
-    """Returns the function that makes layers from weights in other forms, for a model of transformers' modules."""
+    """Returns the function that makes layers from weights in other forms, for a model with transformers' modules."""
     return packed if attention.make_ops is None else attention.make_ops(attention).linear
 
 
@@ -415,7 +416,7 @@ def plan_of(checkpoint: Checkpoint, tp_size: int, has_whole_experts: bool = Fals
 
 
 def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
-    """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
+    """Returns the logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, computed in a temporary pool."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
     layouts = [layout, *least_layouts(model.caches, layout.block_size, layout.dtype)[1:]]

@@ -1,6 +1,6 @@
-"""Loads weights in forms that transformers does not know: it gets placeholders, whose modules are then replaced.
+"""Loads weights in forms that transformers does not support: transformers loads placeholders, then these are replaced.
 
-A placeholder has the shape and dtype that transformers expects, but occupies the memory of one value.
+A placeholder has the shape and dtype that transformers expects, but the memory of a single value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cluster.model.parallel.parallel_layers import RankShare
 from pd_cluster.model.parallel.parallel_plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
 from pd_cluster.model.weights.weight_forms import FORMS, form_of
 
-# The layers that are joined into each product of transformers, in this order.
+# The layers that are joined, in this order, into each product of transformers' experts.
 JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LAYER_OF = re.compile(r"(?:.*\.)?layers\.\d+\.")
 ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)")
@@ -31,9 +31,9 @@ OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> 
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderModules:
-    """Weights by the path of the module that they replace; for experts, by the name of the product.
+    """Weights by the path of the module that they replace; for experts, by the product's name.
 
-    `rows`: by the same paths, for linear layers and experts' `down_proj` that take whole rows on several ranks.
+    `rows`: for linear layers and experts' `down_proj` that take whole rows on several ranks, by the same paths.
     """
 
     linears: dict[str, WeightTensors] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class PlaceholderModules:
         return len(self.linears) + len(self.experts)
 
     def install(self, model: torch.nn.Module) -> None:
-        """Replaces the modules that were loaded with placeholders."""
+        """Replaces the modules that have loaded placeholders."""
         for path, parts in self.linears.items():
             linear: Any = model.get_submodule(path)
             model.set_submodule(path, UnpackedLinear(parts, linear.weight.shape, self.rows.get(path)))
@@ -55,7 +55,7 @@ class PlaceholderModules:
 
 
 def is_in_other_form(key: str) -> bool:
-    """Whether a name in safetensors files is a part that only forms unknown to transformers have."""
+    """Whether a tensor's name in safetensors files is a part of a form that transformers does not support."""
     fused, layer = FUSED_EXPERTS.search(key), LAYER.search(key)
     name = (fused["part"] or "weight") if fused else layer["part"] if layer else ""
     return name not in PLAIN.parts and any(name in form.parts for form in FORMS.values())
@@ -64,10 +64,10 @@ def is_in_other_form(key: str) -> bool:
 def hold(
     weights: Weights, architecture: Any, config: Any, dtype: torch.dtype, share: RankShare | None = None
 ) -> PlaceholderModules:
-    """Moves layers in other forms out of `weights`, a model's tensors by name, and leaves placeholders.
+    """Removes layers in other forms from `weights`, a model's tensors by name, and puts placeholders in their place.
 
-    `architecture`: the class in transformers. `share`: the weights are those of one rank. Raises ModelError if they do
-    not fit.
+    `architecture`: the class in transformers. `share`: the weights are one rank's share. Raises ModelError if they do
+    not fit the architecture.
     """
     held = PlaceholderModules()
     layers = _take(weights)
@@ -95,7 +95,7 @@ def hold(
 
 
 def _take(weights: Weights) -> dict[str, Tensors]:
-    """Removes layers in other forms, with all of their parts; returns them by path."""
+    """Removes layers in other forms, with all their parts, and returns them by path."""
     keys: dict[str, dict[str, str]] = defaultdict(dict)
     for key in weights:
         if fused := FUSED_EXPERTS.search(key):
@@ -107,7 +107,7 @@ def _take(weights: Weights) -> dict[str, Tensors]:
 
 
 def _experts_path(places: list[str], path: str) -> str:
-    """Returns the module path of that layer's experts, which may differ from the path in files. Raises ModelError."""
+    """Returns the module path of the experts in that layer; paths in files may differ. Raises ModelError."""
     layer = LAYER_OF.match(path)
     found = [place for place in places if layer is not None and place.startswith(layer.group())]
     if len(found) != 1:
@@ -116,7 +116,7 @@ def _experts_path(places: list[str], path: str) -> str:
 
 
 def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dtype) -> WeightTensors:
-    """Stacks layers that files store by expert. Raises ModelError if one is missing or differs from the others."""
+    """Stacks layers that the files store expert by expert. Raises ModelError if one is missing or has other parts."""
     for index in range(len(experts)):
         if missing := [name for name in names if name not in experts.get(index, {})]:
             raise ModelError(
@@ -135,7 +135,7 @@ def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dt
 def _leave_placeholders(
     weights: Weights, held: PlaceholderModules, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
 ) -> None:
-    """Leaves placeholders, and records the layers that take whole rows. Raises ModelError for an unknown layer."""
+    """Puts placeholders in place, and records layers that take whole rows. Raises ModelError for an unknown layer."""
     named = dict(skeleton.named_modules())
     for path in held.linears:
         linear = named.get(path)
@@ -156,13 +156,13 @@ def _leave_placeholders(
                 has_parts = share is not None and not share.plan.has_whole_experts
                 rows = _whole_rows(share, f"{path}.{name}", products[name], num_outputs) if has_parts else None
                 if rows is not None:
-                    held.rows[path] = rows  # `down_proj` only: its inputs are split over ranks
+                    held.rows[path] = rows  # only for `down_proj`, whose inputs are split over ranks
                 _check_shape(f"{path}.{name}", products[name], tuple(each.shape), turned, rows)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}
 
 
 def _whole_rows(share: RankShare | None, path: str, parts: WeightTensors, num_outputs: int) -> WholeRows | None:
-    """Returns this rank's share of a layer whose inputs are split over ranks and rounded to codes; None for others."""
+    """Returns this rank's share of a layer if its inputs are split over ranks and rounded to codes; otherwise None."""
     if share is None or not parts.form.rounds_activations or not share.plan.shares_inputs(path):
         return None
     return share.whole_rows(num_outputs)
@@ -171,7 +171,7 @@ def _whole_rows(share: RankShare | None, path: str, parts: WeightTensors, num_ou
 def _check_shape(
     path: str, parts: WeightTensors, shape: tuple[int, ...], is_transposed: bool = False, rows: WholeRows | None = None
 ) -> None:
-    """`shape`: transformers' [..., N, K], or [..., K, N] transposed. Raises ModelError if the features do not match."""
+    """Raises ModelError if the features do not match `shape`, which is [..., N, K], or [..., K, N] if transposed."""
     leading = len(shape) - 2
     outputs, inputs = set(), {0}
     for name, tensor in parts.tensors.items():

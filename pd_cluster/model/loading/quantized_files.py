@@ -1,7 +1,7 @@
 """Reads a quantized model folder, layer by layer, directly from its safetensors files.
 
-A layer is decoded as a whole, and a rank keeps its share: a cut through a group of inputs only makes the groups
-smaller. Layers whose activations are rounded to codes are not cut through their inputs.
+A whole layer is decoded, and a rank keeps its share. A share that ends within a group of inputs only makes the groups
+smaller. If a layer's activations are rounded to codes, its inputs are not split.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Rename = Callable[[str], str]
 def read_quantized(
     folder: WeightFolder, found: Quantization, name_of: Rename, dtype: torch.dtype, part: RankTensors
 ) -> Weights:
-    """Maps names to a rank's weights: quantized layers as parts of a form, others unchanged.
+    """Returns a rank's weights by name: quantized layers as parts of a form, others unchanged.
 
-    `name_of`: maps a tensor's name to its name in the model; "" if it is not read. Embeddings and output layers are
-    dequantized to `dtype`. Raises ModelError that names the layer, and the tensor or file.
+    `name_of`: maps a tensor's name in the files to its name in the model; "" if the tensor is not read. Embeddings and
+    output layers are dequantized to `dtype`. Raises ModelError that names the layer and the tensor or file.
     """
     weights: Weights = {}
     num_quantized = num_scales = 0
@@ -89,7 +89,7 @@ def read_quantized(
             f"{found.place}: {folder.path} has no linear layer that could be quantized; remove the setting"
         )
     if not num_quantized and not num_scales:
-        raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
+        raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove the setting")
     if num_quantized:
         log.info("%d linear layers are quantized (%s)", num_quantized, found.at_load or found.method)
     if num_scales:
@@ -109,13 +109,13 @@ def _keep_parts(weights: Weights, path: str, parts: Parts, name_of: Rename, of_r
 
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
-    """Returns the dequantized weight of the parts, and its bias."""
+    """Returns the dequantized weight and the bias."""
     weight = form_of(parts, "").weight.of(parts, dtype)
     return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})
 
 
 def _in_shares(parts: Parts, size: int) -> Parts:
-    """Makes groups small enough that no rank's share of the input features ends within a group."""
+    """Divides groups of inputs so that no group spans the input features of two ranks."""
     codes = parts.get("codes")
     if codes is None or codes.shape[-1] % size:
         return parts
@@ -148,9 +148,9 @@ def _has_codes(tensors: Tensors) -> bool:
 
 
 def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankTensors) -> Iterator[tuple[str, Tensors, Path]]:
-    """Yields the tensors of each module, by the last component of their names, and one of their files.
+    """Yields for each module its tensors, by the last component of their names, and one of their files.
 
-    It reads only the rank's own part of stacked experts. Raises ModelError.
+    Reads only the rank's own part of stacked experts. Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)

@@ -1,7 +1,7 @@
-"""Loads the transformers module of a checkpoint, or of a rank's share of it, with attention through the paged pool.
+"""Loads the transformers module of a checkpoint, or of a rank's share, with attention through the paged pool.
 
-transformers builds the modules; it also reads weights in its own form. Weights in other forms are read here, file by
-file.
+transformers builds the modules, and reads the weights that are in its own form. This file reads all other weights, one
+safetensors file after another.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pd_cluster.numerics import overridden
 
 TRANSPOSED_EXPERTS = (
     "qwen3_vl_moe",
-)  # published with inputs before outputs, but saved by transformers like other models
+)  # the published files have inputs before outputs; files saved by transformers do not
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Returns transformers' config with the checkpoint's overrides; the text model's if it is served alone.
+    """Returns transformers' config with the checkpoint's overrides; if only a text model is served, its part.
 
     Raises ModelError for invalid values.
     """
@@ -54,14 +54,14 @@ def config_of(checkpoint: Checkpoint) -> Any:
             return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
         return CONFIG_MAPPING[checkpoint.model_type].from_dict(_with_floats(settings))
-    except Exception as error:  # including huggingface_hub's errors for values of the wrong type
+    except Exception as error:  # also huggingface_hub's errors for values of the wrong type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
         place = given if overrides else str(checkpoint.path / "config.json")
         raise ModelError(f"{place}: {' '.join(str(error).split())}{null_fields(checkpoint.config)}") from error
 
 
 def _with_floats(value: Any) -> Any:
-    """Replaces the floats that transformers writes as {"__float__": "Infinity"} in a part of config.json."""
+    """Replaces floats that transformers writes to config.json as {"__float__": "Infinity"} and the like."""
     if isinstance(value, list):
         return [_with_floats(each) for each in value]
     if not isinstance(value, dict):
@@ -77,11 +77,11 @@ def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     text = whole.text_config
     left_out = ("model_type", *QUANTIZERS_FIELDS)
     own = {name: value for name, value in text.to_dict().items() if name not in left_out}
-    if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal for text
+    if text.model_type in PLAIN_TYPES:  # its three rows of positions are equal for text
         rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
         own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
         own |= plain_fields(text.model_type, own)
-    # Models differ in which of the two configs decides; untied output layers have weights in the files.
+    # Models differ in which of the two configs counts. If the output layer is not tied, the files have its weight.
     is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
     own["tie_word_embeddings"] = is_tied and not has_head(checkpoint.weights)
     return overridden(own, checkpoint.overrides)
@@ -94,7 +94,7 @@ def load_plain(
     share: RankShare | None = None,
     experts: ExpertModules | None = None,
 ) -> torch.nn.Module:
-    """Loads transformers' model, or a rank's part, with attention through the pool. Raises ModelError, ConfigError."""
+    """Loads transformers' model, or a rank's share, with attention through the pool. Raises ModelError, ConfigError."""
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -122,8 +122,8 @@ def load_plain(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                **({} if held else straight_to(device)),  # placeholders would occupy full memory there
+                ignore_mismatched_sizes=True,  # wrong sizes are refused below, by name
+                **({} if held else straight_to(device)),  # on a device, placeholders would occupy their full memory
             )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
@@ -149,12 +149,12 @@ def load_plain(
 
 
 def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
-    """Whether to build modules without values; on accelerators other steps dominate the start-up."""
+    """Whether to build modules without values. Not on accelerators, where start-up takes longer for other reasons."""
     return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
 
 
 def _class_of(config: Any, share: RankShare | None, experts: ExpertModules | None) -> type[Any]:
-    """Returns the transformers class of a model whose modules have the sizes of one rank."""
+    """Returns the class in transformers; if this rank has a share, its modules have the sizes of the share."""
     architecture = AutoModelForCausalLM._model_mapping[type(config)]
     if share is not None:
         architecture = narrowed(architecture, share.plan)
@@ -167,7 +167,7 @@ def _part_of(share: RankShare | None, experts: ExpertModules | None) -> RankTens
 
 
 def _read_weights(checkpoint: Checkpoint, part: RankTensors, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-    """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
+    """Returns this rank's weights by name; None: they are in transformers' own form, and transformers reads them."""
     if checkpoint.quantization is not None:
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
             raise ModelError(f"{checkpoint.path}: vision experts cannot be quantized; serve unquantized weights")
@@ -182,12 +182,12 @@ def _read_weights(checkpoint: Checkpoint, part: RankTensors, dtype: torch.dtype)
 
 
 def _name_of(checkpoint: Checkpoint, key: str) -> str:
-    """Returns a tensor's name in the model; "" for a further layer's tensor, since no module would take its codes."""
+    """Returns a tensor's name in the model; "" for tensors of layers after the last, which no module could use."""
     return "" if is_further(checkpoint, key) else text_name(key) if checkpoint.part_of else key
 
 
 def expert_width(checkpoint: Checkpoint) -> int:
-    """Returns hidden_size if files may store stacked experts transposed; otherwise 0."""
+    """Returns hidden_size if the files may store stacked experts transposed, otherwise 0."""
     return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TRANSPOSED_EXPERTS else 0
 
 
@@ -198,7 +198,7 @@ def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigErro
 
 
 def straight_to(device: Device) -> dict[str, Any]:
-    """Returns arguments that let transformers fill an accelerator's memory from several threads, with accelerate."""
+    """Returns arguments with which transformers and accelerate fill an accelerator's memory from several threads."""
     if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
         return {"device_map": {"": device.torch_name}}
-    return {}  # first to the host, then to the device in one piece
+    return {}  # the weights are loaded on the host, then moved to the device

@@ -11,7 +11,7 @@ from pd_cluster.errors import ModelError
 
 
 def transformers_tokenizer(folder: Path) -> Any:
-    """Opens a folder's tokenizer. Runs no code from the folder. Raises ModelError."""
+    """Opens a folder's tokenizer without running code from the folder. Raises ModelError."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Builds a model's modules without the values that its files supply."""
+"""Builds a model's modules without the values that the files supply later."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class UninitializedModules(TorchFunctionMode):
-    """Avoids computations of torch in Python on the meta device, where tensors have no memory.
+    """Avoids computations of torch that run in Python on the meta device, where tensors have no memory.
 
-    transformers builds modules there: it draws initial weights, and computes rotary frequencies from `torch.arange`.
-    For these torch imports sympy, which takes longer than loading a small model. In this mode nothing is drawn, and
-    ranges are real tensors. An architecture that combines them with a tensor on the meta device fails, as longrope
-    does. transformers recomputes all of these tensors after it has moved them from that device.
+    transformers builds modules on that device: it draws initial weights, and computes rotary frequencies from
+    `torch.arange`. For these operations torch imports sympy, which takes longer than loading a small model. In this
+    mode nothing is drawn, and ranges are real tensors. An architecture that combines them with a tensor on the meta
+    device fails, as longrope does. transformers recomputes all these tensors after it has moved them from the meta
+    device.
     """
 
     def __torch_function__(
@@ -28,6 +29,6 @@ class UninitializedModules(TorchFunctionMode):
                 return tensor
         if function is torch.arange and str(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": "cpu"}
-        if function is torch.cat and args and len({each.is_meta for each in args[0]}) > 1:  # proportional frequencies
+        if function is torch.cat and args and len({each.is_meta for each in args[0]}) > 1:  # for rope_type proportional
             args = ([each.to("meta") for each in args[0]], *args[1:])
         return function(*args, **kwargs)

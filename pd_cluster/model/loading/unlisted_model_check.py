@@ -1,7 +1,7 @@
-"""The additional proof of a model with an unlisted type, which is served because --try-unlisted names it.
+"""Additional checks of a model whose type is not listed and which is served because --try-unlisted names its type.
 
-No test compares such a type with transformers, so loading it checks more: the whole config, the effect of packing its
-modules, and sequences just longer than each length at which its computation may change. Knows no other types.
+No test compares such a type with transformers, so more is checked at load: the whole config, the effect of packing the
+modules, and sequences just longer than each length at which the computation may change. Contains no model types.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 
 log = logging.getLogger(__name__)
 
-NUM_BEYOND = 8  # tokens after a length
-NUM_BEFORE = 4  # tokens before the length whose logits are also compared
+NUM_BEYOND = 8  # tokens after the length
+NUM_BEFORE = 4  # tokens before the length; their logits are also compared
 COMPANY = 12  # tokens of a second sequence in the same steps
 MOST_FLOP = {"cpu": 5e12}  # operations of all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
-NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the maximum number of tokens that a request may get
-MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own attention
+NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the maximum number of tokens of a request
+MOST_SCORES_NBYTES = 2 << 30  # memory of transformers' own attention in one layer
 
 
 @contextmanager
 def trial(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turns every failure of an unlisted type into a ModelError that says so; does nothing for listed types."""
+    """Turns every failure of an unlisted type into a ModelError that names the type; ignores listed types."""
     try:
         yield
     except ModelError as error:
@@ -60,7 +60,7 @@ def _asked(checkpoint: Checkpoint) -> str:
 
 
 def check_fields(model: Any) -> None:
-    """Checks the whole config, including defaults that config.json omits. Raises ModelError."""
+    """Checks the whole config, also the defaults of fields that config.json omits. Raises ModelError."""
     if reason := why_not_by_fields(model.config.to_dict(), bool(getattr(model, "_is_stateful", False))):
         raise ModelError(f"{model.config.model_type} {reason}")
 
@@ -68,7 +68,7 @@ def check_fields(model: Any) -> None:
 def prove_packing(model: PlainCausalLM, device: Device, dtype: str) -> int:
     """Packs the model's modules and returns their number. Raises ModelError if that changes the logits.
 
-    The later proof has packed modules on both sides, and so would not detect a change.
+    The later proof would not detect a change, because it compares packed modules with packed modules.
     """
     token_ids = probe_token_ids(model.config.vocab_size).to(device.torch_name)
     with torch.inference_mode(), refusal(model):
@@ -80,14 +80,14 @@ def prove_packing(model: PlainCausalLM, device: Device, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConfigLengths:
-    """The config's lengths that loading tests, and those that would take too long; each with its field."""
+    """The lengths in a config, each with its field: those that are checked at load, and those that take too long."""
 
     proven: dict[int, str]
     skipped: dict[int, str]
 
     @classmethod
     def of(cls, config: Any, num_weights: int, max_model_len: int, device: str, rope: RopeScaling) -> ConfigLengths:
-        """Collects the lengths that a sequence can exceed. `num_weights`: the model's number of parameters."""
+        """Collects the lengths that a sequence can exceed. `num_weights`: the number of the model's parameters."""
         found = thresholds(config.to_dict())
         if rope.kind:
             found.setdefault(rope.reach, f"the reach of {rope.kind} positions,")
@@ -97,7 +97,7 @@ class ConfigLengths:
         for length, name in sorted(found.items()):
             if length >= max_model_len:
                 continue
-            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # a sequence is computed in chunks, and as a whole
+            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # each sequence is computed in chunks and as a whole
             fits = 4 * config.num_attention_heads * (length + NUM_BEYOND) ** 2 <= MOST_SCORES_NBYTES
             (proven if fits and flop > 0 else skipped)[length] = name
         return cls(proven, skipped)
@@ -106,10 +106,10 @@ class ConfigLengths:
 def prove_lengths(
     model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: RopeScaling, dtype: str
 ) -> None:
-    """Raises ModelError unless sequences just beyond each length give, in chunks, the same logits as transformers
-    alone.
+    """Raises ModelError unless sequences just longer than each length, computed in chunks, give the same logits as
+    transformers alone.
 
-    `dtype`: the dtype of the model and of the pools in this proof.
+    `dtype`: the dtype of the model and of the pools used here.
     """
     lengths = ConfigLengths.of(model.config, num_weights, max_model_len, pool.device.kind, rope)
     own = replace(pool.layout, dtype=dtype)
@@ -122,7 +122,7 @@ def prove_lengths(
     for length, name in lengths.skipped.items():
         log.warning(
             "unproven: %s: sequences beyond %s %d were not tried at load, which would have taken too long; "
-            "--max-model-len %d keeps requests below",
+            "--max-model-len %d keeps requests shorter",
             *(model.config.model_type, name, length, length),
         )
 
@@ -130,7 +130,7 @@ def prove_lengths(
 def _prove_length(
     model: PlainCausalLM, layout: KVLayout, device: Device, num_tokens: int, first: int, where: str
 ) -> None:
-    """Compares the logits of tokens [first, num_tokens), and those of a short sequence in the same steps."""
+    """Compares the logits of tokens [first, num_tokens) of a sequence, and of a short sequence in the same steps."""
     block_size = layout.block_size
     num_blocks = [-(-n // block_size) for n in (num_tokens, COMPANY)]
     blocks = list(reversed(range(sum(num_blocks))))
@@ -153,7 +153,7 @@ def _prove_length(
 
 @contextmanager
 def _own_positions(model: PlainCausalLM) -> Iterator[None]:
-    """Lets transformers choose positions by the longest sequence of the pass."""
+    """Makes rotary embeddings scale like transformers: by the longest sequence of the forward pass."""
     rotaries = [module for module in model.model.modules() if isinstance(module, LengthRotary)]
     try:
         for rotary in rotaries:

@@ -1,6 +1,6 @@
 """Checks that the files hold exactly the architecture's weights: none is missing, quantized or left over.
 
-A tensor that no module takes is an error, because other tensors may have to be multiplied by it.
+A tensor that no module uses is an error, because it might have to multiply another tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 ATTENDING = {"full_attention", "sliding_attention", INDEXED}
 OF_HYBRIDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 LIMIT, NO_LIMIT = "time_step_limit", (0.0, math.inf)
-BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # single tokens, too: see states/module_states.py
+BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # also for single tokens: see states/module_states.py
 
-# Buffers of floats that earlier versions of transformers saved in each layer; modules compute them today.
+# Float buffers that earlier versions of transformers saved in each layer; now the modules compute them.
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.")
 NUM_LAYERS = "num_hidden_layers"
-# Layers for speculative decoding, stored after the last layer. transformers knows some of their names.
+# Layers for speculative decoding, stored after the last layer. transformers has some of their names.
 NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Checks the dtypes of all tensors before any is read. Raises ModelError that names file and tensor."""
+    """Checks the dtypes of all tensors before any is read. Raises ModelError that names the file and the tensor."""
     num_spare = 0
     for file, key, dtype, _ in checkpoint.weights.stored():
         names = checkpoint.names_of(key)
@@ -48,7 +48,7 @@ def check_stored(checkpoint: Checkpoint) -> None:
 
 
 def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:
-    """Checks that the files match the architecture exactly, and that it can be served. Raises ModelError.
+    """Checks that the files match the architecture exactly, and that the model can be served. Raises ModelError.
 
     `info`: the loading info that transformers' from_pretrained returns.
     """
@@ -73,7 +73,7 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
 
 
 def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
-    """Raises ModelError unless all layers are of supported kinds that compute alike in every step."""
+    """Raises ModelError unless all layers are of supported types and compute prompts and single tokens alike."""
     layer_types, recurrent = set(getattr(model.config, "layer_types", None) or ()), state_modules(model)
     if layer_types - ATTENDING - (OF_HYBRIDS if recurrent else set()):
         raise ModelError(
@@ -91,24 +91,24 @@ def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
 
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
-    """Whether a tensor that no module takes can be ignored, in addition to those that transformers ignores."""
-    is_of_classes = checkpoint.is_classifier and key in HEAD  # which the service computes
+    """Whether a tensor that no module uses can be ignored, in addition to those that transformers ignores."""
+    is_of_classes = checkpoint.is_classifier and key in HEAD  # the service computes the classes
     return bool(BUFFERS.search(key) or ROTARY.search(key)) or is_of_classes or is_further(checkpoint, key)
 
 
 def is_further(checkpoint: Checkpoint, key: str) -> bool:
-    """Whether a tensor belongs to a layer after those that config.json counts, and can be ignored."""
+    """Whether a tensor belongs to a layer after the layers in config.json's count, and can be ignored."""
     layer = LAYER.search(key)
     num_layers, num_further = checkpoint.config.get(NUM_LAYERS), checkpoint.config.get(NUM_FURTHER_LAYERS)
     if layer is None or not isinstance(num_layers, int):
         return False
     beyond = int(layer["index"]) - num_layers
-    is_cut = NUM_LAYERS in checkpoint.overrides  # the user requests fewer layers than there are
+    is_cut = NUM_LAYERS in checkpoint.overrides  # the user requests fewer layers than the files have
     return beyond >= 0 and (is_cut or (isinstance(num_further, int) and beyond < num_further))
 
 
 def _file_of(checkpoint: Checkpoint, name: str) -> Path:
-    """Returns the file of a tensor by its name in the model; the folder if transformers had renamed it."""
+    """Returns the file of a tensor, by its name in the model; the folder if transformers has renamed it."""
     for file, key, *_ in checkpoint.weights.stored():
         if any(name == each or name.endswith(f".{each}") for each in checkpoint.names_of(key)):
             return file

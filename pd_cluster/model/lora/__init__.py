@@ -1,1 +1,1 @@
-"""LoRA adapters attached to linear layers of a loaded model: never merged, computed only for rows that request them."""
+"""LoRA adapters on linear layers of a loaded model: never merged, and computed only for rows that request them."""

@@ -1,7 +1,7 @@
-"""Linear layers with adapters: y = W x + B (A x) for the rows of an adapter, and y = W x for all other rows.
+"""Linear layers with adapters: y = W x + B (A x) for rows with an adapter, y = W x for all other rows.
 
-Rows of one adapter are computed together, and the values of a row do not depend on other rows. A step without adapters
-pays one comparison per layer. Knows nothing of files and ranks.
+The rows of one adapter are computed together, and a row's values do not depend on other rows. A step without adapters
+costs one comparison per layer. Does not deal with files and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cluster.native.lora_products import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
 NONE = 0  # the slot of rows without an adapter
-RANK_MULTIPLE = 16  # ranks are padded with zeros to this multiple: parts of a product then start at vector boundaries
+RANK_MULTIPLE = 16  # ranks are padded with zeros to a multiple, so that parts of a product start at vector boundaries
 
 # The rows of one adapter in a step, ascending; a slice if they are adjacent.
 Segment = tuple[int, slice | torch.Tensor]
@@ -40,7 +40,7 @@ class StepRows:
         self._blocks: StepBlocks | None = None
         self.device: Device = CPU
         self.has_tables = False  # whether device kernels have tables
-        self.places: dict[int, int] = {}  # slot -> index in the device's tables
+        self.places: dict[int, int] = {}  # slot -> index in the tables
         self._on_device: AdaptedBlocks | None = None
 
     @property
@@ -49,7 +49,7 @@ class StepRows:
         return self.place is not None or self.has_tables
 
     def begin(self, slots: Ints | None, lens: Ints) -> None:
-        """Starts a step: sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: no sequence has one."""
+        """Starts a step. Sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: no sequence has one."""
         self._set(None if slots is None else np.repeat(slots, lens))
 
     def use(self, blocks: AdaptedBlocks) -> None:
@@ -58,7 +58,7 @@ class StepRows:
         self.are_adapted, self._on_device = True, blocks
 
     def keep(self, rows: Ints | None) -> None:
-        """Continues with only these of the current rows [num_kept]; None if no step has adapters."""
+        """Keeps only these of the current rows, [num_kept]; `rows` may be None if no row has an adapter."""
         if self._slots is not None:
             assert rows is not None
             self._set(self._slots[rows])
@@ -72,7 +72,7 @@ class StepRows:
         return self._on_device
 
     def take(self, step: StepRows, rows: torch.Tensor) -> None:
-        """Selects these rows of `step` [num_taken] int64, for layers that see only these rows."""
+        """Takes the adapters of these rows of `step`, [num_taken] int64, for layers that compute only these rows."""
         self._set(None if step._slots is None else step._slots[rows.numpy()])
 
     @property
@@ -112,19 +112,19 @@ def _segments(slots: Ints) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One module's low-rank pair. `a` [rank, in_features]; `b` [out_features, rank], already scaled; both float32."""
+    """The low-rank pair of one module. `a` [rank, in_features]; `b` [out_features, rank], already scaled; float32."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class Addition:
-    """An adapter's part of one layer, without C: one product for the A of all modules, then one B per module."""
+    """An adapter's part of one layer, without C: one product for the A of all modules, then one for each B."""
 
     __slots__ = ("_a", "_parts")
 
     def __init__(self, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """`parts`: a slice of the layer's output features and the matrices that add to it."""
+        """`parts`: slices of the layer's output features, each with the matrices whose product is added to it."""
         self._a = make_linear(torch.cat([padded_ranks(part.a, 0) for _, part in parts]))
         self._parts: list[tuple[slice, slice, Linear]] = []
         first = 0
@@ -134,8 +134,8 @@ class Addition:
             first += b.shape[1]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Adds the adapter to `rows` of y [num_rows, out_features], computed from the same rows of x [num_rows,
-        in_features].
+        """Computes the adapter's outputs from `rows` of x [num_rows, in_features], and adds them to the same rows of y
+        [num_rows, out_features].
         """
         low = self._a(x[rows].float())
         for ranks, outputs, b in self._parts:
@@ -159,10 +159,10 @@ def padded_ranks(matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFeatures:
-    """A module of the transformers model within a layer that may join several modules: its features on this rank.
+    """A module of the transformers model, in a layer that may join several: the module's features on this rank.
 
-    `outputs`: its slice of the layer's output features. `order` [out_features] int64: the layer's i-th feature of the
-    slice is the module's `order[i]`-th; None: the order is unchanged.
+    `outputs`: its slice of the layer's output features. `order` [out_features] int64: feature i of this slice is the
+    module's feature `order[i]`; None: the order is the same.
     """
 
     in_features: int
@@ -171,7 +171,7 @@ class ModuleFeatures:
 
 
 class DeviceTable(Protocol):
-    """The additions of loaded adapters to one layer on a device, by table index."""
+    """Adds the outputs of loaded adapters to one layer on a device; adapters are addressed by table index."""
 
     def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None: ...
 
@@ -182,16 +182,16 @@ class DeviceTable(Protocol):
 
 @dataclass(slots=True)
 class LinearAdapters:
-    """A linear layer and what the loaded adapters add to it, by slot."""
+    """A linear layer, and by slot what the loaded adapters add to it."""
 
     rows: StepRows
     table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
     additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # if C kernels are not available
     nums_rows: list[int] | None = None  # rows of each call, recorded during `watched`
-    there: DeviceTable | None = None  # on an accelerator, replaces the other two
+    there: DeviceTable | None = None  # on an accelerator, replaces `table` and `additions`
 
     def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """Adds an adapter; any thread may call this. `parts`: slices of the layer's output features with their
+        """Adds an adapter; any thread may call this. `parts`: slices of the layer's output features, each with its
         matrices.
         """
         if self.there is not None:
@@ -204,7 +204,7 @@ class LinearAdapters:
             self.table.put(slot, torch.cat([part.a for _, part in parts]), [(at, part.b) for at, part in parts])
 
     def drop(self, slot: int) -> None:
-        """Removes an adapter that no row uses; call it between steps."""
+        """Removes an adapter that no row uses. Call it between steps."""
         if self.there is not None:
             self.there.drop(self.rows.places[slot])
         self.additions.pop(slot, None)
@@ -240,7 +240,7 @@ class LinearAdapters:
 
 
 class AdaptedLinear:
-    """A fused layer's product with adapters. `part`: the slice of inputs that adapters read; None: all."""
+    """A fused layer's product with adapters. `part`: the slice of the inputs that adapters read; None: all inputs."""
 
     __slots__ = ("_base", "_part", "_site")
 
@@ -252,7 +252,7 @@ class AdaptedLinear:
 
 
 class AdaptedModule(torch.nn.Module):
-    """Replaces a linear module of the transformers model by the same module with adapters."""
+    """A linear module with adapters, in place of the same module of the transformers model."""
 
     def __init__(self, base: torch.nn.Module, site: LinearAdapters, out_features: int, in_features: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Splits a step's rows on an accelerator into blocks, each with rows of one adapter. Knows nothing of kernels."""
+"""Splits a step's rows on an accelerator into blocks of rows with one adapter each. Independent of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_cluster.model.inputs.forward_batch import on_device
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 BLOCK_ROWS = 16  # rows in a block
-MOST_ADAPTERS = 1024  # loaded on a device at the same time
+MOST_ADAPTERS = 1024  # loaded on a device at once, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class AdaptedBlocks:
     """Rows with adapters, sorted by adapter.
 
     `rows` [num_adapted] int32: row indexes. `blocks` [num_blocks, 3] int32: the adapter's index in the device's tables,
-    the index in `rows` of the block's first row, and the number of rows; blocks with 0 rows are skipped.
+    the index in `rows` of the block's first row, and its number of rows; blocks of 0 rows are skipped.
     """
 
     rows: torch.Tensor
@@ -44,7 +44,7 @@ def blocks_of(slots: Ints, places: Mapping[int, int]) -> tuple[Ints32, Ints32]:
 
 
 def most_blocks(num_rows: int, max_loras: int) -> int:
-    """Returns the largest number of blocks that `num_rows` rows with at most `max_loras` adapters need."""
+    """Returns how many blocks `num_rows` rows with at most `max_loras` adapters can need."""
     return num_rows // BLOCK_ROWS + min(num_rows, max_loras)
 
 

@@ -1,6 +1,4 @@
-"""Assigns slots to adapters, by digest, while they are loaded and dropped between steps. Knows nothing of their
-content.
-"""
+"""Assigns slots to adapters, by digest, while adapters are loaded, and dropped between steps. Reads no adapters."""
 
 from __future__ import annotations
 
@@ -23,21 +21,21 @@ F = TypeVar("F", bound=Folder)
 
 
 class SlotTable(Generic[F]):
-    """The adapters of one kind on one rank. `slots`: the slots that requests may use, by digest; changed in place."""
+    """The adapters of one type on one rank. `slots`: the slots that requests may use, by digest, updated in place."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: the name in log messages."""
+        """`kind`: the type's name in log messages."""
         self.slots: dict[str, int] = {}
         self._kind = kind
-        self._slots_given = itertools.count(NONE + 1)  # no slot is reused
+        self._slots_given = itertools.count(NONE + 1)  # slots are never reused
         self._lock = threading.Lock()
 
     def put(self, slot: int, folder: F) -> None:
-        """Loads an adapter into a slot that no row uses. Raises ModelError, and then leaves the slot empty."""
+        """Loads an adapter into a slot that no row uses. If it raises ModelError, the slot is empty."""
         raise NotImplementedError
 
     def clear_slot(self, slot: int) -> None:
-        """Removes the content of a slot; call it between steps."""
+        """Removes the content of a slot. Call it between steps."""
         raise NotImplementedError
 
     def load(self, folder: F, slot: int | None = None) -> int:
@@ -51,13 +49,13 @@ class SlotTable(Generic[F]):
                 return known
             slot = self.next_slot() if slot is None else slot
             self.put(slot, folder)
-            self.slots[folder.digest] = slot  # stored last, because from here on requests may use the adapter
-            if known is not None:  # an earlier load, which rank 0 has abandoned, has left it
+            self.slots[folder.digest] = slot  # stored last: from now on requests may use the adapter
+            if known is not None:  # left by an earlier load that rank 0 has abandoned
                 self.clear_slot(known)
             return slot
 
     def drop(self, digest: str) -> None:
-        """Removes an adapter that no request uses; call it between steps."""
+        """Removes an adapter that no request uses. Call it between steps."""
         with self._lock:
             slot = self.slots.pop(digest, None)
             if slot is not None:
@@ -65,5 +63,5 @@ class SlotTable(Generic[F]):
                 log.info("%s %s was dropped", self._kind, digest[:20])
 
     def next_slot(self) -> int:
-        """Returns a slot that no adapter has used."""
+        """Returns a slot that no adapter has used yet."""
         return next(self._slots_given)

@@ -1,7 +1,7 @@
-"""Adds adapters to a layer on an accelerator with plain products, adapter by adapter, in the model's dtype.
+"""Adds adapters to a layer on an accelerator with plain products, one adapter after another, in the model's dtype.
 
-Portable because it needs no kernel. Rows are gathered and added along the first dimension only: for this access no
-device copies the whole tensor or waits for the host.
+Works on all devices, because it needs no kernel. Rows are gathered and added only along the first dimension; for that,
+no device copies the whole tensor or waits for the host.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class ActivationDevice(NamedTuple):
 
 
 class DeviceAddition:
-    """An adapter's part of one layer: one product for the A of all modules, then one B per module."""
+    """An adapter's part of one layer: one product for the A of all modules, then one per module for its B."""
 
     __slots__ = ("_a", "_parts")
 
     def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: ActivationDevice) -> None:
-        """`parts`: a slice of the layer's output features with its A [rank, in_features] and B [out_features, rank]."""
+        """`parts`: slices of the layer's output features, with A [rank, in_features] and B [out_features, rank]."""
         self._a = torch.cat([a for _, a, _ in parts]).to(place.device, place.dtype)
         self._parts: list[tuple[slice, slice, torch.Tensor]] = []
         first = 0
@@ -35,8 +35,8 @@ class DeviceAddition:
             first += len(a)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Adds the adapter to `rows` of y [num_rows, out_features], computed from the same rows of x [num_rows,
-        in_features].
+        """Computes the adapter's outputs from `rows` of x [num_rows, in_features], and adds them to the same rows of y
+        [num_rows, out_features].
 
         `rows` [num_chosen] int64 is on the device.
         """

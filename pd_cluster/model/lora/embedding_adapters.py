@@ -1,7 +1,7 @@
-"""Adapters of embeddings and output layers, and modules that an adapter replaces as a whole.
+"""Adapters of embeddings and output layers, and whole modules that adapters replace.
 
-A row is computed with the values of its own adapter only; rows without an adapter keep the model's results. Knows
-nothing of files and ranks.
+A row is computed only with the values of its own adapter; rows without an adapter keep the model's results. Does not
+deal with files and ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OutputLayerAdapters(LinearAdapters):
 
 @dataclass(frozen=True, slots=True)
 class LowRankEmbedding:
-    """`a` [vocab_size, rank], and the product with B, which is already scaled."""
+    """`a` [vocab_size, rank], and the product with B, which includes the scale."""
 
     a: torch.Tensor
     b: Linear
@@ -50,7 +50,7 @@ class LowRankEmbedding:
 
 @dataclass(slots=True)
 class EmbeddingAdapters:
-    """The token embedding. `shape`: vocab_size and hidden_size. `factor`: the model multiplies embeddings by it."""
+    """The token embedding. `shape`: vocab_size and hidden_size. `factor`: the model's factor of embeddings."""
 
     rows: StepRows
     shape: tuple[int, int]
@@ -72,7 +72,7 @@ class EmbeddingAdapters:
         self.wholes.pop(slot, None)
 
     def add(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Changes x [..., num_rows, hidden_size], the embeddings of ids [..., num_rows]; returns it."""
+        """Changes x [..., num_rows, hidden_size], the embeddings of `ids` [..., num_rows], in place; returns it."""
         if self.nums_rows is not None:
             self.nums_rows.append(ids.numel())
         if not self.rows.are_adapted or not (self.low or self.wholes):
@@ -94,7 +94,7 @@ class AdaptedEmbedding(torch.nn.Module):
         super().__init__()
         self._base, self._site = base, site
         if isinstance(base, torch.nn.Module) and hasattr(base, "weight"):
-            self.weight = base.weight  # for code that reads the weight's dtype
+            self.weight = base.weight  # some code reads the weight's dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._site.add(input_ids, self._base(input_ids))
@@ -102,7 +102,7 @@ class AdaptedEmbedding(torch.nn.Module):
 
 @dataclass(slots=True)
 class NormAdapters:
-    """A norm over whole rows. `of`: builds the norm from a weight as stored in the file."""
+    """A norm over whole rows. `of`: makes a norm from a weight as it is stored in the file."""
 
     rows: StepRows
     norm: Norm
@@ -129,7 +129,7 @@ class Norms:
         self.sites[name] = self._by_norm[id(norm)] = site
 
     def change(self, ops: Ops, norm: Norm, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Replaces rows of `normed` [num_rows, features] whose adapters have their own norm, computed from x."""
+        """Replaces rows of `normed` [num_rows, features] whose adapters have a norm of their own, applied to x."""
         if not self._rows.are_adapted:
             return normed
         site = self._by_norm.get(id(norm))
@@ -140,5 +140,5 @@ class Norms:
         return normed
 
 
-Put = Callable[[int], None]  # puts one part of an adapter into the given slot
+Put = Callable[[int], None]  # stores one part of an adapter in the given slot
 Sites = Sequence[LinearAdapters | EmbeddingAdapters | NormAdapters]

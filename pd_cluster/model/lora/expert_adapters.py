@@ -1,4 +1,4 @@
-"""Adapters of experts, each of which computes some of a step's rows. Knows nothing of files and ranks."""
+"""Adapters of experts, each of which computes some of a step's rows. Uses no files or ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class RoutedRows(StepRows):
         self.nums_rows: list[int] | None = None  # rows of each call of the block, recorded during `watched`
 
     def begin_block(self, num_rows: int) -> bool:
-        """Starts a block whose experts compute `num_rows` rows together. Returns whether some of them have adapters."""
+        """Starts a block whose experts compute `num_rows` rows together; returns True if some have adapters."""
         if self.nums_rows is not None:
             self.nums_rows.append(num_rows)
         return self._step.are_adapted and not self._step.is_on_device
 
     def choose(self, rows: torch.Tensor) -> None:
-        """`rows` [num_chosen] int64: indexes of the step's rows."""
+        """Sets the rows of the next expert: indexes [num_chosen] int64 of the step's rows."""
         if self._step.is_on_device:
-            return  # experts take no adapters on a device
+            return  # on a device experts cannot have adapters
         if self._step.are_adapted:
             self.take(self._step, rows)
         elif self.are_adapted:
@@ -35,10 +35,10 @@ class RoutedRows(StepRows):
 
 
 def attach_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[LinearAdapters, ModuleFeatures]]:
-    """Attaches adapters to the experts' layers; returns the layers by names that begin with the expert's index."""
+    """Attaches adapters to the experts' layers; returns these by name, which starts with the expert's index."""
     hidden_size, features = layers.shape
     both, downs = slice(0, 2 * features), slice(0, hidden_size)
-    own = None if layers.rows is None else layers.rows.part(features)  # of the rows that the second product computes
+    own = None if layers.rows is None else layers.rows.part(features)  # this rank's inputs of the second product
     places: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
     for index, (gate_up, down) in enumerate(zip(layers.gate_ups, layers.downs, strict=True)):
         first, second = LinearAdapters(rows), LinearAdapters(rows)

@@ -1,4 +1,4 @@
-"""The adapters of one loaded model: the modules that can have adapters, and the adapters that are loaded."""
+"""The adapters of one loaded model: which modules can have adapters, and which adapters are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Adapters(SlotTable[LoraFolder]):
     """`places`: the model's modules that can have adapters."""
 
     def __init__(self, weights: ModelWeights | None = None) -> None:
-        """`weights` None: a whole model with the names of its files."""
+        """`weights` None: the model is whole and has the names of its files."""
         super().__init__("adapter")
         self.places = LoraTargets()
         self._weights = weights or ModelWeights()
@@ -28,20 +28,20 @@ class Adapters(SlotTable[LoraFolder]):
     def put(self, slot: int, folder: LoraFolder) -> None:
         device = self.places.rows.device
         use(device)  # on an accelerator, this thread launches its work there
-        placed = TensorPlacement(self.places, self._weights, folder).puts()  # all parts, before the first is put
+        placed = TensorPlacement(self.places, self._weights, folder).puts()  # all parts, before any is stored
         self._take_place(slot, folder)
         for put in placed:
             put(slot)
-        mark(device).wait()  # launches of other threads do not wait for this thread's
+        mark(device).wait()  # launches of other threads would not wait for this thread's
         log.info("adapter %s: %d parts of %s", folder.digest[:12], len(placed), folder.path)
 
     def clear_slot(self, slot: int) -> None:
-        mark(self.places.rows.device).wait()  # steps that use the adapter may be launched but not finished
+        mark(self.places.rows.device).wait()  # launched steps that use the adapter may not have finished
         self.places.drop(slot)
         self.places.rows.places.pop(slot, None)
 
     def _take_place(self, slot: int, folder: LoraFolder) -> None:
-        """Assigns the adapter an index in the device's tables. Raises ModelError if they are full."""
+        """Assigns the adapter an index in the device's tables. Raises ModelError if the tables are full."""
         places = self.places.rows.places
         free = set(range(MOST_ADAPTERS)).difference(places.values())
         if not free:
@@ -51,9 +51,9 @@ class Adapters(SlotTable[LoraFolder]):
         places[slot] = min(free)
 
     def adopt(self, new: Adapters) -> None:
-        """Attaches the adapters that are loaded here to the layers of `new`, which has no adapters yet.
+        """Attaches the adapters loaded here to the layers of `new`, which has no adapters yet.
 
-        `new` belongs to the same model, loaded again; do not use it afterwards.
+        `new` belongs to the same model, loaded again; it must not be used afterwards.
         """
         with self._lock:
             new.places.move_adapters_from(self.places)

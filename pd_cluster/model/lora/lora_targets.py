@@ -1,6 +1,6 @@
 """The modules of a model that can have adapters, by their names in transformers.
 
-A fused layer joins several of them. A watched step at load shows which modules of a transformers model can have
+A fused layer may join several of them. For a transformers model, one watched step at load shows which modules can have
 adapters.
 """
 
@@ -32,7 +32,7 @@ MakeTable = Callable[[list[slice], int], DeviceTable]
 
 
 class LoraTargets:
-    """`linear`: linear layers in decoder layers, including those of experts, and the output layer."""
+    """`linear`: the linear layers in decoder layers, experts included, and the output layer."""
 
     def __init__(self) -> None:
         self.rows = StepRows()
@@ -49,7 +49,7 @@ class LoraTargets:
         """Returns the layer with adapters.
 
         `modules`: out_features and in_features of the modules of `path` that the layer joins, in order. `order`: the
-        layer's i-th output feature is the `order[i]`-th of the joined modules; it keeps each module contiguous.
+        layer's output feature i is feature `order[i]` of the joined modules; each module's features stay contiguous.
         """
         site, first = LinearAdapters(self.rows), 0
         for name, (out_features, in_features) in modules.items():
@@ -89,13 +89,13 @@ class LoraTargets:
     def take_over(self, model: torch.nn.Module, prefix: str = "") -> None:
         """Attaches adapters to the linear modules and experts of a transformers model, or of a part of it.
 
-        A `watched` step shows which of them can have adapters: the others do not compute the step's rows.
+        Watch a step afterwards, see `watched`: modules that do not compute the step's rows cannot have adapters.
         """
         for path, parent in list(model.named_modules()):
             for name, child in list(parent.named_children()):
                 whole = ".".join(part for part in (prefix, path, name) if part)
                 if not any(part.isdigit() for part in whole.split(".")):
-                    continue  # not in a layer
+                    continue  # not in a decoder layer
                 if isinstance(child, PackedExperts):
                     self.attach_experts(child.layers, whole)
                 elif (features := _features(child)) is not None:
@@ -116,15 +116,15 @@ class LoraTargets:
         model.set_input_embeddings(self.attach_embedding(embed, names[id(embed)], shape, factor))
 
     def move_to(self, device: Device, make: MakeTable) -> None:
-        """Moves the computation to this device, before any adapter is loaded. `make`: builds a table for a layer's
-        outputs and inputs.
+        """Makes this device compute the adapters; call it before any is loaded. `make`: builds a table from a layer's
+        output slices and number of inputs.
         """
         self.rows.device, self.rows.has_tables = device, True
         for site, modules, num_inputs in self._layers():
             site.table, site.there = None, make(modules, num_inputs)
 
     def _layers(self) -> list[tuple[LinearAdapters, list[slice], int]]:
-        """Returns layers that compute all rows of a step, with their modules' output slices and number of inputs."""
+        """Returns the layers that compute all rows of a step, with their modules' output slices and input sizes."""
         found: dict[int, tuple[LinearAdapters, list[slice], int]] = {}
         for site, part in self.linear.values():
             if site.rows is self.rows:
@@ -137,14 +137,14 @@ class LoraTargets:
             self.rows.use(batch.adapted_rows)
         else:
             self.rows.begin(batch.adapters, batch.query_lens)
-        if not self.rows.is_on_device:  # on a device the head, which computes some rows only, has no adapters
+        if not self.rows.is_on_device:  # on a device the head has no adapters, because it computes only some rows
             self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager
     def watched(self, num_rows: int) -> Iterator[None]:
         """Watches a step of `num_rows` rows whose logits are all requested.
 
-        Modules that did not compute exactly these rows once take no adapters.
+        Afterwards only the modules that computed exactly these rows, once, can have adapters.
         """
         sites: list[LinearAdapters | EmbeddingAdapters | RoutedRows] = [
             site for site, _ in self.linear.values() if not isinstance(site.rows, RoutedRows)
@@ -169,7 +169,7 @@ class LoraTargets:
             site.nums_rows = None
 
     def move_adapters_from(self, old: LoraTargets) -> None:
-        """Takes over the adapters of `old`, of the same model loaded before; these targets have no adapters yet."""
+        """Takes over the adapters of `old`, from the same model loaded before; these targets have none yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():
             before, _ = old.linear[name]
@@ -192,9 +192,9 @@ class LoraTargets:
 
 
 def _features(module: Any) -> tuple[int, int] | None:
-    """Returns out_features and in_features of a linear module of a known kind."""
+    """Returns out_features and in_features of a linear module of a known class, otherwise None."""
     if isinstance(module, PackedModule) or type(module) is torch.nn.Linear:
         return int(module.out_features), int(module.in_features)
-    if type(module).__name__ == "Conv1D":  # in GPT-2, with a transposed weight
+    if type(module).__name__ == "Conv1D":  # in GPT-2; its weight is transposed
         return int(module.weight.shape[1]), int(module.weight.shape[0])
     return None

@@ -1,8 +1,8 @@
-"""Prompt adapters of a loaded model: they supply a prompt's first, virtual tokens.
+"""Prompt adapters of a loaded model, which supply a prompt's first tokens, the virtual ones.
 
-Prompt tuning and p-tuning replace embeddings. Prefix tuning supplies finished keys and values: the rows of virtual
-tokens are computed like others, and the adapter's keys and values then overwrite theirs in the pool of each layer. The
-scheduler ends a chunk after the virtual tokens, so that later rows read the overwritten values.
+Prompt tuning and p-tuning supply embeddings. Prefix tuning supplies keys and values: the rows of virtual tokens are
+computed like all others, then the adapter's keys and values overwrite theirs in the pool, layer by layer. The scheduler
+ends a chunk after the virtual tokens, so that later rows read the overwritten values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PromptAdapters(SlotTable[PromptFolder]):
         order: torch.Tensor | None = None,
         device: Device = CPU,
     ) -> None:
-        """`factor`: the model multiplies all embeddings by it before the first layer. `order`: the order of a key's
-        features in the pool; None: unchanged.
+        """`factor`: the model's factor of embeddings. `order`: the order of a key's features in the pool; None: the
+        model's order.
         """
         super().__init__("prompt adapter")
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
@@ -43,13 +43,13 @@ class PromptAdapters(SlotTable[PromptFolder]):
         self._loaded: dict[int, VirtualTokens] = {}
 
     def put(self, slot: int, folder: PromptFolder) -> None:
-        use(self._device)  # on an accelerator, this thread copies there
+        use(self._device)  # this thread copies to the accelerator
         self._loaded[slot] = self._read(folder)
-        mark(self._device).wait()  # launches of other threads do not wait for this thread's
+        mark(self._device).wait()  # launches of other threads would not wait for this thread's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
     def clear_slot(self, slot: int) -> None:
-        mark(self._device).wait()  # steps that use the adapter may be launched but not finished
+        mark(self._device).wait()  # launched steps that use the adapter may not have finished
         del self._loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:
@@ -68,7 +68,7 @@ class PromptAdapters(SlotTable[PromptFolder]):
         return VirtualTokens(kv=self._given_kv(matrix))
 
     def _check_width(self, place: str, folder: PromptFolder) -> None:
-        """Raises ModelError if the adapter's rows do not fit the model."""
+        """Raises ModelError if the adapter's rows have the wrong width for the model."""
         given, layout = folder.tensor.shape[1], self._layout
         if folder.kind == "prompt":
             if given != self._hidden_size:
@@ -84,7 +84,7 @@ class PromptAdapters(SlotTable[PromptFolder]):
             )
 
     def _given_kv(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns keys and values of this rank's heads in the pool's order of features."""
+        """Returns keys and values of this rank's heads, with features in the pool's order."""
         layout = self._layout
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
         kv = kv[..., slice(*layout.head_range), :].permute(1, 2, 0, 3, 4).contiguous()

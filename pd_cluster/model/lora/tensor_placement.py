@@ -1,7 +1,7 @@
-"""Assigns each tensor of an adapter's file to a module of the model; a tensor without a module is an error by name.
+"""Assigns each tensor of an adapter's file to a module of the model. A tensor without a module is an error.
 
-On a rank that has a share of the model, A and B are sliced like the weights that they adapt, so that the existing
-all-reduce also sums the adapters' parts.
+If a rank has a share of the model, A and B are sliced like the weights that they adapt, so that the existing all-reduce
+also sums the adapters' parts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def uncut(key: str, shape: tuple[int, ...]) -> WeightCut:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The model's own weights, which decide how adapters are placed.
+    """The model's own weights, which determine how adapters are placed.
 
     `cut`: this rank's share of a weight, by its name in the files. `name_of`: maps a weight's name in the trained model
-    to its name in the served model. `stored`: a module's own weight in the files; None: the files have none.
+    to its name in the served model. `stored`: a module's weight as the files store it; None: the files have none.
     `vocab_size`: the whole model's.
     """
 
@@ -48,16 +48,16 @@ class ModelWeights:
 
 
 class TensorPlacement:
-    """Methods raise ModelError."""
+    """Places one adapter's tensors. Methods raise ModelError."""
 
     def __init__(self, places: LoraTargets, weights: ModelWeights, folder: LoraFolder) -> None:
         self._places, self._weights, self._folder = places, weights, folder
         self._numbers = AdapterTensors(folder)
 
     def puts(self) -> list[Put]:
-        """Returns functions that put each part of the adapter into a slot; on error, no slot changes.
+        """Returns functions that store the parts of the adapter in a slot; on an error no slot has changed.
 
-        All shapes are checked before the file is read, so that an adapter that does not fit is never read.
+        All shapes are checked before any tensor is read, so an adapter that does not fit is never read.
         """
         self._parts()
         self._numbers.read()
@@ -105,7 +105,7 @@ class TensorPlacement:
         return self._weights.name_of(f"{todays_name(name)}.weight").removesuffix(".weight")
 
     def _experts_parts(self, name: str, pairs: Sequence[Pair]) -> Iterator[tuple[str, LowRank]]:
-        """Splits the matrices of all experts by expert; the shapes show which product they belong to."""
+        """Splits matrices that stack all experts; their shapes show which product they belong to."""
         key, seen = self._key_of(name), set[str]()
         if key not in self._places.experts:
             raise ModelError(
@@ -131,7 +131,7 @@ class TensorPlacement:
                 yield f"{name}.{index}.{part}", LowRank(a[index], b[:, :, index])
 
     def _whole_shape(self, key: str) -> tuple[int, int]:
-        """Returns out_features and in_features of a module, over all ranks."""
+        """Returns out_features and in_features of a module over all ranks."""
         _, part = self._places.linear[key]
         shape = part.outputs.stop - part.outputs.start, part.in_features
         cut = self._weights.cut(f"{key}.weight", (shape[0], shape[1]))
@@ -187,17 +187,18 @@ class TensorPlacement:
         )
 
     def _check_copy(self, name: str, stored: LoraTensor) -> None:
-        """Checks a base weight that PEFT saved with the adapter."""
+        """Checks that a base weight that PEFT saved with the adapter equals the model's."""
         own = self._weights.stored(self._key_of(name))
         given = self._numbers.tensor(f"{name}.base_layer", stored, keeps_dtype=True)
         if own is None or own.shape != given.shape or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
             raise ModelError(
-                f"{self._numbers.place(name)}.base_layer.weight: differs from this model's weight, for which alone the "
-                f"adapter is valid; if the base was not changed, save the adapter with save_embedding_layers=False"
+                f"{self._numbers.place(name)}.base_layer.weight: differs from this model's weight, and the adapter is "
+                f"valid only with the weight saved in its file; if the base was not changed, save the adapter with "
+                f"save_embedding_layers=False"
             )
 
     def _low_rank(self, place: str, key: str, part: ModuleFeatures, low: LowRank) -> LowRank:
-        """Returns this rank's share, with features in the layer's order. Raises ModelError."""
+        """Returns this rank's share, with output features in the layer's order. Raises ModelError."""
         a, b = low.a, low.b
         given = f"A {list(a.shape)} and B {list(b.shape)}"
         cut = self._weights.cut(f"{key}.weight", (b.shape[0], a.shape[1]))
@@ -214,9 +215,9 @@ class TensorPlacement:
 
 
 class AdapterTensors:
-    """The tensors of an adapter's file, in float32, each B scaled; before `read`, only their shapes.
+    """The tensors of an adapter's file, in float32, with B scaled. Before `read`, only their shapes are available.
 
-    Raises ModelError.
+    Methods raise ModelError.
     """
 
     def __init__(self, folder: LoraFolder) -> None:

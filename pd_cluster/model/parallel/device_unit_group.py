@@ -1,7 +1,7 @@
 """Exchanges rows between the devices of a unit's instances: NCCL on CUDA, HCCL on NPUs.
 
-The members agree on all numbers of rows before a step, over the hosts, so that no host waits for a device within it.
-Knows nothing of models, nor of how the members found each other.
+The members tell each other their numbers of rows before a step, over the hosts, so that no host waits for a device
+within the step. Does not deal with models, nor with how the members found each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pd_cluster.model.parallel.unit_group import LOAD_TIMEOUT_S, UnitGroup
 
 
 class UnitEnds(NamedTuple):
-    """One rank's process groups with the other members: between hosts, and between devices (None on CPUs)."""
+    """One rank's connections to the other members: a group between hosts, and a process group between devices (None on
+    CPUs).
+    """
 
     host: Any
     device: Any
@@ -29,16 +31,16 @@ class UnitEnds(NamedTuple):
 class DeviceUnitGroup:
     """Implements model.layers.expert_share.ExpertUnit on an accelerator; `rank` among the `size` members.
 
-    Calls are launched in order on each device, and the host does not wait: errors of NCCL or HCCL end the process, at
-    the latest after the timeout. `agree`, or the connection to a member, detects that the member is lost.
+    Calls are launched in order on each device, and the host does not wait. So errors of NCCL or HCCL end the process,
+    at the latest after the timeout. `agree`, or the connection to a member, detects that a member is lost.
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], UnitEnds], timeout_s: float) -> None:
-        """`meet` returns this rank's ends, once all members are connected. `timeout_s`: the limit of an exchange in a
-        step.
+        """`meet` returns this rank's connections once all members are connected. `timeout_s`: the limit of an exchange
+        during a step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: all have the same
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: the same for all
         self._host = UnitGroup(rank, size, self._joined, timeout_s)
         self._meet, self._timeout = meet, timedelta(seconds=timeout_s)
         self._group: Any = None
@@ -46,7 +48,7 @@ class DeviceUnitGroup:
 
     @property
     def exchange_s(self) -> float:
-        """Returns the seconds spent on agreeing. The time of row exchanges is unknown: the host does not wait
+        """Returns the seconds spent in `agree`. The time of row exchanges is not known, because the host does not wait
         for them.
         """
         return self._host.exchange_s
@@ -60,26 +62,26 @@ class DeviceUnitGroup:
         return ends.host
 
     def loaded(self) -> None:
-        """Switches from the timeout of loading to that of a step."""
+        """Replaces the timeout for loading by the timeout for a step."""
         self._host.loaded()
         self._group._set_default_timeout(self._timeout)
 
     def agree(self, number: int) -> list[int]:
-        """Returns the numbers of all members, in member order. The host waits."""
+        """Returns the numbers of all members, in member order. The host waits for them."""
         return self._host.agree(number)
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ExpertExchange. Expert indexes are sent together with the weights: float32 represents them exactly."""
+        """See ExpertExchange. Expert indexes are sent with the weights, as float32, which represents them exactly."""
         num_rows = [len(x)] * self.size if self.rows is None else list(self.rows)
-        assert num_rows[self.rank] == len(x)  # all members have agreed on this
+        assert num_rows[self.rank] == len(x)  # the members have exchanged these numbers
         self._num_rows, top_k = num_rows, chosen.shape[1]
         rows, numbers = self._to_all(x, torch.cat((chosen.to(weights.dtype), weights), dim=1))
         return rows, numbers[:, :top_k].long(), numbers[:, top_k:].contiguous()
 
     def combine(self, partials: torch.Tensor) -> torch.Tensor:
-        """See ExpertExchange. The sum is in float32, in member order, and rounded once."""
+        """See ExpertExchange. The sum is in float32 and in member order, and is rounded once."""
         if not sum(self._num_rows):
             return partials
         width, own = partials.shape[1], self._num_rows[self.rank]
@@ -93,7 +95,7 @@ class DeviceUnitGroup:
         return total.to(partials.dtype)
 
     def _to_all(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Returns each of `given`, [own rows, columns], of all members, concatenated in member order."""
+        """Returns, for each of the tensors [own rows, columns], the rows of all members, joined in member order."""
         found = [each.new_empty(sum(self._num_rows), each.shape[1]) for each in given]
         if not sum(self._num_rows):
             return found
@@ -115,15 +117,15 @@ class DeviceUnitGroup:
             return _all_to_all(self._group, received, sent, received_sizes, sent_sizes)
         except RuntimeError as error:
             raise InstanceLost(
-                f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
+                f"member {self.rank} of a unit of {self.size} lost another member: {first_line(error)}"
             ) from error
 
 
 def device_end(store: Store, rank: int, size: int, device: Device) -> Any:
-    """Returns the process group of all members' devices, after each has received every other member's rank.
+    """Returns the process group of all members' devices. Before, it checks that each member's rank reaches all others.
 
-    The first call sets up a communicator, with keys in the store. Raises RuntimeError if that fails, and InstanceLost
-    if the exchange is wrong.
+    The first exchange sets up a communicator, with keys in the store. Raises RuntimeError if that fails, and
+    InstanceLost if a rank arrives wrong.
     """
     group = device_group.make_unit(PrefixStore(device.dist_backend, store), rank, size, LOAD_TIMEOUT_S, device)
     own = torch.full((size,), rank, dtype=torch.float32, device=device.torch_name)
@@ -137,7 +139,7 @@ def device_end(store: Store, rank: int, size: int, device: Device) -> Any:
 def _all_to_all(
     group: Any, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
 ) -> Any:
-    """Begins an exchange of one-dimensional tensors: with more dimensions, torch would count rows and torch-npu
-    elements.
+    """Begins an exchange of one-dimensional tensors. With more dimensions, torch would count sizes in rows, and
+    torch-npu in elements.
     """
     return group.alltoall_base(received, sent, received_sizes, sent_sizes, AllToAllOptions())

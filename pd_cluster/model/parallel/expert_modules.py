@@ -1,6 +1,7 @@
-"""A rank's experts in transformers' model: modules with only its experts, which take the router's expert indexes.
+"""A rank's experts in transformers' model: modules with only these experts, which take the router's expert indexes.
 
-The router stays whole. The modules are replaced from outside, as parallel/parallel_layers.py does with a rank's share.
+The router has all experts. The modules are replaced from outside the model, like the parts of a rank's share in
+parallel/parallel_layers.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NAME = "experts"  # name of the module in a sparse block
 
 
 class ParallelExperts(torch.nn.Module):
-    """One block's experts: `inner` has those of this rank, `forward` takes the indexes that the router chooses."""
+    """One block's experts: `inner` has only this rank's; `forward` takes the indexes that the router chooses."""
 
     def __init__(self, inner: torch.nn.Module, share: ExpertShare, num_experts: int) -> None:
         super().__init__()
@@ -34,9 +35,7 @@ class ParallelExperts(torch.nn.Module):
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not isinstance(
-            self.inner, PackedExperts | UnpackedExperts
-        ):  # other modules do not ignore indexes past the end
+        if not isinstance(self.inner, PackedExperts | UnpackedExperts):  # only these ignore indexes past the end
             is_here = chosen < self._num_own
             chosen, weights = chosen.where(is_here, 0), weights.where(is_here, 0.0)
         found: torch.Tensor = self.inner(x, chosen, weights)
@@ -44,17 +43,17 @@ class ParallelExperts(torch.nn.Module):
 
 
 class ExpertModules:
-    """The experts of a rank in transformers' model. `config`: the whole model's, from transformers."""
+    """A rank's experts in transformers' model. `config`: transformers' config of the whole model."""
 
     def __init__(self, share: ExpertShare, num_experts: int, config: Any) -> None:
-        """Plans the experts. Raises ModelError if they cannot be spread evenly."""
+        """Chooses the rank's experts. Raises ModelError if the ranks would have different numbers of experts."""
         self.share, self.files = share, OwnFiles.of(share, num_experts)
         self._num_experts, self._config = num_experts, config
 
     def shrink(self, model: Any) -> None:
-        """Rebuilds the experts of a model without weights: only this rank's experts, each of them whole.
+        """Rebuilds a model's experts, before weights are loaded, with only this rank's experts; each is whole.
 
-        Raises ModelError for experts with another structure.
+        Raises ModelError if the experts have an unknown structure.
         """
         places = _places(model)
         if not places:
@@ -75,12 +74,12 @@ class ExpertModules:
             setattr(whole, name, torch.nn.Parameter(each.new_empty(num_own, *each.shape[1:]), each.requires_grad))
         whole.num_experts = num_own
         if hasattr(module, "config"):
-            whole.config = module.config  # transformers stores here how experts are computed
+            whole.config = module.config  # it says how transformers computes the experts
         built: torch.nn.Module = whole
         return built
 
     def install(self, model: Any) -> None:
-        """Makes loaded experts compute this rank's part of the router's choice."""
+        """Makes the loaded experts compute only this rank's part of the router's choices."""
         for parent, module in _places(model):
             setattr(parent, NAME, ParallelExperts(module, self.share, self._num_experts))
 
@@ -92,5 +91,5 @@ class ExpertModules:
 
 
 def _places(model: Any) -> list[tuple[Any, Any]]:
-    """Returns each block with its experts."""
+    """Returns each block that has experts, with its experts."""
     return [(parent, getattr(parent, NAME)) for parent in model.modules() if NAME in parent._modules]

@@ -1,7 +1,6 @@
-"""The parts of a rank's share of a model that differ from a whole model: embeddings, norms over all heads, and sums.
+"""The parts of a rank's share that differ from a whole model: embeddings, norms over all heads, and sums.
 
-They are installed in transformers' modules from outside; the fused model calls the same functions. Knows nothing of
-files.
+They are installed in transformers' modules from outside; the fused model calls the same functions. Does not read files.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pd_cluster.model.parallel.rank_group import Group
 
 MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # names of a layer's first half
 SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
-KNOWN_AS = "_known_as"  # attribute of a class from `rebuilt`: transformers' own class
-NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must follow the sum
+KNOWN_AS = "_known_as"  # attribute of classes made by `rebuilt`: transformers' own class
+NORM_IN_MLP = "post_mlp_layernorm"  # a norm at the end of A.X-K1's blocks of experts; the sum must precede it
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Looks up the ids in this rank's rows; the sum over all ranks has the embeddings of all ids."""
+    """Looks up the ids in this rank's rows, zeros for others; the sum over all ranks has all embeddings."""
 
     def __init__(self, inner: torch.nn.Module, first_id: int, num_ids: int, group: Group) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class SpanningNorm(torch.nn.Module):
-    """A root-mean-square norm over the heads of all ranks (queries and keys in OLMo 2); `weight` is this rank's
+    """A root-mean-square norm over the heads of all ranks (queries and keys in OLMo 2); `weight` is only this rank's
     part.
     """
 
@@ -54,9 +53,9 @@ class SpanningNorm(torch.nn.Module):
 
 
 class SpanningGatedNorm(torch.nn.Module):
-    """Mamba-2's gated norm over groups of heads that several ranks share; `weight` is this rank's part.
+    """Mamba-2's gated norm over groups of heads that several ranks share; `weight` is only this rank's part.
 
-    The gate is applied before the norm, or after it (Falcon-H1). `group_features`: the features of a whole group.
+    The gate is applied before the norm or, in Falcon-H1, after it. `group_features`: the features of a whole group.
     """
 
     def __init__(self, inner: Any, group_features: int, num_groups: int, group: Group) -> None:
@@ -66,7 +65,7 @@ class SpanningGatedNorm(torch.nn.Module):
         self._group_features, self._num_groups, self._group = group_features, num_groups, group
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Takes and returns [..., num_features] of this rank, which belong to one group."""
+        """Takes and returns this rank's [..., num_features], which belong to a single group."""
         wide, gates = x.float(), torch.nn.functional.silu(gate.float())
         if not self._gates_last:
             wide = wide * gates
@@ -80,7 +79,7 @@ class SpanningGatedNorm(torch.nn.Module):
 
 
 class RankShare:
-    """One rank's share of a transformers model: the parts to install in it, and to remove again."""
+    """One rank's share of a transformers model: installs the parts that a share needs, and removes them again."""
 
     def __init__(self, plan: ParallelPlan, group: Group) -> None:
         self.plan, self.group = plan, group
@@ -95,7 +94,7 @@ class RankShare:
         return WholeRows(self.group, self.plan.own_outputs(num_outputs, self.group.rank), num_outputs)
 
     def install(self, model: Any) -> None:
-        """Makes the model, loaded with this rank's weights, compute its share and take part in the sums."""
+        """Makes a model that was loaded with this rank's weights compute its share, and add up the ranks' results."""
         model.set_input_embeddings(self.embedding(model.get_input_embeddings()))
         for layer in model.base_model.layers:
             for name in (*MIXERS, *SECOND_HALVES):
@@ -108,7 +107,7 @@ class RankShare:
                     self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
 
     def remove(self, model: Any) -> None:
-        """Restores the model for a caller that takes its modules and adds up by itself. Norms that span heads stay."""
+        """Removes the parts again, for a caller that adds up by itself; norms that span several ranks stay."""
         model.set_input_embeddings(model.get_input_embeddings().inner)
         for hook in self._hooks:
             hook.remove()
@@ -135,9 +134,10 @@ class RankShare:
 
 
 def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
-    """Returns transformers' class with short convolutions of a rank's size; the original derives it from hidden_size.
+    """Returns transformers' class, but with short convolutions of a rank's size, which the original derives from
+    hidden_size.
 
-    Other classes are returned unchanged.
+    Returns other classes unchanged.
     """
     if plan.states is None or plan.states.module != "conv":
         return architecture
@@ -152,14 +152,14 @@ def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
 
 
 def rebuilt(architecture: type[Any], change: Callable[[Any], None]) -> type[Any]:
-    """Returns transformers' class with a hook that changes each model after its modules are built, before any
-    weight.
+    """Returns a subclass of transformers' class that changes each model between building its modules and loading
+    weights.
     """
 
     def build(self: Any, config: Any, *rest: Any, **more: Any) -> None:
         architecture.__init__(self, config, *rest, **more)
         change(self)
-        self.__class__ = known  # the class by which other code knows it
+        self.__class__ = known  # so that other code recognizes the class
 
     known = getattr(architecture, KNOWN_AS, architecture)
 
@@ -169,7 +169,7 @@ def rebuilt(architecture: type[Any], change: Callable[[Any], None]) -> type[Any]
 
 
 def _narrow(module: Any, hidden_size: int, num_channels: int) -> None:
-    """Rebuilds the three parts of a short convolution of transformers with fewer channels."""
+    """Rebuilds the three parts of a short convolution from transformers with fewer channels."""
     has_bias, kernel = bool(module.bias), module.conv.kernel_size[0]
     module.in_proj = torch.nn.Linear(hidden_size, 3 * num_channels, bias=has_bias)
     module.out_proj = torch.nn.Linear(num_channels, hidden_size, bias=has_bias)

@@ -1,12 +1,11 @@
-"""The share of each weight that a rank holds, from transformers' `base_model_tp_plan`. Knows sizes and names, no
-weights.
+"""A rank's share of each weight, from transformers' `base_model_tp_plan`. Uses sizes and names, but no weights.
 
 The scheme is Megatron's: weights that produce heads or intermediate features are split by rows (`colwise`), and weights
-that consume them by columns (`rowwise`). So a layer needs two sums: after attention and after the MLP. KV heads are
-replicated if there are fewer than ranks. Embedding and output layer are split by vocabulary. Layers that round their
-inputs to codes take whole rows (layers/whole_rows.py), so they are split by rows, not by columns. The plans of
-transformers cover little of hybrids. These are split by a table in this file and, if they keep states, by heads
-(state_heads.py).
+that consume them by columns (`rowwise`). So a layer needs two sums: after attention and after the MLP. With fewer KV
+heads than ranks, KV heads are replicated. Embedding and output layer are split by vocabulary. Layers that round their
+inputs to codes take whole rows (layers/whole_rows.py), so they are split by rows, not by columns. transformers' plans
+cover only a small part of hybrids. A table in this file splits these and, if they keep states, state_heads.py splits
+those by heads.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ Style = Literal["column", "row", "whole", "summed"]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "packed_colwise": "column",
-    "colwise_gather_output": "column",  # transformers gathers it only because later code does not know the share
+    "colwise_gather_output": "column",  # transformers gathers the result only because later code expects all features
     "rowwise": "row",
     "rowwise_split_input": "row",
     "replicated_with_grad_allreduce": "whole",
     "mla_kv_a_proj": "whole",
-    "moe_tp_experts": "whole",  # describes the computation of experts, not their split
+    "moe_tp_experts": "whole",  # describes how experts are computed, not how they are split
 }
-# Latent attention: layers that output heads are split by heads; layers that output latents are the same on all ranks.
+# Latent attention: layers that output heads are split by heads; layers that output latents are whole on all ranks.
 LATENT_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "column"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "whole"),
     "o_proj": "row",
 }
-# Attentions and MLPs of hybrids. "summed": the whole layer; its outputs are terms of the sum.
+# Attentions and MLPs of hybrids. "summed": every rank has the whole layer, and its outputs are added up by the sum.
 HYBRID_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_up_proj", "up_proj", "input_linear"), "column"),
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "output_linear"), "row"),
     "fc2_latent_proj": "summed",
 }
-# Attentions of models that are split only if a rank has whole experts: their experts are not cut through features.
+# Attentions of models that are split only if a rank has whole experts, because their experts cannot be split.
 WITH_WHOLE_EXPERTS: dict[str, dict[str, Style]] = {
     "gpt_oss": {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"), "o_proj": "row"}
 }
@@ -67,19 +66,20 @@ SPLIT_SIZES = (
     *("moe_shared_expert_intermediate_size", "shared_intermediate_size"),
 )
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.(?P<path>.+)\.(?P<part>\w+)$")
-# gate_up_proj is the part "weight", gate_up_proj_bias or gate_up_proj.bias the part "bias"
+# gate_up_proj is the part "weight"; gate_up_proj_bias and gate_up_proj.bias are the part "bias"
 FUSED_EXPERTS = re.compile(
     r"(?:^|\.)layers\.\d+\.(?P<path>.*(?<!shared_)experts)\.(?P<name>gate_up_proj|down_proj)(?:[._](?P<part>\w+))?$"
 )
 
-Piece = tuple[int, int]  # [start, stop) along the dimension that is split
+Piece = tuple[int, int]  # [start, stop) in the dimension that is split
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """`pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to this many rows.
+    """The `pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to this number
+    of rows.
 
-    `on_rank_0_only`: zeros on other ranks, for a term that is added to a sum.
+    `on_rank_0_only`: other ranks have zeros, because the part is added to each rank's term of a sum.
     """
 
     dim: int = 0
@@ -92,10 +92,10 @@ WHOLE = WeightCut()
 
 
 class ParallelPlan:
-    """One architecture on `size` ranks. Raises ModelError that names what cannot be split and the remedy."""
+    """The split of one architecture over `size` ranks. Raises ModelError with what cannot be split and a remedy."""
 
     def __init__(self, config: Any, size: int, has_whole_experts: bool = False) -> None:
-        """`config`: from transformers. `has_whole_experts`: ranks have different experts, not slices of the same."""
+        """`config`: from transformers. `has_whole_experts`: ranks have different experts, not slices of each."""
         self.size = size
         self.config, self.has_whole_experts = config, has_whole_experts
         self.vocab_size: int = config.vocab_size
@@ -115,14 +115,14 @@ class ParallelPlan:
             raise ModelError(f"{flag}: transformers has no tensor parallel plan for {config.model_type}; use 1")
         elif unknown := sorted(set(plan.values()) - set(STYLES)):
             raise ModelError(f"{flag}: the plan of {config.model_type} has the unknown style {unknown[0]}; use 1")
-        # transformers gathers each rank's queries for this reason only.
+        # The only reason why transformers gathers each rank's queries is that a norm spans them.
         self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
         if attention is not None or self.states is not None:
             self._styles = dict(attention or HYBRID_STYLES)
-        if getattr(config, "kv_lora_rank", None):  # some of transformers' plans leave latent attention whole
+        if getattr(config, "kv_lora_rank", None):  # some of transformers' plans do not split latent attention
             self._styles |= LATENT_STYLES
-        if "gate_up_proj" in self._styles:  # some files store its halves separately
+        if "gate_up_proj" in self._styles:  # some files store gate and up separately
             self._styles |= {"gate_proj": "column", "up_proj": "column"}
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
@@ -145,7 +145,7 @@ class ParallelPlan:
 
     @property
     def local_vocab_size(self) -> int:
-        """Returns the rows of embedding and output layer on each rank; the last rank's rows are padded."""
+        """Returns the number of rows of embedding and output layer on each rank; the last rank's are padded."""
         return -(-self.vocab_size // self.size)
 
     @property
@@ -153,13 +153,13 @@ class ParallelPlan:
         return max(1, self.num_kv_heads // self.size)
 
     def local_config(self) -> Any:
-        """Returns the config of a model that is one rank's share."""
+        """Returns the config of a model that consists of one rank's share."""
         local = type(self.config).from_dict(self.config.to_dict())
         local.num_attention_heads = self.num_heads // self.size
         local.num_key_value_heads = self.local_kv_heads
         local.head_dim = self.head_dim
         local.vocab_size = self.local_vocab_size
-        local.pad_token_id = None  # it may be outside of this rank's rows
+        local.pad_token_id = None  # the id may be outside of this rank's rows
         fields = {name: features // self.size for name, features in self._sizes.items()}
         if self.states is not None:
             fields |= self.states.local_fields(self.size)
@@ -173,7 +173,7 @@ class ParallelPlan:
         return local
 
     def layout_of_rank(self, local: KVLayout, rank: int) -> KVLayout:
-        """Returns a rank's layout; `local`: the layout of its model, as if it were a whole model."""
+        """Returns a rank's layout. `local`: the layout of the rank's model if it is treated as a whole model."""
         if local.rule == "state":
             return self._layout_of_states(local, rank)
         num_kv_heads = 1 if local.has_latents else self.num_kv_heads
@@ -192,7 +192,7 @@ class ParallelPlan:
         return layout
 
     def cut(self, key: str, shape: tuple[int, ...], rank: int, takes_whole_rows: bool = False) -> WeightCut:
-        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: of its layer."""
+        """Returns the cut of a tensor, by its name in the safetensors files. `takes_whole_rows`: true for its layer."""
         if key.endswith((*EMBEDDINGS, "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)
@@ -233,7 +233,7 @@ class ParallelPlan:
         return WeightCut(dim, tuple(self._elements(piece, total, shape[dim], key) for piece in pieces))
 
     def shares_inputs(self, path: str) -> bool:
-        """Whether each rank has a part of the input features of this linear layer, or of these experts' `down_proj`."""
+        """Whether this linear layer, or the `down_proj` of these experts, has its input features split over ranks."""
         name = path.rpartition(".")[2]
         return self._styles.get(EXPERT_ALIASES.get(name, name)) == "row"
 
@@ -242,8 +242,8 @@ class ParallelPlan:
         return rank * num_outputs // self.size, (rank + 1) * num_outputs // self.size
 
     def _elements(self, piece: Piece, total: int, length: int, key: str) -> Piece:
-        """Returns the elements with one of `total` shares of a dimension. Raises ModelError if a share is not
-        integral.
+        """Returns a piece of `total` equal shares of a dimension as a range of its elements. Raises ModelError if the
+        range does not consist of whole elements.
         """
         start, stop = piece[0] * length, piece[1] * length
         if start % total or stop % total:
@@ -254,7 +254,7 @@ class ParallelPlan:
         return start // total, stop // total
 
     def _outputs(self, name: str, rank: int) -> tuple[int, list[Piece]]:
-        """Returns the number of equal shares of a layer's output features, and the rank's pieces of them."""
+        """Returns into how many equal shares a layer's output features are divided, and which of them the rank has."""
         even = (rank, rank + 1)
         if name in ("gate_up_proj", "input_linear"):  # gates, then ups
             return 2 * self.size, [even, (self.size + rank, self.size + rank + 1)]
@@ -271,7 +271,7 @@ class ParallelPlan:
         return heads_of_rank(self.num_kv_heads, self.size, rank)
 
     def _in_state(self, found: re.Match[str]) -> str | None:
-        """Returns the name, in its recurrent layer, of a tensor that is cut by heads; None for others."""
+        """Returns a tensor's name within its recurrent layer if it is cut by heads; otherwise None."""
         states, layer_types = self.states, getattr(self.config, "layer_types", None) or ()
         index = int(found["index"])
         if states is None or index >= len(layer_types) or layer_types[index] not in RECURRENT:
@@ -283,7 +283,7 @@ class ParallelPlan:
         return name if name in states.outputs else None
 
     def _cut_by_heads(self, key: str, name: str, shape: tuple[int, ...], rank: int) -> WeightCut:
-        """Cuts the outputs of a layer that `_in_state` names, or the only long dimension of such a parameter."""
+        """Cuts the outputs of a layer that `_in_state` names; for a plain parameter, its longest dimension."""
         part = None if key.endswith(f".{name}") else part_of(key.rpartition(".")[2])
         dim = shape.index(max(shape)) if part is None else part.outputs
         if dim is None:

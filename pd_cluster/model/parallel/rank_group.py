@@ -1,6 +1,6 @@
-"""Collective operations of one instance's ranks: sums over all of them, and gathers of the ranks' pieces of rows.
+"""Collective operations of one instance's ranks: sums over all ranks, and gathers of the ranks' parts of rows.
 
-gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or plans.
+gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Does not deal with models or plans.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HOST = "127.0.0.1"  # all devices of an instance are on one host
 
 
 class Group(Protocol):
-    """`reduce_s`: seconds spent in sums, and in gathers to all ranks, since the start."""
+    """`reduce_s`: the seconds since the start spent in sums and in gathers to all ranks."""
 
     rank: int
     size: int
     reduce_s: float
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of every rank's x, with the same bits on all ranks; overwrites x."""
+        """Returns the sum of all ranks' x, with the same bits on all ranks; overwrites x."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' x, joined along the last dimension, on rank 0; on other ranks returns x itself."""
@@ -47,17 +47,17 @@ class Group(Protocol):
         """Returns all ranks' x, joined along the last dimension, on every rank."""
 
     def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Returns the x of rank `source` on every rank; overwrites x on other ranks."""
+        """Returns on every rank the x of rank `source`; overwrites x on the other ranks."""
 
     def least(self, number: int) -> int:
-        """Returns the smallest of every rank's number."""
+        """Returns the smallest number that any rank passes."""
 
     def loaded(self) -> None:
-        """Switches from the timeout of loading to that of a step."""
+        """Replaces the timeout for loading by the timeout for a step."""
 
 
 class SingleRank:
-    """A single rank with the whole model."""
+    """The group of a single rank, which has the whole model."""
 
     rank, size = 0, 1
     reduce_s = 0.0
@@ -82,7 +82,7 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where one instance's ranks connect: a file in a folder that only their user can enter."""
+    """Where an instance's ranks find each other: a file in a folder that only their user can enter."""
 
     path: str
     rank: int
@@ -92,7 +92,7 @@ class Rendezvous:
 
 
 class GlooGroup:
-    """Ranks on CPUs. Raises InstanceLost if another rank is lost or delays all others for longer than the timeout."""
+    """Ranks on CPUs. Raises InstanceLost if another rank is lost, or delays the others for longer than the timeout."""
 
     def __init__(self, place: Rendezvous) -> None:
         self.rank, self.size = place.rank, place.size
@@ -121,10 +121,10 @@ class GlooGroup:
         return x
 
     def _double(self, x: torch.Tensor) -> None:
-        """Sums by recursive doubling: pairs, then pairs of pairs. For a step's sums this takes a fraction of the time
-        of gloo's own sum.
+        """Sums by recursive doubling: over pairs, then over pairs of pairs. A step's sums take a fraction of the time
+        of gloo's own.
 
-        Addition is commutative, and all ranks add the same pairs, so they get the same bits.
+        All ranks add the same pairs, and addition is commutative, so they get the same bits.
         """
         distance = 1
         while distance < self.size:
@@ -206,12 +206,12 @@ def _from(source: int) -> BroadcastOptions:
 class DeviceGroup:
     """Sums and gathers on the devices, in stream order; the host does not wait.
 
-    Errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers from the host are exchanged over
+    So errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers on the host are exchanged over
     gloo.
 
-    NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum in rank
-    order, rounded once. To compute it, each rank receives the values of all others. `is_symmetric`: symmetric_sums.py
-    computes small sums.
+    NCCL and HCCL choose the order of a sum by the number of values. `sums_in_order`: instead, each rank receives the
+    values of all others, and adds every element in float32, in rank order, rounded once. `is_symmetric`:
+    symmetric_sums.py computes small sums.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class DeviceGroup:
         return torch.cat(self._parts(x.contiguous()), dim=-1)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the contiguous x of every rank."""
+        """Returns the x of every rank, each contiguous."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
         return parts
@@ -271,9 +271,9 @@ class DeviceGroup:
 def join(
     place: Rendezvous | None, device: Device = CPU, sums_in_order: bool = False, is_symmetric: bool = False
 ) -> Group:
-    """Joins the ranks of an instance. `sums_in_order`, `is_symmetric`: see `DeviceGroup`.
+    """Joins the group of an instance's ranks. `sums_in_order`, `is_symmetric`: see `DeviceGroup`.
 
-    Raises InstanceLost; and ConfigError if symmetric memory is not available.
+    Raises InstanceLost, and ConfigError if symmetric memory is not available.
     """
     if place is None or place.size == 1:
         return SingleRank()

@@ -1,7 +1,7 @@
-"""The tensors that one rank reads from files: slices of all tensors by a plan, and its own experts whole.
+"""The tensors that one rank reads from files: slices that a plan determines, and perhaps whole experts.
 
-Files store experts one by one, `experts.N.…`, or stacked along dimension 0; a rank's model numbers its own experts from
-0. Knows nothing of forms of weights.
+Files store experts separately, as `experts.N.…`, or stacked along dimension 0. A rank's model numbers its own experts
+from 0. Independent of the forms of weights.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STACKED_LAYER = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{'|'.join(map(re.escape, S
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """The experts of a rank, in files with all experts. `local`: expert index -> index on this rank, ascending."""
+    """A rank's experts in files with all experts. `local`: expert index -> index on this rank, ascending."""
 
     local: dict[int, int]
 
     @classmethod
     def of(cls, share: ExpertShare, num_experts: int) -> OwnFiles:
-        """Makes the map; `num_experts`: the number in each block. Raises ModelError if they cannot be spread evenly."""
+        """Makes the map; `num_experts`: per block. Raises ModelError if the ranks would have different numbers."""
         return cls({expert: at for at, expert in enumerate(share.own(num_experts))})
 
     def name(self, name: str) -> str:
@@ -41,7 +41,7 @@ class OwnFiles:
         return EXPERTS.match(name) is not None or STACKED_LAYER.search(name) is not None
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns the ranges of this rank's experts."""
+        """Returns this rank's experts as ranges of expert indexes."""
         runs = itertools.groupby(self.local, key=lambda expert: expert - self.local[expert])
         experts = [list(run) for _, run in runs]
         return tuple((run[0], run[-1] + 1) for run in experts)
@@ -49,7 +49,7 @@ class OwnFiles:
 
 @dataclass(frozen=True, slots=True)
 class RankTensors:
-    """Decides what a rank reads: without a plan nothing is cut; without `experts` the plan cuts all experts."""
+    """Decides what a rank reads. Without a plan no tensor is cut; without `experts` the plan also cuts experts."""
 
     plan: ParallelPlan | None = None
     rank: int = 0
@@ -67,11 +67,11 @@ class RankTensors:
         return None if found is not None and found["index"] is not None else WeightCut(0, self.experts.pieces())
 
     def cuts(self, name: str) -> bool:
-        """Whether the plan cuts tensors with this name; experts may be whole."""
+        """Whether the plan cuts tensors with this name; it does not cut experts that are whole."""
         return self.plan is not None and (self.experts is None or not self.experts.has(name))
 
     def cut(self, name: str, shape: tuple[int, ...], takes_whole_rows: bool = False) -> WeightCut:
-        """Returns the cut by the plan; see `ParallelPlan.cut`."""
+        """Returns the plan's cut; see `ParallelPlan.cut`."""
         if self.plan is None or not self.cuts(name):
             return WHOLE
         return self.plan.cut(name, shape, self.rank, takes_whole_rows)

@@ -1,8 +1,8 @@
-"""Sums over the GPUs of one instance in symmetric memory: each GPU has a buffer that all can read and write.
+"""Sums over the GPUs of one instance in symmetric memory: each GPU has a buffer that all GPUs can read and write.
 
-A decode step's sums are small, and with NCCL most of their time is latency. Here one kernel adds a part of the values
-on each GPU and writes the sums to all GPUs: every rank gets the same bits. An NVSwitch, if present, does the addition.
-torch's interface is not public, so only this file uses it. Not tested on GPUs yet.
+A decode step's sums are small, and most of their time with NCCL is latency. Here one kernel per GPU adds a part of the
+values and writes the sums to all GPUs, so every rank gets the same bits. An NVSwitch, if there is one, does the
+addition. torch's interface is not public, so only this file uses it. Not tested on GPUs yet.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, called, first_line
 from pd_cluster.settings.engine_config import SYMMETRIC_SUMS
 
-NAME = "pd-cluster ranks"  # name of the group, known to torch in this process
-MOST_NBYTES = 1 << 20  # the largest sum; for larger ones NCCL has more bandwidth
+NAME = "pd-cluster ranks"  # the name under which torch registers the group in this process
+MOST_NBYTES = 1 << 20  # the largest sum; NCCL has more bandwidth for larger ones
 MULTIPLE_NBYTES = 16  # sizes of a sum and offsets of its parts are multiples of this
 DTYPES = (torch.bfloat16, torch.float32)  # supported by the kernels
 SETTING = called("cuda_speedups")
 
 
 class SymmetricSums:
-    """Sums that all ranks request in the same order, on one stream."""
+    """Sums on one stream, which all ranks request in the same order."""
 
     def __init__(self, store: Any, rank: int, size: int, device: Device) -> None:
         """Connects to the other ranks at `store`. Raises ConfigError if these GPUs cannot map each other's memory."""
@@ -42,7 +42,7 @@ class SymmetricSums:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrites x with the sum of every rank's x.
 
-        The kernel waits for all ranks at its start and end, so the buffer may be filled again at once.
+        The kernel waits for all ranks at its start and at its end, so the buffer can be filled again at once.
         """
         flat = x.view(-1)
         shared = self._buffer.view(x.dtype)[: len(flat)]
@@ -53,7 +53,7 @@ class SymmetricSums:
 
 
 def _shared(store: Any, rank: int, size: int, device: Device) -> tuple[torch.Tensor, bool]:
-    """Returns this rank's buffer, mapped by all ranks, and whether it has a multicast address."""
+    """Returns this rank's buffer, which all ranks have mapped, and whether it has a multicast address."""
     _SymmetricMemory.set_group_info(NAME, rank, size, store)
     buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p(
         (MOST_NBYTES,), (1,), torch.uint8, torch.device(device.torch_name), NAME

@@ -1,7 +1,7 @@
-"""Exchanges rows between the instances of a unit: one end per rank, all with the same tensor-parallel index. gloo on
-CPU.
+"""Exchanges rows between the instances of a unit, over gloo on CPU: one member per instance, all ranks with the same
+tensor-parallel index.
 
-Knows nothing of models, nor of how the members found each other.
+Does not deal with models, nor with how the members found each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from pd_cluster.errors import InstanceLost, first_line
 
 TAG = 1  # messages between two ranks arrive in order
-LOAD_TIMEOUT_S = 600.0  # the time until all members have proven the model
+LOAD_TIMEOUT_S = 600.0  # how long until all members have checked their models
 
 
 class UnitGroup:
@@ -27,11 +27,11 @@ class UnitGroup:
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], Any], timeout_s: float) -> None:
-        """`meet` returns the process group, once all members are connected. `timeout_s`: the limit of an exchange in a
-        step.
+        """`meet` returns the process group once all members are connected. `timeout_s`: the limit of an exchange during
+        a step.
         """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: all have the same
+        self.rows: Sequence[int] | None = None  # each member's number of rows in this step; None: the same for all
         self.exchange_s = 0.0
         self._meet = meet
         self._group: Any = None
@@ -42,7 +42,7 @@ class UnitGroup:
         self._group = self._meet()
 
     def loaded(self) -> None:
-        """Switches from the timeout of loading to that of a step."""
+        """Replaces the timeout for loading by the timeout for a step."""
         self._timeout = self._step_timeout
 
     def agree(self, number: int) -> list[int]:
@@ -54,9 +54,9 @@ class UnitGroup:
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ExpertExchange. Rows are sent without a copy; indexes and weights are sent in a separate message."""
+        """See ExpertExchange. Rows are sent without copying; a separate message has indexes and weights."""
         num_rows = [len(x)] * self.size if self.rows is None else list(self.rows)
-        assert num_rows[self.rank] == len(x)  # all members have agreed on this
+        assert num_rows[self.rank] == len(x)  # the members have exchanged these numbers
         self._num_rows = num_rows
         top_k = chosen.shape[1]
         routes = torch.cat([chosen.to(torch.int32), weights.contiguous().view(torch.int32)], dim=1)
@@ -75,7 +75,7 @@ class UnitGroup:
         return total
 
     def _joined(self, own: Sequence[torch.Tensor], num_rows: Sequence[int]) -> list[torch.Tensor]:
-        """Returns each tensor of all members, concatenated in member order."""
+        """Returns each tensor of `own` for all members, concatenated in member order."""
         found, swaps = [], []
         for each in own:
             joined = each.new_empty(sum(num_rows), each.shape[1])
@@ -87,7 +87,7 @@ class UnitGroup:
         return found
 
     def _swap(self, *swaps: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> None:
-        """For each (ours, theirs), sends `ours[m]` to each other member m, and fills `theirs[m]` with what it sends.
+        """For each (ours, theirs), sends `ours[m]` to each other member m, and fills `theirs[m]` with what m sends.
 
         Empty tensors are skipped.
         """

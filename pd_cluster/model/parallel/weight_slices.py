@@ -1,6 +1,6 @@
 """Reads weights from the safetensors files slice by slice.
 
-Skips the weights of other ranks and, for the text part of a multimodal model, those of the other parts.
+Skips the weights of other ranks and, for the text part of a multimodal model, the weights of the other parts.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from pd_cluster.model.weights.stored_tensors import opened
 def read_shard(
     folder: WeightFolder, part: RankTensors, is_text_part: bool = False, expert_width: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Maps names to a rank's weights. Raises ModelError.
+    """Returns a rank's weights by name. Raises ModelError.
 
-    `is_text_part`: reads only the text model in a multimodal folder.
-    `expert_width`: see `_is_turned`; 0: experts are stored as transformers expects.
+    `is_text_part`: reads only the text model of a multimodal folder.
+    `expert_width`: see `_is_turned`; 0: experts are stored as transformers expects them.
     """
     return _read(folder, part, text_name if is_text_part else str, expert_width)
 
 
 def read_whole(folder: WeightFolder) -> dict[str, torch.Tensor]:
-    """Maps names to all weights. Raises ModelError."""
+    """Returns all weights by name. Raises ModelError."""
     return _read(folder, WHOLE_PART, str)
 
 
 def read_named(
     folder: WeightFolder, name_of: Callable[[str], str], part: RankTensors = WHOLE_PART
 ) -> dict[str, torch.Tensor]:
-    """Maps names to a rank's weights; `name_of` returns a weight's name, or "" to skip it. Raises ModelError."""
+    """Returns a rank's weights by name; `name_of` returns a weight's name, or "" to skip it. Raises ModelError."""
     return _read(folder, part, name_of)
 
 
 def has_head(folder: WeightFolder) -> bool:
-    """Whether a multimodal folder has weights of its text model's output layer. Raises ModelError."""
+    """Whether a multimodal folder has weights for the output layer of its text model. Raises ModelError."""
     return any(text_name(key).startswith("lm_head.") for key in names(folder))
 
 
@@ -89,9 +89,9 @@ def _taken(stored: Any, name: str, part: RankTensors, expert_width: int) -> torc
 
 
 def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
-    """Whether stacked experts, with `width` outer features, are stored transposed: inputs before outputs.
+    """Whether stacked experts are stored transposed: inputs before outputs. `width`: their number of outer features.
 
-    If both dimensions are equal, this cannot be decided; then experts are read unchanged, as in transformers.
+    If both dimensions are equal, this cannot be determined; then experts are read unchanged, as in transformers.
     """
     found = FUSED_EXPERTS.search(name)
     if found is None or len(shape) != 3:
@@ -101,7 +101,7 @@ def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
 
 
 def take(stored: object, cut: WeightCut) -> torch.Tensor:
-    """Reads a cut of `stored`, a slice of safetensors, which reads when it is indexed."""
+    """Reads a cut of `stored`, a safetensors slice, which reads data only when it is indexed."""
     if cut.pieces is None:
         whole: torch.Tensor = stored[:]  # type: ignore[index]
         whole = whole.contiguous()

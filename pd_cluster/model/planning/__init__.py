@@ -1,1 +1,1 @@
-"""Plans a runner before any weight is read: shares, sizes of pools, and what is refused."""
+"""Plans a runner before any weight is read: shares, the sizes of pools, and settings to refuse."""

@@ -1,4 +1,4 @@
-"""Plans, before any weight is read, which experts a rank has; refuses settings that do not combine with expert
+"""Plans, before any weight is read, which experts a rank has. Refuses settings that cannot be combined with expert
 parallelism.
 """
 
@@ -18,9 +18,9 @@ from pd_cluster.settings.engine_config import PROMPT_GRAPHS, EngineConfig
 def share_of(
     config: EngineConfig, checkpoint: Checkpoint, group: Group, device: Device, unit: ExpertUnit | None
 ) -> ExpertShare | None:
-    """Returns this rank's share of the experts; None: it has all experts, or a slice of each. Raises ConfigError.
+    """Returns this rank's share of the experts; None: it has all experts, or a slice of each one. Raises ConfigError.
 
-    `unit`: this rank's end of the exchange between the instances of a unit.
+    `unit`: this rank's part of the exchange between the instances of a unit.
     """
     num_experts, num_members = num_experts_of(checkpoint.config), config.data_parallel_size
     if config.enable_expert_parallel and not num_experts:
@@ -53,7 +53,7 @@ def _flag(config: EngineConfig) -> str:
 
 
 def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """Returns the setting that does not combine with experts spread over ranks, and the way out; "" if none."""
+    """Returns a setting that cannot be combined with experts on several ranks, and what to do; "" if there is none."""
     if config.adapters.enable_lora:
         name = called("enable_lora")
         return f"{name}: adapters do not support experts that are spread over ranks; remove one of the two"

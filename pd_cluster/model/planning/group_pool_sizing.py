@@ -1,8 +1,8 @@
-"""Splits the memory for KV caches among the pools of several groups of layers. Knows no tensors.
+"""Divides the memory for KV caches among the pools of several groups of layers. Does not use tensors.
 
-The group of sliding windows has blocks for the windows of all sequences, for the tokens of one step, and a quarter more
-for the prefix cache. The group of states has one state per sequence, and checkpoints. The group that holds all tokens
-gets the rest.
+The group of sliding windows gets blocks for the windows of all sequences, for the tokens of one step, and a quarter
+more for the prefix cache. The group of states gets one state per sequence, and checkpoints. The group that keeps all
+tokens gets the rest.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pd_cluster.model.planning.pool_sizing import (
 )
 from pd_cluster.settings.engine_config import DEFAULT_NUM_SEQS, EngineConfig
 
-STATES_SHARE = 4  # checkpoints get one part in 4
-WINDOWS_CACHED = 4  # one cached block per 4 blocks in use
+STATES_SHARE = 4  # checkpoints get one part in 4 of the memory
+WINDOWS_CACHED = 4  # one cached block for 4 blocks in use
 
 
 class GroupSizes(NamedTuple):
-    """The number of blocks in each group's pool and in its swap space.
+    """The number of blocks in each group's pool, and in its swap space.
 
-    The pool of states has `max_num_seqs` blocks for running sequences and `num_checkpoints` for checkpoints.
+    The pool of states has `max_num_seqs` blocks for running sequences, and `num_checkpoints` for checkpoints.
     """
 
     nums_blocks: tuple[int, ...]
@@ -41,7 +41,7 @@ class GroupSizes(NamedTuple):
     num_checkpoints: int = 0
 
     def describe(self, layouts: Sequence[KVLayout]) -> str:
-        """Says how many tokens, sequences and checkpoints there is room for, in groups with these layouts."""
+        """Returns text that says for how many tokens, sequences and checkpoints groups with these layouts have room."""
         said = f"{self.nums_blocks[0] * layouts[0].block_size} tokens"
         for layout, count in zip(layouts[1:], self.nums_blocks[1:], strict=True):
             if layout.window:
@@ -54,10 +54,10 @@ class GroupSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupNeeds:
-    """Computes how much memory the groups with these layouts need at least and can use at most.
+    """Computes the least memory that the groups with these layouts need, and the most that they can use.
 
-    `left`: the bytes left for pools on an accelerator, and the setting that determines them; None: the pools are in
-    host memory.
+    `left`: the bytes on an accelerator that are left for pools, and the setting that determines them; None: the pools
+    are in host memory.
     """
 
     config: EngineConfig
@@ -68,7 +68,7 @@ class GroupNeeds:
 
     @property
     def window(self) -> KVLayout | None:
-        """Returns the layout of the sliding windows that have their own group."""
+        """Returns the layout of the sliding-window layers if they have their own group."""
         return next((layout for layout in self.layouts[1:] if layout.window), None)
 
     @property
@@ -81,17 +81,17 @@ class GroupNeeds:
 
     @property
     def per_request(self) -> int:
-        """Counts the blocks of the longest request in the group that holds all tokens."""
+        """Returns the number of blocks of the longest request in the group that keeps all tokens."""
         return self.layouts[0].num_blocks_for(self.max_model_len)
 
     @property
     def token_nbytes(self) -> int:
-        """Returns the bytes that one more block of tokens takes in the groups of tokens, while no window drops any."""
+        """Returns the bytes of one more block of tokens in all groups of tokens, before the window drops any."""
         return self.layouts[0].block_nbytes + (0 if self.window is None else self.window.block_nbytes)
 
     def num_window_blocks(self, num_seqs: int) -> int:
-        """Counts the window blocks that `num_seqs` sequences can use, at least those of one whole prompt for a
-        handover.
+        """Returns how many window blocks `num_seqs` sequences can use, but at least those of one whole prompt, which a
+        handover needs.
         """
         if (layout := self.window) is None:
             return 0
@@ -100,12 +100,12 @@ class GroupNeeds:
         return max(held + held // WINDOWS_CACHED, self.per_request)
 
     def nbytes_of(self, num_blocks: int, num_seqs: int) -> int:
-        """Counts the bytes of all groups of tokens if the first group has `num_blocks` blocks."""
+        """Returns the bytes of all groups of tokens if the first group has `num_blocks` blocks."""
         window = 0 if self.window is None else self.window.block_nbytes
         return num_blocks * self.layouts[0].block_nbytes + window * min(num_blocks, self.num_window_blocks(num_seqs))
 
     def num_blocks_in(self, nbytes: int, num_seqs: int) -> int:
-        """Inverts `nbytes_of`."""
+        """Returns the most blocks for which `nbytes_of` is at most `nbytes`."""
         most, window = self.num_window_blocks(num_seqs), self.window
         found = max(0, nbytes) // self.token_nbytes
         if window is None or found <= most:
@@ -120,20 +120,20 @@ class GroupNeeds:
 
     @property
     def is_default(self) -> bool:
-        """Whether the number of sequences is the default, so that fewer may be served."""
+        """Whether the number of sequences is not configured, so that fewer may be served."""
         return self.config.max_num_seqs == DEFAULT_NUM_SEQS
 
     def share_of(self, free: host.HostMemory, share: float) -> int:
-        """Returns the largest total of all pools in bytes, if they get this share of host memory."""
+        """Returns how many bytes all pools may take together, if they get this share of host memory."""
         return self.left[0] if self.left is not None else host_share(free, share, self.config.num_local_ranks)
 
     def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
-        """Raises ConfigError if pools of `nbytes` do not fit host memory; an accelerator finds out by allocating."""
+        """Raises ConfigError if pools of `nbytes` do not fit host memory. On an accelerator, allocation shows that."""
         if self.left is None:
             check_fits(nbytes, free, self.config.num_local_ranks, flag)
 
     def num_checkpoints(self, nbytes: int) -> int:
-        """Counts the checkpoints of states in pools of `nbytes` in total. Raises ConfigError."""
+        """Returns the number of checkpoints of states if all pools have `nbytes` together. Raises ConfigError."""
         if not self.keeps_states:
             return 0
         if (given := self.config.state_cache_gib) is None:
@@ -153,10 +153,10 @@ def _mib(layout: KVLayout) -> str:
 def group_sizes(needs: GroupNeeds, free: host.HostMemory | None = None) -> GroupSizes:
     """Returns the sizes of several groups. Raises ConfigError unless one request of max_model_len fits.
 
-    `free`: the host's memory after the weights are loaded; None: measured now, because they are loaded.
+    `free`: the host's free memory with weights loaded; None: measured now, because they are loaded.
 
-    If max_num_seqs is the default and memory cannot hold that number of states, fewer sequences are served; a
-    configured number must fit.
+    If max_num_seqs is not configured and memory cannot hold that many states, fewer sequences are served; a configured
+    number must fit.
     """
     config, free = needs.config, free or host.memory()
     nbytes, flag = _budget(needs, free)
@@ -186,7 +186,7 @@ def group_sizes(needs: GroupNeeds, free: host.HostMemory | None = None) -> Group
 
 
 def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
-    """Returns how many sequences are served if their states get `nbytes`. Raises ConfigError."""
+    """Returns how many sequences can be served if their states get `nbytes`. Raises ConfigError."""
     wanted = needs.config.max_num_seqs
     if needs.state is None:
         return wanted
@@ -203,7 +203,7 @@ def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
 
 
 def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
-    """Returns the bytes of all pools together, and the setting that determines them."""
+    """Returns the bytes of all pools together, and the setting that determines this number."""
     config = needs.config
     if config.num_blocks is not None:
         most = needs.share_of(free, DEFAULT_SHARE if needs.is_default else 1.0)
@@ -226,7 +226,7 @@ def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
 
 
 def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
-    """Returns `nbytes` plus the bytes of the checkpoints that belong to pools of this size."""
+    """Returns `nbytes` plus the bytes of the checkpoints that pools of this size have."""
     if not needs.keeps_states:
         return nbytes
     if needs.config.state_cache_gib is not None:
@@ -235,7 +235,7 @@ def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
 
 
 def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: int) -> GroupSizes:
-    """Returns the sizes of all groups, each with its part of the swap space."""
+    """Returns the sizes of all groups, with each group's part of the swap space."""
     found, held = [num_blocks], [num_blocks]
     if needs.window is not None:
         found.append(min(num_blocks, needs.num_window_blocks(num_seqs)))

@@ -1,5 +1,5 @@
-"""Refuses, by name, settings that do not combine with several groups of layers, and decides whether windows are
-split.
+"""Refuses, by name, settings that cannot be combined with several groups of layers, and decides whether sliding windows
+form a group.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 
 
 def splits_windows(plan: LoadPlan) -> bool:
-    """Whether sliding-window layers may have their own group if other layers attend to all tokens.
+    """Whether sliding-window layers may form their own group if other layers attend to all tokens.
 
-    Kernels of accelerators, lower tiers, the twin blocks of draft models and prefix tuning support one pool only.
+    Kernels of accelerators, lower tiers, the twin blocks of draft models and prefix tuning support only one pool.
     """
     config = plan.config
     is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
@@ -23,16 +23,16 @@ def splits_windows(plan: LoadPlan) -> bool:
 
 
 def check_states(plan: LoadPlan, is_fused: bool) -> None:
-    """Raises ConfigError for settings that do not combine with a model whose layers keep states.
+    """Raises ConfigError for settings that cannot be combined with a model whose layers keep states.
 
-    `is_fused`: this package's kernels compute its layers, not transformers' modules.
+    `is_fused`: fused layers, not transformers' modules, compute the model.
     """
     for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
 
 
 def may_fuse(plan: LoadPlan) -> bool:
-    """Whether kernels for states are possible on this device; some reasons against them show only in the weights."""
+    """Whether this device may have kernels for states; some reasons against it appear only when weights are loaded."""
     if plan.device.is_accelerator and (not plan.device.traits.runs_triton or plan.config.attention_backend == "sdpa"):
         return False
     return has_fused_layers(plan.checkpoint)

@@ -1,4 +1,4 @@
-"""The plan of a runner: everything that is known about it before any weight is read."""
+"""The plan of a runner: everything that can be determined before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The settings with defaults filled in, for one checkpoint on one device. `group`: the ranks that share the
-    model.
-    """
+    """The settings, with defaults filled in, for a checkpoint on a device. `group`: the ranks that share the model."""
 
     config: EngineConfig
     checkpoint: Checkpoint
     group: Group
     device: Device
-    dtype: str  # the model's
+    dtype: str  # the model's dtype
     block_size: int
     speedups: tuple[str, ...]
     max_model_len: int
     max_num_batched_tokens: int
     experts: ExpertShare | None = None  # None: this rank has all experts, or a slice of each
-    draft: LoadPlan | None = None  # plan of this model's draft model; see draft_plan.py
+    draft: LoadPlan | None = None  # the plan of this model's draft model; see draft_plan.py
 
     @classmethod
     def of(cls, config: EngineConfig, group: Group, device: Device, unit: ExpertUnit | None = None) -> LoadPlan:
@@ -82,7 +80,7 @@ class LoadPlan:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether steps are launched with tokens that the host does not know yet; on CPUs this would gain nothing."""
+        """Whether steps are launched with tokens that the host does not have yet; on CPUs this would gain nothing."""
         if self.exchanges_rows:  # members of a unit agree on each step before its launch
             return False
         spreads = self.device.traits.spreads_tokens or self.config.npu_tp_graphs

@@ -1,7 +1,7 @@
-"""Counts what a model needs of a device: weights, operations, and KV cache per token. Reads no weight.
+"""Computes what a model needs from a device: weights, operations, and KV cache per token. Reads no weights.
 
-The model is built without values, on torch's meta device, and declares its cache there as a loaded model does. Its
-files are read only for the sizes of quantized weights, from their headers, so a folder with only config.json suffices.
+The model is built without values on torch's meta device, and declares its cache there as a loaded model does. Its files
+are read only for the sizes of quantized weights, from their headers, so a folder with only config.json is enough.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """A whole model's sizes. `layouts`: one for each group of layers, for all ranks; the first holds all tokens."""
+    """A whole model's sizes. `layouts`: one for each group of layers, for all ranks; the first keeps all tokens."""
 
     name: str
     dtype: str
     weights_nbytes: int  # in memory
-    read_nbytes: int  # bytes that a step of many sequences reads: all experts, but no embedding table
-    num_active_weights: int  # weights that multiply each token: of the experts, only its own
-    pair_flops: int  # operations of one token that attends to another, in all layers
+    read_nbytes: int  # bytes that a step of many sequences reads: all experts, but not the embedding table
+    num_active_weights: int  # weights that multiply a token; only the experts chosen for it count
+    pair_flops: int  # operations, in all layers, for a token that attends to one other token
     num_layers: int
     num_heads: int
     hidden_size: int
-    widest: int  # values per token at the widest point of a layer
+    widest: int  # values per token where a layer is widest
     vocab_size: int
     max_model_len: int
     layouts: tuple[KVLayout, ...]
 
     @property
     def token_flops(self) -> int:
-        """Counts the operations per token, without attention."""
+        """Returns the operations per token, without attention."""
         return FLOPS_PER_WEIGHT * self.num_active_weights
 
     def why_not_split(self, tp_size: int) -> str:
@@ -61,7 +61,7 @@ class ModelNeeds:
 
 
 def model_needs(model: str) -> ModelNeeds:
-    """Counts the needs of a model in a folder or on the hub, without fetching its weights. Raises ModelError."""
+    """Computes the needs of a model in a folder or on the hub, without fetching its weights. Raises ModelError."""
     from pd_cluster.model.language_model.cache_declaration import least_layouts
 
     checkpoint = _checkpoint(resolve_model(model, needs_weights=False))
@@ -91,7 +91,7 @@ def model_needs(model: str) -> ModelNeeds:
 def model_without_values(checkpoint: Checkpoint) -> tuple[Any, tuple[LayerCache, ...]]:
     """Returns transformers' modules of a model on torch's meta device, and the caches that they declare.
 
-    Their dtype is bfloat16, since kernels of experts accept no other on that device. Raises ModelError.
+    Their dtype is bfloat16, because on that device the experts' kernels accept no other. Raises ModelError.
     """
     import torch
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -114,7 +114,7 @@ def model_without_values(checkpoint: Checkpoint) -> tuple[Any, tuple[LayerCache,
 
 
 def resident_nbytes(checkpoint: Checkpoint, built: torch.nn.Module, dtype: str) -> int:
-    """Returns the bytes of all weights in memory. `built`: from `model_without_values`. Raises ModelError."""
+    """Returns the bytes in memory of all weights. `built`: from `model_without_values`. Raises ModelError."""
     num_weights = sum(each.numel() for each in built.parameters())
     return round(num_weights * _weight_nbytes(checkpoint, num_weights, dtype))
 
@@ -137,7 +137,7 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    """Returns the dtype of weights and pools on an accelerator: 16 bits if the files have more."""
+    """Returns the dtype of weights and pools on an accelerator: at most 16 bits."""
     found = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "")
     return found if found in SIXTEEN_BITS else "bfloat16"
 
@@ -154,7 +154,7 @@ def _weight_nbytes(checkpoint: Checkpoint, num_weights: int, dtype: str) -> floa
 
 
 def _counts(model: torch.nn.Module, config: Any) -> tuple[int, int, int]:
-    """Returns three counts of weights: all; those that are only looked up; those of experts that a token skips."""
+    """Returns the numbers of all weights, of weights that are only looked up, and of expert weights a token skips."""
     import torch
 
     num_experts, per_token = num_experts_of(config.to_dict()), _experts_per_token(config)
@@ -175,9 +175,9 @@ def _experts_per_token(config: Any) -> int:
 
 
 def _pair_flops(config: Any, layouts: tuple[KVLayout, ...]) -> int:
-    """Counts the operations of a query times a key and of a weight times a value, over all heads and layers.
+    """Returns the operations of a query times a key and of a weight times a value, over all heads and layers.
 
-    Latent attention is counted with keys and values of every head, as prefill computes it.
+    Latent attention is counted as prefill computes it: with keys and values of every head.
     """
     found = 0
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""Determines the tokens per step and the number of blocks in the KV pool and the swap space, from settings or
+"""Determines the tokens per step, and the numbers of blocks in the KV pool and in the swap space, from settings or from
 memory.
 """
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192  # defaults; the help text of the setting names them
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
-DEFAULT_SHARE = 0.5  # the share of a host's free memory for all its pools; steps and other programs use the rest
+DEFAULT_SHARE = 0.5  # the part of a host's free memory for all its pools; steps and other programs use the rest
 GIB = 1 << 30
-DEFAULT_UTILIZATION = 0.9  # the share of an accelerator's memory that is used
-UNSEEN_NBYTES = 1 << 30  # memory on an accelerator for the driver's context, library workspaces and graphs
+DEFAULT_UTILIZATION = 0.9  # the part of an accelerator's memory that is used
+UNSEEN_NBYTES = 1 << 30  # on an accelerator: for the driver's context, library workspaces and graphs
 
 
 def num_step_tokens(config: EngineConfig, device: Device) -> int:
-    """Returns the largest number of tokens per step; the default depends on the device's kind and memory."""
+    """Returns the most tokens of a step; the default depends on the device's type and memory."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     found = default_step_tokens(device)
@@ -48,11 +48,10 @@ def num_pool_blocks(
     twin_nbytes: int = 0,
     free: host.HostMemory | None = None,
 ) -> int:
-    """Returns the number of blocks in the pool, after the weights are loaded. Raises ConfigError if max_model_len does
-    not fit.
+    """Returns the number of blocks in the pool. Raises ConfigError if max_model_len does not fit.
 
     `peak_nbytes`: the memory that weights and the largest step take on an accelerator. `twin_nbytes`: the size of a
-    block's twin for the draft model, in the same memory. `free`: the host's memory after the weights are loaded; None:
+    block's twin for the draft model, in the same memory. `free`: the host's free memory with weights loaded; None:
     measured now, because they are loaded.
     """
     block_nbytes = layout.block_nbytes + twin_nbytes
@@ -90,8 +89,8 @@ def num_pool_blocks(
 def host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
     """Returns the bytes of a rank's pool if `num_ranks` ranks share a host's memory and start in any order.
 
-    Other ranks may have loaded nothing yet; they will take as much as this rank has taken so far. A pool takes memory
-    only as it is used, so the free memory does not show which ranks have a pool: each rank takes an equal part.
+    Other ranks may not have loaded anything yet; they will take as much as this rank has taken so far. A pool takes
+    memory only as it is used, so free memory does not show which ranks have a pool. So each rank takes an equal part.
     """
     others_nbytes = (max(1, num_ranks) - 1) * host.own_nbytes()
     return int(max(0, free.available - others_nbytes) * share) // max(1, num_ranks)
@@ -107,13 +106,13 @@ def check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) ->
 
 
 def shared(free: host.HostMemory, config: EngineConfig) -> str:
-    """Says how much free memory the ranks of a host share."""
+    """Returns text that says how much free memory the ranks of a host share."""
     ranks = f", for {config.num_local_ranks} ranks" if config.num_local_ranks > 1 else ""
     return f"{free} are free{ranks}"
 
 
 def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_for: bool) -> int:
-    """Limits the pool on NPUs, which index the values of one layer's keys with 32 bits."""
+    """Limits the pool on NPUs, where the index of a value in one layer's keys has 32 bits."""
     traits = device.traits
     if not traits.most_plane_numel:
         return num_blocks
@@ -127,8 +126,9 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
 
 
 def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int, str]:
-    """Returns this process's share of an accelerator's memory without its other needs, at most the free memory, and the
-    setting of the share.
+    """Returns the bytes left for pools on an accelerator, and the setting that limits them.
+
+    They are this process's share of the memory without its other needs, and at most the free memory.
     """
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
@@ -139,9 +139,7 @@ def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int
 
 
 def check_offload(wanted_gib: float, device: Device) -> None:
-    """Checks the setting for weights in host memory, which changes nothing on CPUs. Raises ConfigError on
-    accelerators.
-    """
+    """Checks the setting for weights in host memory: it changes nothing on CPUs. Raises ConfigError on accelerators."""
     name = called("cpu_offload_gb")
     if device.is_accelerator:
         raise ConfigError(
@@ -156,7 +154,7 @@ def num_host_cache_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout, share: float = 1.0) -> int:
-    """Returns the number of swap blocks with this layout, which get `share` of the swap space."""
+    """Returns the number of swap blocks with this layout, if they get `share` of the swap space."""
     if config.preemption_mode != "swap":
         return 0
     return int(config.swap_space_gib * GIB / max(1, config.num_local_ranks) * share) // layout.block_nbytes

@@ -23,7 +23,7 @@ from pd_cluster.settings.engine_config import EngineConfig
 
 
 def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str = "") -> tuple[KVLayout, ...]:
-    """Returns the layouts of one rank's pools. Raises ConfigError, ModelError. `draft_head`: see `layouts_of`."""
+    """Returns the layouts of this rank's pools. Raises ConfigError, ModelError. `draft_head`: see `layouts_of`."""
     layouts = layouts_of(caches, plan.block_size, plan.kv_dtype, draft_head, splits_windows(plan))
     if plan.is_alone:
         return layouts
@@ -32,10 +32,10 @@ def pool_layouts(plan: LoadPlan, caches: Sequence[LayerCache], draft_head: str =
 
 
 def check_before_loading(plan: LoadPlan) -> None:
-    """Raises ConfigError for settings that a model with states refuses, if this is known without weights.
+    """Raises ConfigError for settings that a model with states refuses, if this can be decided without weights.
 
-    Modules are built for a single rank outside a unit only: transformers changes torch's default dtype meanwhile, and
-    several ranks may be threads.
+    Modules are built only for a single rank outside a unit: meanwhile transformers changes torch's default dtype, and
+    several ranks may be threads of one process.
     """
     if plan.checkpoint.model_type not in HYBRID_MODEL_TYPES:
         return
@@ -46,7 +46,7 @@ def check_before_loading(plan: LoadPlan) -> None:
 
 
 def _first_layouts(plan: LoadPlan, caches: Sequence[LayerCache], num_ranks: int) -> tuple[KVLayout, ...]:
-    """Returns the layouts of the first of `num_ranks` ranks. `caches`: those of the whole model."""
+    """Returns the layouts of the first of `num_ranks` ranks. `caches`: the whole model's."""
     layouts = layouts_of(caches, plan.block_size, plan.kv_dtype, "", splits_windows(plan))
     return tuple(replace(layout, tp_size=num_ranks).of_rank(0) for layout in layouts)
 
@@ -57,9 +57,9 @@ def _needs(plan: LoadPlan, layouts: Sequence[KVLayout]) -> GroupNeeds:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPools:
-    """The pools of one rank of a model that is not loaded.
+    """The pools of one rank, for a model that is not loaded.
 
-    `sizes` None: they depend on the memory that weights leave on a device.
+    `sizes` None: they depend on the memory that the weights leave on a device.
     """
 
     model: str
@@ -81,7 +81,7 @@ class ExpectedPools:
         return self.layouts[-1].block_nbytes if self.layouts[-1].holds.is_state else 0
 
     def to_json(self) -> dict[str, int | str | None]:
-        """Numbers that are not known are None."""
+        """Returns the sizes as JSON; unknown numbers are None."""
         sizes = self.sizes
         return {
             "model": self.model,
@@ -93,7 +93,7 @@ class ExpectedPools:
 
 
 def expected_pools(config: EngineConfig) -> ExpectedPools:
-    """Sizes the pools for the only instance of a host. Raises ConfigError, ModelError."""
+    """Computes the sizes of the pools of a host's only instance. Raises ConfigError, ModelError."""
     device, num_ranks = resolve(config.device), config.tensor_parallel_size
     own = msgspec.structs.replace(config, tensor_parallel_size=1, num_local_ranks=num_ranks)
     plan = LoadPlan.of(own, SingleRank(), device)

@@ -1,19 +1,19 @@
-"""Decides, from measured step times, whether a step of few tokens uses lent cores. The caller passes the time.
+"""Decides, from measured step times, whether a step with few tokens uses lent cores. The caller passes the time.
 
-Such a step is bound by memory bandwidth, which a few cores nearly saturate, and each of its parts waits for all
-threads. So the step takes longer with lent cores than without them if other programs, or the sending of tokens, use
-these cores now and then.
+Memory bandwidth limits such a step, and a few cores nearly saturate it. Each operation of the step waits for its
+slowest thread. So lent cores make the step slower if other programs, or the process's own sending of tokens, sometimes
+use these cores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MOST_TOKENS = 64  # larger steps are bound by arithmetic and always borrow
-GAIN = 0.9  # a step with lent cores must take at most this share of a step's time without them
-NUM_TRIED = 4  # successive steps, with and without lent cores
-TRIED_AGAIN_S = 20.0
-MOST_TRYING_S = 5.0  # a trial ends after this time, even if no step was offered cores from its start to its end
+MOST_TOKENS = 64  # larger steps are limited by arithmetic and always use lent cores
+GAIN = 0.9  # lent cores are used if a step with them takes less than this share of the time without them
+NUM_TRIED = 4  # consecutive steps measured in a trial, with lent cores and without
+TRIED_AGAIN_S = 20.0  # the slower alternative is measured again after this time
+MOST_TRYING_S = 5.0  # a trial ends after this time, even if no step could be measured
 WEIGHT = 0.3  # the weight of the newest step in the moving average
 
 
@@ -23,7 +23,7 @@ class _StepTimes:
 
     tried_s: float
     step_s: float = 0.0
-    num_left: int = NUM_TRIED  # steps to try before it is judged
+    num_left: int = NUM_TRIED  # steps still to measure before the times are compared
 
     def try_again(self, now_s: float) -> None:
         self.step_s, self.num_left, self.tried_s = 0.0, NUM_TRIED, now_s
@@ -36,12 +36,12 @@ class _StepTimes:
 
 @dataclass(slots=True)
 class CoreLending:
-    """Measures the steps of one rank: call `begin`, `takes` between layers, then `end`; any clock with seconds."""
+    """Measures the steps of one rank. Call `begin`, then `takes` between layers, then `end`; times are in seconds."""
 
     _ways: dict[int, tuple[_StepTimes, _StepTimes]] = field(default_factory=dict)  # size -> (without, with)
     _pair: tuple[_StepTimes, _StepTimes] | None = None
     _is_wanted: bool = True
-    _is_clean: bool = False  # more cores were offered during the whole step so far
+    _is_clean: bool = False  # lent cores were available during the whole step so far
     _began_s: float = 0.0
 
     def begin(self, num_tokens: int, now_s: float) -> None:
@@ -66,11 +66,11 @@ class CoreLending:
             self._is_wanted = not self._is_wanted
 
     def takes(self, is_offered: bool) -> bool:
-        """Returns whether this step uses the lent cores, if `is_offered` says that there are any."""
+        """Returns whether this step uses lent cores now. `is_offered`: lent cores are available."""
         self._is_clean = self._is_clean and is_offered
         return is_offered and self._is_wanted
 
     def end(self, now_s: float) -> None:
-        """Records the time of a step if cores were offered from its start to its end."""
+        """Records the time of a step if lent cores were available from its start to its end."""
         if self._pair is not None and self._is_clean:
             self._pair[self._is_wanted].add(now_s - self._began_s, now_s)

@@ -1,6 +1,6 @@
-"""Builds a runner from values in order: plan, weights, pool, adapters, proof, graphs.
+"""Builds a runner step by step: plan, weights, pool, adapters, proof, graphs.
 
-Each value is made from the earlier ones and is complete when it is made.
+Each step uses the results of the earlier ones and returns a complete object.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ log = logging.getLogger(__name__)
 def load_runner(
     config: EngineConfig, group: Group | None = None, device: Device | None = None, unit: ExpertUnit | None = None
 ) -> ModelRunner:
-    """Loads a runner. `group`: the ranks that share the model; each rank loads its runner at the same time.
+    """Loads a runner. `group`: the ranks that share the model; all of them load their runners at the same time.
 
-    `unit`: this rank's end of the exchange between the instances that share the experts; they load at the same time,
-    too.
+    `unit`: this rank's part of the exchange between instances that share the experts. These instances also load at the
+    same time.
 
     Raises ConfigError, and ModelError for a model that must not be served; on an error all pools are closed.
     """
@@ -108,7 +108,7 @@ def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | No
 
 
 def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout], eager: str) -> int:
-    """Returns the maximum bytes that everything except the pools takes on an accelerator. `eager`: see `why_eager`."""
+    """Returns the most bytes that everything except the pools takes on an accelerator. `eager`: see `why_eager`."""
     config, device, model, num_seqs = plan.config, plan.device, parts.model, plan.config.max_num_seqs
     peak = peak_of_a_step(model, layouts, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
     layout = layouts[0]
@@ -132,8 +132,8 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout]
 def _allocate(
     plan: LoadPlan, layouts: Sequence[KVLayout], twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
-    """Allocates on each rank the blocks that the rank with the least memory can hold, and their twins; `undo` closes
-    the pools.
+    """Allocates the same number of blocks on each rank, limited by the rank with the least memory, and as many for the
+    draft model; `undo` closes the pools.
     """
     config, least = plan.config, plan.group.least
     if len(layouts) > 1:
@@ -152,7 +152,7 @@ def _allocate(
 def _allocate_groups(
     plan: LoadPlan, layouts: Sequence[KVLayout], peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
-    """Allocates the pools and the swap space of several groups in the same way."""
+    """Does the same as `_allocate` for a model with several groups of layers."""
     least, device = plan.group.least, plan.device
     left = left_on(device, plan.config, peak_nbytes) if device.is_accelerator else None
     sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens, left))
@@ -166,8 +166,9 @@ def _allocate_groups(
 
 
 def _load_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> ModelAdapters:
-    """Returns the holder of adapters, with those that the settings name. Only the model has adapters, not its draft
-    head.
+    """Returns the object that holds the adapters, and loads the adapters that the settings name.
+
+    Only the model has adapters; its draft head has none.
     """
     settings, device, model = plan.config.adapters, plan.device, parts.model
     if device.is_accelerator and model.adapters is not None:
@@ -189,7 +190,7 @@ def _prove(plan: LoadPlan, model: CausalLM, pools: Sequence[KVPool]) -> LoadProo
 
 
 def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
-    """Returns the name of everything that changes the loaded model's numerics."""
+    """Returns a description of everything that affects the loaded model's numerics."""
     config, checkpoint, on_host = plan.config, plan.checkpoint, not plan.device.is_accelerator
     coded = checkpoint.quantization
     return Numerics(

@@ -1,4 +1,4 @@
-"""Loads the parts of a checkpoint that take memory: the language model and, for pictures, the vision tower."""
+"""Loads the parts of a checkpoint that take memory: the language model and, if it takes pictures, the vision tower."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_cluster.settings.engine_config import EngineConfig
 
 
 class LoadedParts(NamedTuple):
-    """The model, or this rank's share, and its vision tower; None: the model takes no pictures.
+    """The model, or this rank's share of it, and its vision tower. Without a tower the model accepts no pictures.
 
     `draft`: the draft model; `head`: the draft head, which is a single layer.
     """
@@ -65,6 +65,6 @@ def _model_of(plan: LoadPlan) -> CausalLM:
 
 
 def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:
-    """Returns the vision tower of a model that takes pictures. Raises ModelError. `dtype`: the activations'."""
+    """Returns the vision tower of a model that accepts pictures. Raises ModelError. `dtype`: the activations' dtype."""
     kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
     return load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)

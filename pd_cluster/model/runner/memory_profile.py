@@ -24,10 +24,9 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 def peak_of_a_step(
     model: CausalLM, layouts: Sequence[KVLayout], num_tokens: int, num_seqs: int, max_model_len: int, device: Device
 ) -> int:
-    """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if they do not
-    fit.
+    """Returns the bytes that weights and the largest step take together; 0 on CPU.
 
-    The step has `num_tokens` and up to `num_seqs` sequences.
+    The step has `num_tokens` tokens of up to `num_seqs` sequences. Raises ConfigError if it does not fit.
     """
     if not device.is_accelerator:
         return 0
@@ -50,7 +49,7 @@ def peak_of_a_step(
 
 
 def peak_of_images(tower: Tower | None, device: Device) -> int:
-    """Returns the bytes that weights, the largest picture and kept features take together; 0 on CPU.
+    """Returns the bytes that weights, the largest picture and cached features take together; 0 on CPU.
 
     Raises ConfigError if they do not fit.
     """
@@ -71,8 +70,9 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
 
 
 def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
-    """Raises ConfigError if pictures are not split and the largest does not fit a step with one token per other
-    sequence.
+    """Checks that the largest picture fits a step that also has one token of each other sequence.
+
+    Only models that cannot split a picture need this. Raises ConfigError.
     """
     most = rules.num_tokens(rules.most())
     if rules.sees_whole and most + num_seqs - 1 > num_tokens:
@@ -84,13 +84,13 @@ def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> Non
 
 
 def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
-    """Returns the bytes of graphs of up to `num_seqs` sequences: the memory that all share, sized by the largest, and
-    logits.
+    """Returns the bytes that graphs of up to `num_seqs` sequences take: the memory they share, which the largest graph
+    determines, and the logits.
 
     `num_tokens`: the tokens of a step, if a sequence can have more than one.
 
-    A graph keeps its intermediate results in its own memory, which other steps cannot use. The driver's part of each
-    graph is not counted here, but in `UNSEEN_NBYTES`. Raises ConfigError if the graphs do not fit.
+    A graph keeps its intermediate results in its own memory, which other steps cannot use. `UNSEEN_NBYTES`, not this
+    function, counts the memory that the driver uses for each graph. Raises ConfigError if the graphs do not fit.
     """
     num_tokens = max(num_tokens, num_seqs)
     chunks = largest_step(num_tokens, num_seqs, num_tokens, [layout])
@@ -110,10 +110,10 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
 
 
 def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> int:
-    """Returns the bytes of the LoRA adapters that may be loaded at once, each with the largest rank, on all linear
+    """Returns the bytes of as many LoRA adapters as may be loaded at once, each with the largest rank and on all linear
     layers.
 
-    A rank with a share of the model keeps only a part of them.
+    This is an upper bound: a rank with a share of the model keeps only a part of each adapter.
     """
     if not adapters.enable_lora:
         return 0
@@ -126,16 +126,15 @@ def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> in
 
 
 def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes of the split-KV workspace of the largest decode step, which graphs hold in addition to the
-    peak.
+    """Returns the bytes of the split-KV workspace of the largest decode step. Graphs hold it in addition to the peak.
 
-    For latents without Triton: the workspace of a step over the longest past, because the step that is measured has no
-    past.
+    For latents without Triton: the workspace of a step over the longest context, because the measured step has no
+    earlier tokens.
     """
     if model.attention != "Triton":
         all_widths = sum(plane.width for plane in layout.planes)
         return workspace_nbytes(max_model_len, all_widths) if layout.has_latents else 0
-    num_heads: int = model.config.num_attention_heads  # this rank's heads: the config describes its share
+    num_heads: int = model.config.num_attention_heads  # this rank's heads: its config describes its share
     width = layout.planes[0].width if layout.has_latents else layout.head_dim
     return 4 * num_seqs * num_heads * most_splits(max_model_len) * (width + 1)
 
@@ -155,9 +154,10 @@ def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: i
 def largest_step(
     num_tokens: int, num_seqs: int, max_model_len: int, layouts: Sequence[KVLayout]
 ) -> list[tuple[Request, int]]:
-    """Returns prompts that fill a step: the most sequences that may run, each of them sampled.
+    """Returns prompts that fill a step, with as many sequences as may run; each has sampled rows.
 
-    They share one state: the pool may not hold one for each, and separate states would add no work.
+    All sequences use the same state, because the pool may not have room for one each and separate states would not
+    change the work.
     """
     num_seqs = max(1, min(num_seqs, num_tokens))
     lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]

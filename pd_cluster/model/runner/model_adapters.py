@@ -1,4 +1,4 @@
-"""All adapters of one loaded model, of every kind, by digest."""
+"""Holds all adapters of a loaded model, LoRA and prompt adapters, by digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pd_cluster.types.variants import num_virtual_tokens
 
 
 class ModelAdapters:
-    """`variants`: the slots of the loaded adapters by digest; they change as adapters are loaded and dropped.
+    """`variants`: the slots of the loaded adapters by digest, updated when adapters are loaded and dropped.
 
     `named`: the paths of the adapters that the settings name, by digest.
     """
@@ -38,7 +38,7 @@ class ModelAdapters:
         self.variants: Mapping[str, int] = ChainMap(*(slots for slots in self.slots if slots is not None))
 
     def adopt(self, model: CausalLM) -> None:
-        """Moves the loaded adapters to the same model after it was loaded again."""
+        """Moves the loaded adapters to `model`, the same model loaded again."""
         if self._lora is not None:
             assert model.adapters is not None
             self._lora.adopt(model.adapters)
@@ -49,7 +49,10 @@ class ModelAdapters:
         self._lora = self.prompts = None
 
     def load_named(self, settings: AdapterSettings) -> None:
-        """Loads the adapters that the settings name, at least once to check each. Raises ModelError, ConfigError."""
+        """Loads and so checks every adapter that the settings name; if too many, only the last stay loaded.
+
+        Raises ModelError, ConfigError.
+        """
         most = settings.max_cpu_loras
         for module in settings.lora_modules:
             lora = LoraFolder.read(Path(module.path), settings.max_lora_rank)
@@ -63,9 +66,9 @@ class ModelAdapters:
             self.named[prompt.digest] = module.path
 
     def load_adapter(self, folder: AdapterFolder, slot: int | None = None) -> None:
-        """Loads an adapter, on any thread; then requests may name it as their variant. Raises ModelError, ConfigError.
+        """Loads an adapter, on any thread; afterwards requests may use it. Raises ModelError, ConfigError.
 
-        Does nothing if the adapter is loaded already. `slot`: the adapter's slot on rank 0.
+        Does nothing if the adapter is already loaded. `slot`: the adapter's slot on rank 0.
         """
         if isinstance(folder, PromptFolder):
             self._prompts_needed.load(folder, slot)
@@ -77,7 +80,7 @@ class ModelAdapters:
         self._holder_of(digest).drop(digest)
 
     def next_slot(self, digest: str) -> int:
-        """Returns a slot that no adapter of this kind has used. Raises ConfigError."""
+        """Returns a slot that no adapter of the same type has used yet. Raises ConfigError."""
         return self._holder_of(digest).next_slot()
 
     def _holder_of(self, digest: str) -> Adapters | PromptAdapters:

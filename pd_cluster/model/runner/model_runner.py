@@ -1,6 +1,6 @@
-"""Runs a step's forward pass: takes a plan's chunks, returns logits of the sampled rows.
+"""Runs a step's forward pass: takes the planned chunks and returns the logits of the sampled rows.
 
-On an accelerator decode steps run as graphs, and a step may be launched before the host knows its tokens.
+On an accelerator decode steps run as graphs, and a step may be launched before the host has its tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ CLOSE_S = 2.0
 class KVMemory(NamedTuple):
     """The pool and the swap space of each group of layers.
 
-    `max_num_seqs`: how many sequences' states fit at once. `twin`: the pool of the draft model, with the main pool's
-    number of blocks; see kv/twin_blocks.py.
+    `max_num_seqs`: the number of sequences whose states fit at once. `twin`: the draft model's pool, which has as many
+    blocks as the main pool; see kv/twin_blocks.py.
     """
 
     pools: tuple[KVPool, ...]
@@ -68,14 +68,14 @@ class KVMemory(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """The longest sequence that a draft model drafts for, and whether each draft is the likeliest token."""
+    """The longest sequence that a draft model drafts for, and whether it drafts the most likely tokens."""
 
     max_model_len: int
     is_greedy: bool
 
 
 class LoadProof(NamedTuple):
-    """Results of the proof at load. `window`: the sliding window of all layers, see `prove`."""
+    """Results of the checks at load. `window`: the sliding window of all layers, see `prove`."""
 
     window: int | None
     numerics: Numerics
@@ -99,10 +99,10 @@ class ModelRunner:
         self.group, self.device = plan.group, plan.device
         self._unit = None if plan.experts is None else plan.experts.exchange
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
-        self.model_folder = plan.checkpoint.path  # the folder with the weights of the start
+        self.model_folder = plan.checkpoint.path  # the weights that were loaded at start
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
-        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host decides which states are kept
+        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # with states, the host chooses the copies to keep
         self.max_num_seqs = memory.max_num_seqs
         self._further_sizes = sizes_of_blocks(memory.pools[1:])
         self.held, self.graphs = held, graphs
@@ -135,8 +135,8 @@ class ModelRunner:
     def draft_limits(self) -> DraftLimits | None:
         """Returns None without a draft model or head.
 
-        A draft model needs all blocks of a sequence. Sequences longer than a sliding window have released some, so they
-        get no drafts.
+        A draft model needs all blocks of a sequence. A sequence longer than the sliding window has released some, so it
+        gets no drafts.
         """
         speculation, draft = self._plan.config.speculation, self._plan.draft
         if draft is None and self.head is None:
@@ -170,10 +170,10 @@ class ModelRunner:
 
     @property
     def rows_are_alike(self) -> bool:
-        """Whether other rows of a step change a row's results by no more than rounding does.
+        """Whether the other rows of a step change a row's results only by rounding.
 
-        True on accelerators, and on CPUs with float32 sums. With torch's own 16-bit products on CPUs results vary more,
-        and in 16 bits the best two tokens often nearly tie.
+        True on accelerators, and on CPUs with float32 sums. torch's own 16-bit products on CPUs vary more, and in 16
+        bits the two best tokens are often nearly tied.
         """
         return self.device.is_accelerator or self._plan.dtype == "float32" or bool(self.model.bf16_way)
 
@@ -184,9 +184,9 @@ class ModelRunner:
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """See `compute`. Also computes the draft head's pairs for prompts and for blocks that become full.
+        """Does the work of `compute`, and computes the draft head's pairs for prompts and for blocks that become full.
 
-        `keeps`: the copies of states to make, for models that have states.
+        `keeps`: the copies of states to make, for models with states.
         """
         if (head := self.head) is None:
             return self.compute(self.step_of(chunks, drafts, keeps=keeps), on_layer)
@@ -210,11 +210,11 @@ class ModelRunner:
         is_ahead: bool = False,
         taps: AuxiliaryStates | None = None,
     ) -> RunnerOutput:
-        """Computes the chunks into the pool; returns logits and hidden states of the rows that need them.
+        """Computes the chunks, writes to the pool, and returns the requested logits and hidden states.
 
         After each layer, `on_layer` receives the number of layers whose keys and values for the chunks are in the pool;
-        on an accelerator, writes count when they are launched. `is_ahead`, only on ranks other than 0: rank 0 has
-        launched this step with tokens that are still on its device.
+        on an accelerator, a write counts as soon as it is launched. `is_ahead`, only on ranks other than 0: rank 0 has
+        launched this step with tokens that only its device has so far.
         """
         input_ids = None
         if is_ahead:
@@ -225,9 +225,9 @@ class ModelRunner:
         return RunnerOutput(logits.float(), hidden_states)
 
     def compute_draft(self, step: StepInput) -> torch.Tensor:
-        """Runs the draft model into the twins of the rows' blocks; returns float32 logits of the rows that need them.
+        """Runs the draft model, which writes to the twins of the rows' blocks; returns the requested float32 logits.
 
-        It runs on this rank's own share of cores.
+        It runs on this rank's own cores only.
         """
         twin = self._kv_memory.twin
         assert self._parts is not None
@@ -237,7 +237,7 @@ class ModelRunner:
             return self._parts.draft(batch_of(step, twin)).float()
 
     def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
-        """Computes pairs of the draft head; see draft/draft_pairs.py."""
+        """Computes pairs for the draft head; see draft/draft_pairs.py."""
         assert self.head is not None
         with torch.inference_mode():
             return draft_pairs(self.head, self.pool, chunks, are_tapped, self.vocab_size)
@@ -263,16 +263,14 @@ class ModelRunner:
         return EncoderTotals() if self.tower is None else self.tower.encoded
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns the parts of pictures for another rank of a step; pixels are omitted if that rank has the features,
-        too.
-        """
+        """Returns the picture parts of a step for another rank, with pixels only for the pictures that it computes."""
         assert self.tower is not None or not parts
         return [] if self.tower is None else self.tower.without_foreign_pixels(parts, rank)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> DeviceTokens:
-        """Launches a step's forward pass and sampling; see engine/step/look_ahead.py. Only if `goes_ahead`."""
+        """Launches a step's forward pass and sampling, if `goes_ahead` is set; see engine/step/look_ahead.py."""
         return self.launch_step(self.step_of(chunks), chunks, after, on_layer)
 
     def launch_step(
@@ -294,7 +292,7 @@ class ModelRunner:
     def _choose(
         self, logits: torch.Tensor, ready: list[tuple[Request, int]], step: StepInput, input_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns a token for each chunk that completes its sequence, [num_ready] int64."""
+        """Returns the next token of each chunk that reaches the end of its sequence, [num_ready] int64."""
         if not ready:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         requests, last_ids = [request for request, _ in ready], None
@@ -313,7 +311,7 @@ class ModelRunner:
         on_layer: OnLayer | None = None,
         taps: AuxiliaryStates | None = None,
     ) -> RunnerOutput:
-        """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace those of the step."""
+        """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's own."""
         with torch.inference_mode():
             graphs = self.graphs.decode if step.adapters is None else self.graphs.adapted
             if graphs is not None and on_layer is None:
@@ -338,25 +336,25 @@ class ModelRunner:
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)
             states = batch.hidden.states if batch.hidden is not None else None
-            # Ranks other than 0 discard them, but a copy to the host is cheap next to a step that computes prompts.
+            # Ranks other than 0 discard the states, but copying them costs little in a step that computes prompts.
             return RunnerOutput(logits, NO_HIDDEN_STATES if states is None else states.cpu().float())
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Sets how many rows each member of the unit has in the next step."""
+        """Sets the number of rows of each member of the unit in the next step."""
         assert self._unit is not None
         self._unit.rows = rows
 
     def take_part(self) -> None:
-        """Computes this rank's experts for the rows of the unit's other members, without own rows."""
+        """Computes this rank's experts for the rows of the unit's other members, when it has no rows of its own."""
         assert self._unit is not None
         with torch.inference_mode(), self.threads.step(sum(self._unit.rows or ())):
             self.model.take_part()
 
     def sleep(self, level: SleepLevel) -> None:
-        """Frees memory, or allocates it again, between two steps; no block may be in use. CPU only.
+        """Frees memory, or loads it again, between two steps; no block may be in use. CPU only.
 
-        Level 1 frees the KV cache; level 2 also the weights. Raises ModelError if the weights cannot be loaded again,
-        and TierBusy.
+        Level 1 frees the KV cache, level 2 also the weights; levels 0 and 1 load the weights again if they were freed.
+        Raises ModelError if that fails, and TierBusy.
         """
         assert not self.device.is_accelerator
         if level == 2:
@@ -375,25 +373,25 @@ class ModelRunner:
             give_freed_back()
 
     def change_weights(self, path: str, stamp: Stamp) -> None:
-        """Loads the weights of another folder in place of these, between two steps; no block may be in use. CPU only.
+        """Replaces the weights with those of another folder, between two steps; no block may be in use. CPU only.
 
         Raises ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
         """
         assert not self.device.is_accelerator
         plan = plan_from(self._plan, path)
         check_stamp(path, stamp)
-        self._parts = None  # first, so that only one version is in memory
+        self._parts = None  # before loading, so that only one version is in memory
         gc.collect()
         self._plan = plan
         self._parts = self._loaded_again()
         give_freed_back()
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
-        """Makes this rank's thread of a lower tier carry out commands after all moves up to now."""
+        """Queues commands for this rank's thread of a lower tier, to run after all block moves issued so far."""
         self.tiers[kind].submit(orders, mark(self.device))
 
     def close_tiers(self) -> None:
-        """Gives the threads of lower tiers a short time to write what is queued."""
+        """Gives the threads of lower tiers a short time to finish their queued writes."""
         for tier in self.tiers.values():
             tier.close(CLOSE_S)
 
@@ -409,8 +407,8 @@ class ModelRunner:
             give_freed_back()
 
     def _loaded_again(self) -> LoadedParts:
-        """Loads the parts again. Raises ModelError if the folder now holds another model than the identity known to
-        others.
+        """Loads the parts again. Raises ModelError if the folder now holds a model with another identity, because other
+        instances rely on the identity.
         """
         checkpoint = Checkpoint.of(self._plan.config)
         if checkpoint.identity != self._plan.checkpoint.identity:
@@ -432,9 +430,9 @@ class ModelRunner:
         return parts
 
     def move(self, moves: Sequence[GroupMove]) -> None:
-        """Copies or clears blocks (kind, source, target, group) in this order; see SwapSpace.
+        """Copies or clears blocks (kind, source, target, group) in the given order; see SwapSpace.
 
-        Groups share no block, so each group carries out all its moves at once.
+        Groups share no blocks, so the groups' moves can be done one group after another.
         """
         for at, swap in enumerate(self.swaps):
             own = [(kind, source, target) for kind, source, target, group in moves if group == at]

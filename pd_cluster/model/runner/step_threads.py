@@ -1,6 +1,6 @@
 """Sets the compute threads of a rank's steps while the ranks of a host share its cores. Knows nothing of files.
 
-Results never depend on the number of threads or on the cores they run on: tests/model/test_step_threads.py verifies
+Results never depend on the number of threads, nor on which cores run them; tests/model/test_step_threads.py verifies
 this.
 """
 
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class StepThreads:
-    """Without a ledger, every step uses the threads that the process started with.
+    """Sets threads and cores. Without a ledger, every step uses the number of threads set at process start.
 
-    Without an affinity, it runs on any core.
+    Without an affinity, a step may run on any core.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class StepThreads:
         return self._ledger is not None
 
     def share(self, ledger: CoreLedger, judges: bool = True) -> None:
-        """Makes later steps use the cores that the open `ledger` assigns; other work keeps the rank's own share.
+        """Makes later steps use the cores that the open `ledger` assigns; other work keeps to the rank's own cores.
 
-        `judges`: steps of few tokens decline lent cores if these have not made them faster.
+        `judges`: steps with few tokens use lent cores only if measurements show that these make them faster.
         """
         self._ledger = ledger
         self._core_lending = CoreLending() if judges else None
 
     def settle(self, home: CoreAffinity) -> None:
-        """Pins later steps to these cores while they use the rank's own share."""
+        """Pins later steps to these cores when they use only the rank's own cores."""
         self._home = home
 
     def watch(self, spinning: Spinning) -> None:
@@ -54,12 +54,12 @@ class StepThreads:
         self._spinning = spinning
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for loading weights again, near the rank's own cores."""
+        """Returns a context manager for loading weights again, in memory near the rank's own cores."""
         return contextlib.nullcontext() if self._home is None else self._home.loading()
 
     @contextlib.contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Wraps a step that the calling thread computes. Call `rest` if no other step follows."""
+        """Wraps a step computed by the calling thread. Call `rest` if no other step follows."""
         if self._ledger is not None:
             self._ledger.begin()
             if self._core_lending is not None:
@@ -80,8 +80,9 @@ class StepThreads:
                 self._spinning.tick()
 
     def adjust(self) -> None:
-        """Takes free cores that make steps faster, and returns those whose ranks compute again; call it between
-        layers.
+        """Takes free cores if they make steps faster, and returns lent cores whose own ranks compute again.
+
+        Call it between layers.
         """
         num_threads = torch.get_num_threads()
         if self._ledger is not None:

@@ -1,4 +1,4 @@
-"""The folders from which a loaded model takes other weights. Knows nothing of which version is wanted."""
+"""Checks the folders from which a loaded model can take other weights. Does not choose the version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_cluster.wire import WeightVersion
 
 
 def plan_from(plan: LoadPlan, path: str) -> LoadPlan:
-    """Returns the plan with the weights of another folder; tokenizer and settings stay. Raises ModelError."""
+    """Returns the plan with the weights of another folder and the same tokenizer and settings. Raises ModelError."""
     tokenizer = plan.checkpoint.tokenizer_path
     names = {"tokenizer": str(tokenizer), "tokenizer_revision": ""} if tokenizer is not None else {}
     config = replace(plan.config, model=path, revision="", **names)
@@ -29,11 +29,11 @@ def check_stamp(path: str, stamp: Stamp) -> None:
 
 
 class VersionFiles:
-    """Checks versions against the folder `base`. `refusal`: why this engine takes no other weights; "" if it does."""
+    """Checks versions against the folder `base`. `refusal`: why this engine cannot change weights; "" if it can."""
 
     def __init__(self, base: Path, refusal: str = "") -> None:
         self._base, self._refusal = base, refusal
-        self._checked: dict[str, Stamp] = {}  # the last checked folder
+        self._checked: dict[str, Stamp] = {}  # the last checked folder and its stamp
 
     def check(self, version: WeightVersion) -> None:
         """Raises ModelError unless the folder holds exactly this version, for this model."""
@@ -42,15 +42,15 @@ class VersionFiles:
         folder = Path(version.path)
         stamp = stamp_of(folder)
         if check_replacement(self._base, folder) != version.digest:
-            raise ModelError(f"{folder}: other bytes here than on the scheduler's host; copy the folder again")
+            raise ModelError(f"{folder}: the files differ from those on the scheduler's host; copy the folder again")
         self._checked = {version.path: stamp}
 
     def find(self, version: WeightVersion) -> None:
-        """Raises ModelError unless the version's files are those that were checked; checks them first if need be."""
+        """Checks a version's files once. Raises ModelError, also if they have changed since that check."""
         if version.path not in self._checked:
             self.check(version)
         check_stamp(version.path, self._checked[version.path])
 
     def stamp(self, version: WeightVersion) -> Stamp:
-        """Returns the stamp of the files of a version that was found."""
+        """Returns the stamp of the files of a version that `find` has accepted."""
         return self._checked[version.path]

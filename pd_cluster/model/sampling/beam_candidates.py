@@ -1,4 +1,4 @@
-"""Continuations of beams: the most likely tokens of each row of logits. Knows nothing of how a search uses them."""
+"""Continuations of beams: the most likely tokens of each row of logits. Does not search."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def ends_of(params: Sampling, eos_token_ids: frozenset[int], vocab_size: int) ->
 
 
 def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Sequence[int]) -> list[list[Candidate]]:
-    """Returns the candidates that a search of each width may need, per row of logits [num_rows, vocab_size] with maxima
-    `best`.
+    """Returns the candidates that a search of each width may need, for each row of logits [num_rows, vocab_size] with
+    maxima `best`.
 
     These are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis. The likeliest come
-    first, and among equals the lowest id. If masks leave fewer tokens, there are fewer. Overwrites the logits.
+    first, and of equal ones the lowest id. If masks leave fewer tokens, there are fewer. Overwrites the logits.
     """
     totals = log_totals(logits, best)  # [num_rows]
     ending = [logits[row, ids].cpu().numpy() for row, ids in enumerate(ends)]
@@ -43,7 +43,7 @@ def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Se
 def with_client_logprobs(
     logits: Tensor, best: Floats, found: Sequence[list[Candidate]], num_top: Sequence[int]
 ) -> list[list[Candidate]]:
-    """Returns the same candidates with logprobs for clients, computed from the model's own logits."""
+    """Returns the same candidates with the logprobs that clients see, computed from the model's own logits."""
     token_ids = np.array([row[0].token_id for row in found], dtype=np.int64)
     totals, told = log_totals(logits, best), logprobs_of(logits, best, token_ids, num_top)
     rows = []

@@ -1,8 +1,8 @@
 """Chooses the next tokens, greedy or drawn, and their logprobs on the logits' device, without the host.
 
-The arithmetic equals that of logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
-tokens on device and host. A Triton kernel finds the tokens that a row keeps; without Triton, sorting does. Neither
-needs the host. Knows nothing of steps.
+The arithmetic is the same as in logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
+tokens on device and host. A Triton kernel finds the tokens that a row keeps; without Triton, sorting finds them. Does
+not deal with steps.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from pd_cluster.model.sampling.sampler import uniforms
 from pd_cluster.model.sampling.token_draw import DrawParameters
 from pd_cluster.types import Request
 
-MAX_AT_ONCE = 4 << 20  # values: sorting and summing takes about forty bytes for each
-MAX_FOR_KERNEL = 5 * MAX_AT_ONCE  # the kernel of triton_draw takes eight
+MAX_AT_ONCE = 4 << 20  # values: sorting and summing need about forty bytes for each
+MAX_FOR_KERNEL = 5 * MAX_AT_ONCE  # the kernel of triton_draw needs eight
 
 
 def can_choose(requests: Sequence[Request], device: Device) -> bool:
-    """Whether the device can choose without the host. Draws need doubles, which NPUs compute slowly or not at all."""
+    """Whether the device can choose without the host. Draws use doubles, which NPUs compute slowly or not at all."""
     return device.traits.has_doubles or all(request.sampling.greedy for request in requests)
 
 
@@ -53,9 +53,8 @@ def choose(
 ) -> Tensor:
     """Returns token ids [num_rows] int64, on the device, for rows of logits [num_rows, vocab_size], one per request.
 
-    `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host does not know it
-    yet; None if the host knows them all. `unknown`: for each row, whether the host does not know it; None: it is the
-    same for all rows.
+    `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host does not have it
+    yet; None if the host has all of them. `unknown`: for each row, whether the host lacks it; None: all rows are alike.
     """
     if last_ids is None or unknown is None:
         unknown = [last_ids is not None] * len(requests)
@@ -77,7 +76,7 @@ def choose(
 
 
 def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device: Device) -> PendingLogprobs | None:
-    """Starts the logprobs of those tokens [num_rows] whose requests want them; None if no request does."""
+    """Starts computing the logprobs of the tokens [num_rows] whose requests want them; None if there are none."""
     rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     if not rows:
         return None
@@ -99,7 +98,7 @@ def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device:
 
 
 def few_at_once(at: list[int], vocab_size: int, most_numbers: int = MAX_AT_ONCE) -> list[list[int]]:
-    """Splits rows into groups that are processed together."""
+    """Splits rows into groups small enough to be processed together."""
     most = max(1, most_numbers // vocab_size)
     return [at[start : start + most] for start in range(0, len(at), most)]
 
@@ -109,8 +108,8 @@ def _changes(
 ) -> dict[str, NDArray[Any]]:
     """Returns the arrays of `edit_arrays` for the requests' edits, the rows' indexes, and a fallback id for each row.
 
-    The fallback is the first of the allowed_token_ids, or -1 if there are none. `is_unknown`: the last tokens are
-    unknown.
+    The fallback is the first of the allowed_token_ids, or -1 if there are none. `is_unknown`: the host does not have
+    the last tokens.
     """
     edits = []
     for row, request in enumerate(requests):
@@ -131,7 +130,7 @@ def _changes(
 def _adjusted(
     logits: Tensor, token_ids: Tensor, last_ids: Tensor | None, there: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows with masks, biases and penalties applied, float32; each row's most likely token, and its logit.
+    """Returns rows with masks, biases and penalties applied, float32; each row's most likely token; and its logit.
 
     `token_ids`: the most likely tokens of all rows of logits. As on the host, a row without candidates gets the most
     likely of its allowed tokens, or of all tokens if there are none; a draw from such a row also returns that token.
@@ -150,7 +149,7 @@ def _adjusted(
 
 
 def _at(table: Tensor, token_ids: Tensor) -> Tensor:
-    """Returns one element of each row, [num_rows]."""
+    """Returns one element from each row, [num_rows]."""
     return table.gather(1, token_ids[:, None])[:, 0]
 
 
@@ -163,7 +162,7 @@ def _drawn(
     among: Collection[int],
     device: Device,
 ) -> Tensor:
-    """Returns `token_ids`, the most likely tokens, with drawn ones for the rows in `among` that are not greedy.
+    """Returns `token_ids`, the most likely tokens, but drawn tokens for the rows in `among` that are not greedy.
 
     `positions` [num_rows]: the positions of the tokens in the outputs.
     """
@@ -196,7 +195,7 @@ def _is_plain(request: Request) -> bool:
 def _knobs(
     requests: list[Request], at: list[int], positions: list[int], vocab_size: int, device: Device
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the rows' indexes, and each field of `DrawParameters` for them, on the device."""
+    """Returns the rows' indexes, and for these rows each field of `DrawParameters`, on the device."""
     params = [request.sampling for request in requests]
     draws = uniforms([p.seed for p in params], [request.index for request in requests], positions)
     knobs = DrawParameters.of(params, draws, vocab_size)
@@ -215,10 +214,10 @@ def draw_plain(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str, 
 
 
 def draw_shaped(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str, Tensor]) -> Tensor:
-    """Draws like `draw_plain`, with top_k or top_p."""
+    """Draws like `draw_plain`, but with top_k or top_p."""
     table, floor = mended(logits), _floor(best, knobs)
     top_p, factor = knobs["top_p"], knobs["inverse_temperature"]
-    ranked, order = table.sort(dim=1, descending=True, stable=True)  # among equals the lowest id first
+    ranked, order = table.sort(dim=1, descending=True, stable=True)  # of equal logits the lowest id first
     limit = torch.minimum((ranked >= floor[:, None]).sum(1), knobs["top_k"]).clamp_(min=1)
     cumulative = fixed_masses(ranked, best, factor).cumsum(1)
     target = share_of(top_p, cumulative.gather(1, limit[:, None] - 1)[:, 0])
@@ -234,7 +233,7 @@ def draw_shaped(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str,
 
 
 def _floor(best: Tensor, knobs: dict[str, Tensor]) -> Tensor:
-    """Returns the least float32 logit that min_p keeps, [num_rows]."""
+    """Returns the smallest float32 logit that min_p keeps, [num_rows]."""
     exact = best.double() + knobs["log_min_p"] / knobs["inverse_temperature"]
     rounded = exact.float()
     up = torch.nextafter(rounded, torch.full_like(rounded, math.inf))
@@ -242,9 +241,9 @@ def _floor(best: Tensor, knobs: dict[str, Tensor]) -> Tensor:
 
 
 def _draw_above(table: Tensor, best: Tensor, floor: Tensor, knobs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Draws from all tokens with at least the logit `floor`.
+    """Draws from all tokens whose logit is at least `floor`.
 
-    Returns token ids and the mass of those tokens, all [num_rows].
+    Returns token ids and the total mass of the tokens drawn from, both [num_rows].
     """
     factor = (knobs["inverse_temperature"] * math.log2(math.e)).float()
     weights = weights_of(table, best[:, None], factor[:, None], floor[:, None])

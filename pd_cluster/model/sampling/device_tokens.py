@@ -1,4 +1,4 @@
-"""Tokens that a device has chosen and copies to the host. Knows nothing of requests."""
+"""Tokens that a device has chosen and copies to the host. Does not use requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Tokens(Protocol):
     """The tokens chosen for each row of a launched step."""
 
     def wait(self) -> list[Sampled]:
-        """Waits until the device has produced them."""
+        """Returns the tokens once the device has produced them."""
 
 
 class After(NamedTuple):
-    """Input ids of a step before the host knows them: rows of the previous step's tokens."""
+    """The source of a step's input ids before the host has them: rows of the previous step's tokens."""
 
     tokens: Any  # the runner's own `Tokens`
-    rows: Sequence[int | None]  # one entry for each chunk of a single token; None: the host knows that chunk's tokens
+    rows: Sequence[int | None]  # one entry for each chunk of a single token; None: the host has that chunk's tokens
 
     def input_ids(self, step: StepInput) -> torch.Tensor:
-        """Returns the step's input ids, [num_tokens] int64, on the device that chose the tokens."""
+        """Returns the step's input ids, [num_tokens] int64, on the device that chose the previous tokens."""
         rows = [row for row in self.rows if row is not None]
         chosen: torch.Tensor = self.tokens.rows(rows)
         if len(rows) == len(step.input_ids):
@@ -42,10 +42,10 @@ class After(NamedTuple):
 
 
 class DeviceTokens:
-    """Tokens copied to the host while the device continues."""
+    """Tokens that are copied to the host while the device continues."""
 
     def __init__(self, ids: torch.Tensor, device: Device, telling: PendingLogprobs | None = None) -> None:
-        """`ids` [num_rows] int64, on the device; `telling`: logprobs of some of them."""
+        """`ids` [num_rows] int64, on the device; `telling`: the logprobs of some of them."""
         self._ids, self.device, self._telling = ids, device, telling
         self._host = self._on_the_way(ids)
         self._numbers = None if telling is None else self._on_the_way(telling.numbers)

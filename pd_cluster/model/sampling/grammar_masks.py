@@ -1,8 +1,8 @@
 """Masks of the tokens that guided outputs allow next, computed for a step's rows while the model runs.
 
-Guides compile on their own thread while their requests wait; masks are computed on another thread while the model runs.
-An output's progress follows from its token ids alone: cached progress can be dropped at any time. Knows nothing of how
-a token is then chosen, and imports no torch.
+Guides are compiled on one thread while their requests wait; masks are computed on another while the model runs. An
+output's progress follows from its token ids alone, so cached progress can be dropped at any time. Does not choose
+tokens, and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pd_cluster.errors import GuideError
 from pd_cluster.text.grammar import Compiler, Matcher, Words
 from pd_cluster.types import Guide, Request
 
-MAX_GUIDES = 64  # compiled guides that are kept, in addition to those in use
-MAX_NUM_CHARS = 2 << 20  # characters of all guides; a large guide takes some hundred times its size when compiled
-STACK_NBYTES = 16 << 20  # a larger stack than in the process that checked the guide
+MAX_GUIDES = 64  # compiled guides to keep, in addition to those in use
+MAX_NUM_CHARS = 2 << 20  # characters of all guides; when compiled, a large guide takes about a hundred times its size
+STACK_NBYTES = 16 << 20  # more than in the process that checked the guide
 UNREADY_WAIT_S = 0.05  # how long a step waits for guides if there is nothing else to compute
 
 
 class TokenMask(NamedTuple):
-    """Bit t % 32 of `words[t // 32]` tells whether token t is allowed; if there is a `problem`, no token is.
+    """Bit t % 32 of `words[t // 32]` tells whether token t is allowed. If there is a `problem`, no token is.
 
-    `accepts`: the output matches its guide, so an end or stop token ends it; otherwise such a token is text.
-    `is_forced`: the output has only one continuation, so the request's other constraints do not apply.
+    `accepts`: the output matches its guide, so an end or stop token ends it; otherwise such a token is part of the
+    text. `is_forced`: the output has only one continuation, so the request's other constraints do not apply.
     """
 
     words: Words  # [num_words], at least one bit per token of the model; empty if there is a problem
@@ -42,15 +42,15 @@ class TokenMask(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether only an end is allowed."""
+        """Whether only an end token is allowed."""
         return self.accepts and self.is_forced
 
 
 class Masks:
-    """The masks of one step's requests, by their keys; call `wait` after the model has run.
+    """The masks of one step's requests, by the requests' keys; call `wait` after the model has run.
 
-    A request has one mask for its next token, and one after each of its drafts, up to the first draft that is not
-    allowed.
+    A request has one mask for its next token, and one after each of its draft tokens, up to the first draft token that
+    is not allowed.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Masks:
         keys: Sequence[str] = (),
         late: Callable[[], None] = lambda: None,
     ) -> None:
-        """`late` is called when the wait for the masks times out."""
+        """`late` is called if `wait` times out."""
         self._made, self._keys, self._late = made, keys, late
 
     def wait(self) -> dict[str, list[TokenMask]]:
-        """Returns the masks. If a library never returns, these requests fail, but not the engine."""
+        """Returns the masks. If a library call never returns, only these requests fail, not the engine."""
         try:
             return self._made.result(MASKS_TIMEOUT_S) if self._made is not None else {}
         except TimeoutError:
@@ -72,13 +72,13 @@ class Masks:
             return {key: [late] for key in self._keys}
 
 
-MASKS_TIMEOUT_S = 10.0  # the time for the masks of a step; the library's own limits end them long before
+MASKS_TIMEOUT_S = 10.0  # the time limit for a step's masks; normally the library's own limits apply long before
 NO_MASKS = Masks()
 NO_WORDS: Words = np.zeros(0, dtype=np.uint32)
 
 
 class _State:
-    """The progress of one sequence's matcher through the request's output."""
+    """A sequence's matcher, which follows the request's output."""
 
     def __init__(self, compiled: Matcher) -> None:
         self._compiled = compiled
@@ -102,28 +102,28 @@ class _State:
 
 
 class Guides:
-    """All guides of one engine. Only the engine's thread may call the methods."""
+    """All guides of one engine. Only the engine's thread may call its methods."""
 
     def __init__(self, load: Callable[[], Compiler]) -> None:
-        """`load` is called for the first guide, on the compiling thread; it may raise GuideError."""
+        """`load` is called on the compiling thread, for the first guide; it may raise GuideError."""
         self._load = load
         self._compiler: Compiler | None = None
         self._compiled: OrderedDict[Guide, Future[Matcher]] = OrderedDict()
         self._num_chars = 0  # of all guides
-        # A guide that is being compiled, or the progress in it; a missing entry is rebuilt from the token ids.
+        # The compilation of a request's guide, or its progress; a missing entry is rebuilt from the token ids.
         self.states: WeakKeyDictionary[Request, Future[Matcher] | _State] = WeakKeyDictionary()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
     def prepare(self, request: Request) -> None:
-        """Starts compiling the request's guide, so that it is ready when the prompt is."""
+        """Starts compiling the request's guide, so that it is ready when the prompt has been computed."""
         if request.sampling.guide is not None and request not in self.states:
             self.states[request] = self._future(request.sampling.guide)
 
     def without_unready(self, chunks: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Returns the chunks without those that would choose a token before their guide is compiled.
+        """Returns the chunks without those that would choose a token although their guide is not compiled yet.
 
-        Waits briefly for guides if there are no other chunks.
+        Waits briefly for the guides if no other chunks are left.
         """
         unready: dict[int, Future[Matcher]] = {}
         for at, (request, num_tokens) in enumerate(chunks):
@@ -142,7 +142,7 @@ class Guides:
     def begin(
         self, chunks: list[tuple[Request, int]], drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})
     ) -> Masks:
-        """Starts computing masks for the requests that choose a token in this step, and after each of their drafts."""
+        """Starts computing the masks of requests that choose a token in this step, also after each of their drafts."""
         requests = [r for r, num_tokens in chunks if r.sampling.guide is not None and num_tokens == r.num_behind]
         if not requests:
             return NO_MASKS
@@ -153,7 +153,7 @@ class Guides:
         return Masks(self._masking.submit(self._make, requests, drafts), [r.key for r in requests], self._give_up)
 
     def forced(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """Returns the tokens of the text that must follow each output; empty for guides that are not compiled."""
+        """Returns the tokens that must follow each output; empty if its guide is not compiled."""
         following = [request for request in requests if isinstance(self.states.get(request), _State)]
         if not following or self._masking is None:
             return {}
@@ -164,7 +164,7 @@ class Guides:
             return {}
 
     def _give_up(self) -> None:
-        """Abandons a mask thread that does not return; the next step starts another."""
+        """Abandons a mask thread that does not return; the next step starts a new thread."""
         if self._masking is not None:
             self._masking.shutdown(wait=False)
         self._masking = None
@@ -191,7 +191,7 @@ class Guides:
         for threads in (self._compiling, self._masking):
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
-        self._compiling = self._masking = self._compiler = None  # the compiler has threads, too
+        self._compiling = self._masking = self._compiler = None  # the compiler has threads of its own
         self._compiled.clear()
         self.states.clear()
 
@@ -205,7 +205,7 @@ class Guides:
         return found
 
     def _make(self, requests: Sequence[Request], drafts: Mapping[Request, Sequence[int]]) -> dict[str, list[TokenMask]]:
-        """Computes the masks; an error in one request's guide is stored in its own mask."""
+        """Computes the masks; a request whose guide has an error gets a mask with the problem."""
         masks: dict[str, list[TokenMask]] = {}
         following: list[tuple[Request, Matcher]] = []
         for request in requests:
@@ -236,7 +236,7 @@ class Guides:
         return masks
 
     def _state_of(self, request: Request) -> _State:
-        """Returns the request's state. Raises GuideError if its guide did not compile."""
+        """Returns the request's state. Raises GuideError if its guide could not be compiled."""
         state = self.states[request]
         if isinstance(state, _State):
             return state
@@ -247,7 +247,7 @@ class Guides:
 
 
 def _behind(matcher: Matcher, drafts: Sequence[int]) -> list[Matcher]:
-    """Returns a matcher after each draft, up to the first draft that is not allowed."""
+    """Returns a matcher after each draft token, up to the first one that is not allowed."""
     found: list[Matcher] = []
     for token_id in drafts:
         matcher = matcher.copy()
@@ -264,8 +264,8 @@ def _no_mask(problem: str) -> TokenMask:
 
 
 def _one_thread(name: str) -> ThreadPoolExecutor:
-    """Starts a thread with enough stack for nested grammars; starts it at once, because the stack size is set per
-    process.
+    """Starts a thread with enough stack for nested grammars. Starts it at once, because the stack size is a setting of
+    the process.
     """
     before = threading.stack_size(STACK_NBYTES)
     try:
@@ -277,7 +277,7 @@ def _one_thread(name: str) -> ThreadPoolExecutor:
 
 
 def no_guides() -> Guides:
-    """Returns guides for an engine without a tokenizer: every guide fails."""
+    """Returns guides for an engine without a tokenizer: every guide is an error."""
 
     def load() -> Compiler:
         raise GuideError("this engine has no tokenizer, which guides need")

@@ -1,6 +1,6 @@
-"""Loads the logits processors that `--logits-processors` names. Knows nothing of requests.
+"""Loads the logits processors that `--logits-processors` names. Does not use requests.
 
-Only the operator's setting names modules; they run with all rights of the engine's process.
+Only the operator's setting names modules, which run with all rights of the engine's process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OF_BATCHES = ("update_state", "apply")
 
 
 class ProcessorCalls:
-    """The call of operators' code that runs now: the engine's thread writes it, and a thread that watches reads it.
+    """The call of operators' code that is running. The engine's thread writes it, and a watching thread reads it.
 
-    `request`: the request that is being processed. `running`: the processor's name and since when; None: none runs.
+    `request`: the request that is being processed. `running`: the processor's name and its start time; None: none runs.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class ProcessorCalls:
 
 @dataclass(frozen=True, slots=True)
 class LoadedProcessor:
-    """A processor class of the operator. `adapter`: its only instance, which makes a function for each sequence; None:
-    `make` gives each sequence an instance. `calls` is shared by all processors of the engine.
+    """A processor class of the operator. `adapter`: its only instance, which returns a function for each sequence;
+    None: `make` creates an instance for each sequence. All processors of the engine share `calls`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class LoadedProcessor:
 
 
 def load_processors(names: Sequence[str], config: ProcessorConfig, device: torch.device) -> tuple[LoadedProcessor, ...]:
-    """Imports the classes MODULE:CLASS, in order. Raises ConfigError that names the class and the fault."""
+    """Imports the classes MODULE:CLASS, in order. Raises ConfigError that names the class and says what is wrong."""
     calls = ProcessorCalls()
     return tuple(_load(name, config, device, calls) for name in names)
 

@@ -1,8 +1,8 @@
 """Masks, biases and penalties of one sequence, and their application to rows of logits.
 
 Order and meaning follow vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias, then the repetition, frequency and
-presence penalties. Repetition considers prompt and output (Keskar et al. 2019), frequency and presence only the output.
-Token ids outside the vocabulary are ignored. Knows nothing of how a token is then chosen.
+presence penalties. The repetition penalty considers prompt and output (Keskar et al. 2019), the other two only the
+output. Token ids outside the vocabulary are ignored. Does not choose tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cluster.types import Request, Sampling
 
 
 def adjusts(params: Sampling, position: int) -> bool:
-    """Whether logits at this output position change at all."""
+    """Whether anything changes the logits at this output position."""
     return bool(
         position < params.min_tokens
         or params.repetition_penalty != 1.0
@@ -36,7 +36,7 @@ def adjusts(params: Sampling, position: int) -> bool:
 
 
 class Adjustment:
-    """The changes to the logits of one sequence's next token; follows the request's tokens as they grow."""
+    """The changes to the logits of one sequence's next token; updated as the request gets tokens."""
 
     def __init__(self, params: Sampling, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.params = params
@@ -44,7 +44,7 @@ class Adjustment:
         self.allowed = self._ids(params.allowed_token_ids)
         self.ends = self._ids(eos_token_ids.union(params.stop_token_ids))
         self.always_banned = self._ids(words[0] for words in params.bad_words if len(words) == 1)
-        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before the last
+        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before the last one
         for words in params.bad_words:
             if len(words) > 1 and 0 <= words[-1] < vocab_size:
                 self.bad_words[words[-2]].append((list(words[:-1]), words[-1]))
@@ -72,7 +72,7 @@ class Adjustment:
 
     @property
     def counts(self) -> Floats:
-        """The number of times that each of `penalized` is in the output, [num_penalized]."""
+        """How often each of `penalized` occurs in the output, [num_penalized]."""
         return self._counts[: len(self._slots)]
 
     def follow(self, request: Request) -> None:
@@ -105,9 +105,9 @@ class Adjustment:
             self._counts[slot] += weight
 
     def banned(self, request: Request, position: int, may_end: bool = True) -> Ints:
-        """Returns the ids that bad_words and min_tokens forbid now; may hold duplicates.
+        """Returns the ids that bad_words and min_tokens forbid now; may contain duplicates.
 
-        `may_end`: an end token ends the output here, instead of being text of a guide.
+        `may_end`: an end token would end the output here; otherwise it would be part of a guide's text.
         """
         parts = [self.banned_anyway(position, may_end)]
         if self.bad_words and request.num_tokens:
@@ -128,7 +128,7 @@ class Adjustment:
         return np.concatenate([self.always_banned, self.ends])
 
     def banned_after(self, request: Request) -> Ints:
-        """Returns pairs [num_found, 2] for bad_words: a possible next token, and the id that is banned after it."""
+        """Returns pairs [num_found, 2] for bad_words: a possible next token, and an id that is banned after it."""
         end = request.num_tokens
         found = [
             (token_id, last)
@@ -140,12 +140,12 @@ class Adjustment:
         return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
-# Each request's masks and counts. An entry can be dropped at any time: it is rebuilt from the token ids.
+# Each request's masks and counts. An entry can be dropped at any time, because it is rebuilt from the token ids.
 adjustments: WeakKeyDictionary[Request, Adjustment] = WeakKeyDictionary()
 
 
 def adjustment_of(request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> Adjustment:
-    """Returns the request's adjustment, up to date with its tokens; it is made if absent."""
+    """Returns the request's adjustment, updated with its tokens, and creates it if there is none."""
     state = adjustments.get(request)
     if state is None or state.params is not request.sampling:
         state = adjustments[request] = Adjustment(request.sampling, vocab_size, eos_token_ids)
@@ -158,26 +158,26 @@ class LogitEdit(NamedTuple):
 
     row: int
     adjustment: Adjustment
-    banned: Ints  # token ids; may hold duplicates
-    banned_after: Ints | None = None  # [n, 2], if the last token is unknown: a possible last token, the id it bans
+    banned: Ints  # token ids; may contain duplicates
+    banned_after: Ints | None = None  # [n, 2], if the last token is unknown: a possible last token, an id that it bans
 
 
 def edit_ahead(row: int, request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> LogitEdit:
-    """Prepares the edit for the token after the next one, while only the device knows the next one."""
+    """Prepares the edit for the token after the next one, while only the device has the next one."""
     adjustment = adjustment_of(request, vocab_size, eos_token_ids)
     banned = adjustment.banned_anyway(len(request.output_token_ids) + 1)
     return LogitEdit(row, adjustment, banned, adjustment.banned_after(request))
 
 
-# For each byte of a mask, the terms for eight logits: 0 for a set bit, -inf otherwise. [256, 8]
+# For each byte of a mask, the values to add to eight logits: 0 for a set bit, otherwise -inf. [256, 8]
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _ADDED_OF_BYTE = _ADDED.astype(np.float32)
 
 
 def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) -> None:
-    """Bans, in rows of logits [num_rows, vocab_size], each token t whose bit t % 32 of words[t // 32] is not set.
+    """Bans each token t whose bit t % 32 of words[t // 32] is not set, in rows of logits [num_rows, vocab_size].
 
-    Tokens beyond the last word are banned. No logit may be NaN or +inf.
+    Also bans tokens after the last word. No logit may be NaN or +inf.
     """
     known = [(row, words) for row, words in masks if len(words)]
     for row, words in masks:
@@ -191,7 +191,7 @@ def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) ->
 
 
 def apply(logits: Tensor, edits: Sequence[LogitEdit], before_penalties: Callable[[], None] | None = None) -> None:
-    """Changes logits [num_rows, vocab_size] in place, all rows at once; at most one edit per row."""
+    """Changes logits [num_rows, vocab_size] in place, all rows at once, with at most one edit per row."""
     numbers = edit_arrays(edits, logits.shape[1])
     there = {name: torch.from_numpy(array).to(logits.device) for name, array in numbers.items()}
     limit(logits, there)
@@ -199,7 +199,7 @@ def apply(logits: Tensor, edits: Sequence[LogitEdit], before_penalties: Callable
 
 
 def edit_arrays(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
-    """Returns the arrays that `limit` and `change` need, without unused ones. Positions index the flattened logits."""
+    """Returns the arrays that `limit` and `change` need, without empty ones. Positions index the flattened logits."""
     found: dict[str, NDArray[Any]] = {}
 
     def places(parts: Iterable[tuple[int, Ints]]) -> Ints:
@@ -233,7 +233,7 @@ def edit_arrays(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArra
 
 
 def limit(logits: Tensor, there: Mapping[str, Tensor]) -> None:
-    """Bans, in place, all but the allowed_token_ids in the rows of logits [num_rows, vocab_size] that have some.
+    """Bans all tokens except the allowed_token_ids, in place, in rows of logits [num_rows, vocab_size] that have some.
 
     `there`: the arrays of `edit_arrays`, on the logits' device.
     """
@@ -252,7 +252,7 @@ def change(
 ) -> None:
     """Applies all other edits in place.
 
-    `last_ids` [num_rows] int64: each row's last token, if the edits were made ahead without it.
+    `last_ids` [num_rows] int64: each row's last token, if the edits were made before the host had it.
     """
     flat = logits.view(-1)
     last = None  # positions of the last tokens
@@ -262,7 +262,7 @@ def change(
         flat[there["banned"]] = -math.inf
     if last is not None and "worded" in there:
         holds = last[there["worded_rows"]] == there["after"]
-        flat.index_add_(0, there["worded"], torch.where(holds, -math.inf, 0.0))  # an id may occur twice
+        flat.index_add_(0, there["worded"], torch.where(holds, -math.inf, 0.0))  # adding, because an id may occur twice
     if "biased" in there:
         flat[there["biased"]] += there["bias"]
     if before_penalties is not None:
@@ -272,7 +272,7 @@ def change(
 
 
 def _penalize(flat: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
-    """Applies the penalties. `last` [num_penalizing]: positions of tokens that occur once more than `counts` says."""
+    """Applies the penalties. `last` [num_penalizing]: positions of tokens to count once more than `counts` says."""
     at, counts, owners = there["penalized"], there["counts"], there["owners"]
     strengths = [there[name] for name in ("repetition", "frequency", "presence")]
     values = _penalized(flat[at], counts, *(strength[owners] for strength in strengths))

@@ -1,8 +1,8 @@
-"""Applies the operator's logits processors to rows of logits, one row a call.
+"""Applies the operator's logits processors to rows of logits, one row per call.
 
 A sequence's processors are derived from its request and its tokens, so they can be dropped at any time: after a replay,
-a handover or a preemption they are made again from the output so far. An exception of a processor becomes the reason
-for which its sequence's request ends. Knows nothing of how a token is then chosen.
+a handover or a preemption they are created again from the output so far. If a processor raises an exception, the
+sequence's request ends with it as the reason. Does not choose tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Step: TypeAlias = Callable[[Tensor], Any]  # takes a row of logits [vocab_size]
 
 
 class ProcessorError(Exception):
-    """A processor has failed for one sequence; the message names it."""
+    """A processor has failed for one sequence; the message names the processor."""
 
 
 class SequenceProcessors:
     """The processors of one sequence.
 
-    `steps` has a step for each processor that concerns the sequence; the step of a failed processor raises.
+    `steps` has one step for each processor that applies to the sequence; the step of a failed processor raises.
     """
 
     def __init__(self, loaded: Sequence[LoadedProcessor], request: Request, params: ProcessorParams) -> None:
@@ -47,7 +47,7 @@ class SequenceProcessors:
         self.steps = [(each, step) for each, step in begun if step is not None]
 
     def _begun(self, loaded: LoadedProcessor, params: ProcessorParams, prompt: list[int]) -> Step | None:
-        """Returns the steps for the sequence's rows; None: no processor concerns it."""
+        """Returns the processor's step for the sequence's rows; None: it does not apply to this sequence."""
         output = self._output
         try:
             if loaded.adapter is not None:
@@ -61,7 +61,7 @@ class SequenceProcessors:
         return lambda row: _checked(loaded, instance.apply(row[None]), row[None])[0]
 
     def follow(self, request: Request) -> bool:
-        """Passes a new token to the processors; False: they must be made again."""
+        """Passes a new token to the processors. Returns False if they must be created again."""
         output, known = request.output_token_ids, self._num_known
         num_new = len(output) - known
         if output is not self._output or not 0 <= num_new <= 1 or (known and output[known - 1] != self._last):
@@ -77,7 +77,7 @@ class SequenceProcessors:
 
 
 class RequestProcessors:
-    """The processors of an engine, in the operator's order, and those of its sequences."""
+    """The operator's processors of an engine, in order, and the processors of its sequences."""
 
     def __init__(self, loaded: Sequence[LoadedProcessor] = (), eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._loaded, self._eos_token_ids = loaded, eos_token_ids
@@ -103,18 +103,18 @@ class RequestProcessors:
         return None
 
     def concern(self, request: Request) -> bool:
-        """Whether a processor changes the request's logits, or has failed to begin."""
+        """Whether any processor applies to the request, or has failed to start."""
         return bool(self._loaded) and bool(self._of(request, request.index).steps)
 
     def shape_draws(self, request: Request) -> bool:
-        """Whether a processor that keeps the most likely token concerns the request."""
+        """Whether a processor that keeps the most likely token applies to the request."""
         return any(each.is_argmax_invariant for each, _ in self._of(request, request.index).steps)
 
     def apply(self, row: Tensor, request: Request, index: int, is_draw: bool) -> str:
         """Changes a row of logits [vocab_size] in place; returns why that failed, or "".
 
-        `index`: the index of the sequence, which may not have been forked from its request yet. `is_draw`: apply only
-        processors that keep the most likely token; otherwise apply only the other processors.
+        `index`: the index of the sequence, which may be one that will be forked from the request later. `is_draw`:
+        applies only processors that keep the most likely token; otherwise only the other processors.
         """
         try:
             for each, step in self._of(request, index).steps:
@@ -127,7 +127,7 @@ class RequestProcessors:
         return ""
 
     def _of(self, request: Request, index: int) -> SequenceProcessors:
-        """Returns the processors of a sequence, up to date with its tokens."""
+        """Returns the processors of a sequence, updated with its tokens."""
         is_own, self.calls.request = index == request.index, request
         known = self._sequences.get(request) if is_own else None
         if known is None or not known.follow(request):
@@ -168,7 +168,7 @@ def _failing(error: ProcessorError) -> Step:
 
 
 def _checked(loaded: LoadedProcessor, found: Any, given: Tensor) -> Tensor:
-    """Returns the logits that a processor returned for those given. Raises ProcessorError unless their shapes agree."""
+    """Returns a processor's result. Raises ProcessorError unless it has the shape and dtype of the given logits."""
     if isinstance(found, Tensor) and found.shape == given.shape and found.is_floating_point():
         return found
     what = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__

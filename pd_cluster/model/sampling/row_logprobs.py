@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens under the model's own logits. Knows nothing of sampling parameters.
+"""Log-probabilities of tokens under the model's own logits. Does not use sampling parameters.
 
-They are computed either at once, or in two halves: the large part runs on the logits' device, without waiting, and the
-host completes it to exactly the same result.
+They are computed either at once or in two steps: the logits' device computes the larger part, without waiting, and the
+host computes the rest. Both ways give exactly the same result.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def logprobs_of(
 ) -> list[Logprobs]:
     """Returns one entry per row of logits [num_rows, vocab_size]; all other arguments have one entry per row.
 
-    `best` holds the rows' largest logits. `rank` is 1 more than the number of tokens with a strictly larger logit.
-    Among equal tokens the lowest ids come first. `named`: tokens whose logprobs follow those of the most likely ones.
+    `best`: the rows' largest logits. `rank` is 1 plus the number of tokens with a strictly larger logit. Among equal
+    tokens the lowest ids come first. `named`: tokens whose logprobs follow those of the most likely tokens.
     """
     totals = log_totals(logits, best)  # [num_rows]
     values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
@@ -60,12 +60,12 @@ def _entries(
 
 
 class PendingLogprobs(NamedTuple):
-    """Logprobs that are still on the logits' device."""
+    """Logprobs whose values are still on the logits' device."""
 
-    rows: list[int]  # the rows of these logprobs
+    rows: list[int]  # the rows that these logprobs belong to
     nums: list[int]  # number of most likely tokens for each row
     vocab_size: int
-    numbers: Tensor  # the result of `logprob_values`, one row each
+    numbers: Tensor  # the result of `logprob_values`, one row for each of `rows`
     named: Sequence[tuple[int, ...]] = ()  # for each row, tokens whose logprobs follow those of the most likely ones
 
 
@@ -77,21 +77,21 @@ def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
 def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, named: Tensor | None = None) -> Tensor:
     """Computes the input of `logprobs_from` on the logits' device, without waiting; [num_rows, num_values] int32.
 
-    Takes rows of logits [num_rows, vocab_size]; for each row a token, and the number of most likely tokens in `nums`,
-    both [num_rows] int64. `most` is the largest of `nums`; `named` [num_rows, num_named] are ids of further tokens.
-    Floats are stored by their bits:
+    For each of the rows of logits [num_rows, vocab_size], `token_ids` has a token and `nums` the number of most likely
+    tokens, both [num_rows] int64. `most`: the largest of `nums`. `named` [num_rows, num_named]: ids of more tokens. The
+    columns are as follows; floats are stored as their bits:
 
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
         logits of the named tokens
 
-    "most equals" are needed because among equal tokens topk finds any: the lowest ids of tokens with the same logit as
-    the last of the most likely ones, counted from the vocabulary's end; 0 if there are no more.
+    "most equals" are needed because topk may return any of several equal tokens. They are the lowest ids of tokens
+    with the same logit as the last of the most likely tokens, counted from the vocabulary's end; 0 if none is left.
     """
     table = mended(logits)
     best = table.amax(1, keepdim=True)
     is_left = best > -math.inf
     best = torch.where(is_left, best, 0.0)
-    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # like `peaks` for a row without candidates
+    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # as in `peaks`, for a row without candidates
     values = table.gather(1, token_ids[:, None])
     better = (table > values).sum(1, keepdim=True)
     parts = [best.view(torch.int32), values.view(torch.int32), better.int()]
@@ -110,7 +110,7 @@ def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, n
 
 
 def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[Logprobs]:
-    """Returns the result of `logprobs_of` for the rows of `telling`, from values that have reached the host."""
+    """Returns the same as `logprobs_of` for the rows of `telling`, from values that were copied to the host."""
     nums, vocab_size = telling.nums, telling.vocab_size
     num_named = max(map(len, telling.named), default=0)
     numbers, asked = np.split(numbers, [numbers.shape[1] - num_named], axis=1)
@@ -134,7 +134,7 @@ def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[
 
 
 def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> list[list[tuple[int, float]]]:
-    """Returns ids and log-probabilities of the `nums` best tokens of each row; `totals` are log_totals."""
+    """Returns ids and log-probabilities of the `nums` best tokens of each row; `totals`: from `log_totals`."""
     counts = counts_of(nums, logits.shape[1])
     top: list[list[tuple[int, float]]] = [[] for _ in counts]
     if any(counts):
@@ -145,9 +145,9 @@ def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> lis
 
 
 def _top(logits: Tensor, row: int, values: Floats, ids: Ints, num: int, log_total: float) -> list[tuple[int, float]]:
-    """Returns ids and log-probabilities of the `num` best tokens of a row, given at least that many candidates."""
+    """Returns ids and log-probabilities of the `num` best tokens of a row, from at least that many candidates."""
     edge = _edge(values, num)
-    # Other tokens with this logit may be missing from the candidates.
+    # The candidates may lack other tokens with this logit.
     if edge == values.min() and len(values) < logits.shape[1]:
         values, ids = at_least(logits, row, edge)
     return _best(values, ids, num, log_total)

@@ -1,8 +1,8 @@
 """Passes over whole rows of logits: the best token, the k best, the total mass, the number of better tokens.
 
-Only this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU it uses numpy,
-whose vectorised partition and argmax are much faster than those of torch. On other devices it uses torch. No row's
-result depends on other rows. Knows nothing of requests or of sampling parameters.
+The time of this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU it uses
+numpy, whose vectorised partition and argmax are much faster than torch's; on other devices it uses torch. A row's
+result does not depend on other rows. Does not use requests or sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-BLOCK_SIZE = 128  # tokens whose masses are added in float32; the draw searches one such block
+BLOCK_SIZE = 128  # tokens whose masses are added up in float32; a draw searches within one block
 LARGEST = torch.finfo(torch.float32).max
-LEADING_BLOCK_SIZE = 32  # tokens of which at first only the best is examined
+LEADING_BLOCK_SIZE = 32  # tokens of which at first only the best is compared
 
 
 def on_host(logits: Tensor) -> bool:
-    """Whether numpy can read the logits without a copy."""
+    """Whether numpy can read the logits without copying them."""
     return logits.is_cpu
 
 
 def rows_of(logits: Tensor, at: Ints) -> Tensor:
-    """Returns the rows `at`; the tensor itself if these are all rows in order."""
+    """Returns the rows `at`, without a copy if these are all rows in order."""
     if len(at) == len(logits) and (at == np.arange(len(at))).all():
         return logits
     return copy_of_rows(logits, at)
@@ -44,10 +44,10 @@ def copy_of_rows(logits: Tensor, at: Ints) -> Tensor:
 
 
 def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tuple[Ints, Floats]:
-    """Returns the most likely token of each row, the lowest id among equals, and its logit; both [num_rows].
+    """Returns each row's most likely token, the lowest id of equal ones, and its logit; both [num_rows].
 
-    Repairs irregular logits in place: NaN becomes -inf, +inf the largest float32, and a row without candidates allows
-    only its `fallback` token. So every returned logit is finite.
+    Repairs irregular logits in place: NaN becomes -inf, +inf the largest float32, and in a row without candidates only
+    the `fallback` token is allowed. So every returned logit is finite.
     """
     token_ids, best = _argmax(logits)
     for row in np.flatnonzero(~np.isfinite(best)).tolist():
@@ -61,8 +61,8 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
 def best_on_device(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's most likely token, int64, and its logit, float32; [num_rows], on the device, without waiting.
 
-    It works like `peaks`: the lowest id among equals, NaN counts as -inf, +inf as the largest float32, and a row
-    without candidates gives token 0.
+    The rules are those of `peaks`: the lowest id of equal tokens, NaN counts as -inf, +inf as the largest float32, and
+    a row without candidates gives token 0.
     """
     if logits.is_cuda and has_triton():
         from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows  # Triton may be missing
@@ -85,7 +85,7 @@ def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
             from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
 
             found = argmax_rows(logits)
-            values = found.logits.masked_fill(found.irregular, math.nan)  # the caller repairs those rows itself
+            values = found.logits.masked_fill(found.irregular, math.nan)  # the caller itself repairs those rows
             return found.token_ids.cpu().numpy(), values.cpu().numpy()
         values, indices = logits.max(-1)
         return indices.cpu().numpy().copy(), values.cpu().numpy().copy()
@@ -97,7 +97,7 @@ def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
 def leading(logits: Tensor, k: int) -> tuple[Floats, Ints]:
     """Returns logits and ids of the k best tokens of each row, both [num_rows, k], unordered.
 
-    If several tokens tie for place k, any may be included: decide by values, and see `_top` in row_logprobs.py.
+    If several tokens tie for place k, any of them may be included, so compare values; see `_top` in row_logprobs.py.
     """
     num_rows, vocab_size = logits.shape
     if not on_host(logits):
@@ -109,7 +109,7 @@ def leading(logits: Tensor, k: int) -> tuple[Floats, Ints]:
     num_blocks = vocab_size // LEADING_BLOCK_SIZE
     if vocab_size % LEADING_BLOCK_SIZE or num_blocks < 2 * k:
         return _partition(table, k)
-    # The k blocks with the best maxima hold k tokens no worse than any token of another block.
+    # The k blocks with the best maxima contain k tokens that are at least as good as any token of another block.
     blocks = logits.view(num_rows, num_blocks, LEADING_BLOCK_SIZE)
     _, chosen = _partition(blocks.amax(-1).numpy(), k)  # [num_rows, k]
     found = blocks.numpy()[np.arange(num_rows)[:, None], chosen].reshape(num_rows, -1)
@@ -125,7 +125,7 @@ def _partition(table: Floats, k: int) -> tuple[Floats, Ints]:
 
 
 def at_least(logits: Tensor, row: int, value: float) -> tuple[Floats, Ints]:
-    """Returns logits and ids, ascending, of all tokens in one row with at least this logit; both [num_found]."""
+    """Returns logits and ids, ascending, of all tokens of one row whose logit is at least `value`; both [num_found]."""
     line = logits[row].cpu().numpy()
     token_ids = np.flatnonzero(line >= value)
     return line[token_ids], token_ids
@@ -140,7 +140,7 @@ def num_better(logits: Tensor, values: Floats) -> list[int]:
 
 
 def log_totals(logits: Tensor, best: Floats) -> Floats:
-    """Returns the log of the sum of exp(logit) of each row, whose maxima are `best`; [num_rows] float64."""
+    """Returns the log of the sum of exp(logit) of each row; `best`: the rows' maxima; [num_rows] float64."""
     _, sums = masses(logits, best, np.ones(len(best)), np.full(len(best), -np.inf))
     totals: Floats = best + np.log(sums.sum(1))
     return totals
@@ -149,7 +149,7 @@ def log_totals(logits: Tensor, best: Floats) -> Floats:
 def masses(logits: Tensor, best: Floats, inverse_temperature: Floats, floor: Floats) -> tuple[Tensor, Floats]:
     """Returns exp((logit - best) / temperature), float32, by blocks [num_rows, num_blocks, BLOCK_SIZE], and block sums.
 
-    Tokens below `floor` have weight zero. Uses base 2, because torch's exp is slow for denormal results.
+    Tokens below `floor` get the weight zero. Uses base 2, because torch's exp is slow for denormal results.
     """
 
     def column(numbers: Floats) -> Tensor:
@@ -164,7 +164,7 @@ def masses(logits: Tensor, best: Floats, inverse_temperature: Floats, floor: Flo
 def weights_of(logits: Tensor, best: Tensor, factor: Tensor | float, floor: Tensor | None = None) -> Tensor:
     """Returns 2 ** ((logit - best) * factor), by blocks [num_rows, num_blocks, BLOCK_SIZE], on the logits' device.
 
-    `best`, `factor` and `floor`, below which tokens have weight zero, are float32, [num_rows, 1].
+    `best`, `factor` and `floor` are float32, [num_rows, 1]. Tokens below `floor` get the weight zero.
     """
     scaled = logits - best
     scaled *= factor

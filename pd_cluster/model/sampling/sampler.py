@@ -1,13 +1,13 @@
 """Chooses the next token of each row of logits, with its logprobs.
 
-Randomness is a counter-based hash of (seed, sequence index, position), computed on the host: a request draws the same
-random numbers alone, in a batch, after a retry and on every device. Knows nothing of the lives of requests.
+Randomness is a counter-based hash of (seed, sequence index, position), computed on the host. So a request draws the
+same random numbers alone, in a batch, after a retry and on every device. Does not deal with the lifetime of requests.
 
     logits ─ argmax ─┬─ greedy rows without masks and penalties ──────────────────────────┬─ token ids ─ logprobs
                      └─ other rows ─ copy, masks and penalties ─ argmax or draw ──────────┘  of the raw logits
                                            └─ processors before the penalties, or before the draw
 
-The rows carry the masks of guides; see grammar_masks.py.
+The masks of guides come with the rows; see grammar_masks.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def splitmix64(state: int) -> int:
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """Returns a number in [0, 1) with 53 random bits, a function of its arguments only. Vectors in tests/unit."""
+    """Returns a number in [0, 1) with 53 random bits, which depends only on the arguments. Test vectors: tests/unit."""
     mixed = splitmix64(splitmix64(splitmix64(seed & MASK) ^ index) ^ position)
     return (mixed >> 11) * 2.0**-53
 
@@ -65,16 +65,16 @@ def _splitmix64s(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class SamplingRow(NamedTuple):
-    """One token to choose. A fork has its own `index` even while it shares the request's tokens."""
+    """One token to choose. A fork has its own `index` even while it still shares the request's tokens."""
 
     request: Request
     index: int  # type: ignore[assignment]  # hides tuple.index, which rows do not need
     position: int  # among the output tokens of the sequence
-    mask: TokenMask | None = None  # from its guide
+    mask: TokenMask | None = None  # from the guide
 
     @property
     def is_forced(self) -> bool:
-        """Whether its guide leaves only one continuation, so that nothing else applies."""
+        """Whether the guide leaves only one continuation, so that no other constraint applies."""
         return self.mask is not None and self.mask.is_forced
 
     @property
@@ -84,22 +84,22 @@ class SamplingRow(NamedTuple):
 
     @property
     def may_end(self) -> bool:
-        """Whether an end or stop token ends the sequence here; in a guide it may be text."""
+        """Whether an end or stop token would end the sequence here; in a guide it may be part of the text."""
         return self.mask is None or self.mask.accepts
 
 
 class Sampled(NamedTuple):
     token_id: int  # or NO_TOKEN
     logprobs: Logprobs | None
-    problem: str = ""  # the reason of a processor that leaves no token
+    problem: str = ""  # why a processor left no token
 
 
-# Rows without a token -> why, if a processor has failed.
+# Row without a token -> the problem of a processor, or "".
 Stuck = dict[int, str]
 
 
 class Sampler:
-    """Chooses tokens. It keeps state only in logit_adjustments.py and in `processors`; all can be dropped any time."""
+    """Chooses tokens. Its only state is in logit_adjustments.py and in `processors`, and can be dropped at any time."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], processors: RequestProcessors = NO_PROCESSORS
@@ -111,25 +111,25 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int] | None = None) -> list[Sampled]:
         """Returns one token for each of `rows`, from logits [num_rows, vocab_size] float32, which may be overwritten.
 
-        `at` gives the row of logits for each, if several use the same one.
+        `at`: for each of `rows` its row of logits, if several use the same one.
 
         Never raises for any logits or parameters. If the masks ban every token, the result is the most likely of the
-        allowed_token_ids, or of all tokens if there are none. For a guided row the result is then an end token if the
-        output matches its guide, and otherwise NO_TOKEN. It is NO_TOKEN for a row whose
-        processor fails, too.
+        allowed_token_ids, or of all tokens if there are none. For a guided row without allowed tokens the result is an
+        end token if the output matches its guide, and otherwise NO_TOKEN. A row whose processor fails also gets
+        NO_TOKEN.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
         sampled: list[Sampled] = []
-        with torch.inference_mode():  # tensors made in inference mode can be changed only in it
+        with torch.inference_mode():  # tensors made in inference mode can be changed only in that mode
             for part in self._parts(len(rows)):
                 own = logits[part] if at is None else logits[list(at[part])]
                 sampled += self._sample(own, rows[part])
         return sampled
 
     def token_ids(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """Returns the tokens that `sample` chooses, without logprobs; where it returns NO_TOKEN, the value is
-        meaningless.
+        """Returns the tokens that `sample` chooses, without logprobs. Where `sample` returns NO_TOKEN, the value has no
+        meaning.
         """
         found: list[int] = []
         with torch.inference_mode():
@@ -142,7 +142,7 @@ class Sampler:
     ) -> list[Logprobs]:
         """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32.
 
-        `named`: for each row, tokens whose logprobs follow those of the most likely ones.
+        `named`: for each row, tokens whose logprobs follow those of the most likely tokens.
         """
         told: list[Logprobs] = []
         with torch.inference_mode():
@@ -157,7 +157,7 @@ class Sampler:
     ) -> list[list[Candidate] | Sampled]:
         """Returns continuations of beams: each of `rows` uses row `at` of logits [num_rows, vocab_size] float32.
 
-        The best come first. A beam whose processor fails has NO_TOKEN instead.
+        The best come first. A beam whose processor fails gets NO_TOKEN instead.
         """
         found: list[list[Candidate] | Sampled] = []
         with torch.inference_mode():
@@ -196,14 +196,14 @@ class Sampler:
         return found
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Ints, Floats, Stuck]:
-        """Returns the tokens, each row's largest logit, and the rows where no token is allowed."""
+        """Returns the tokens, each row's largest logit, and the rows that have no allowed token."""
         params = [row.request.sampling for row in rows]
         token_ids, best = peaks(logits)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
         adjusted = [i for i, row in enumerate(rows) if row.mask is not None or row.is_adjusted or self._processes(row)]
         stuck: Stuck = {}
         if drawn or adjusted:
-            # Drawn rows come first, as a view of the copy, so a batch of only drawn rows needs no copy.
+            # Drawn rows come first and form a view of the copy, so a batch of only drawn rows needs no second copy.
             at = np.array(drawn + [i for i in adjusted if params[i].greedy])
             others = [rows[i] for i in at.tolist()]
             if adjusted:
@@ -225,7 +225,7 @@ class Sampler:
         return bool(self.processors) and not row.is_forced and self.processors.concern(row.request)
 
     def _process(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Stuck:
-        """Applies the processors that may change the most likely token, in place. Guides hold behind them, too."""
+        """Applies the processors that may change the most likely token, in place; then applies guides again."""
         failed: Stuck = {}
         for i, row in enumerate(rows):
             if self._processes(row):
@@ -236,9 +236,9 @@ class Sampler:
         return failed
 
     def _shape_draws(self, logits: Tensor, rows: Sequence[SamplingRow], best: Floats, knobs: DrawParameters) -> Stuck:
-        """Applies the other processors in place, behind temperature and min_p, whose parameters become neutral.
+        """Applies the other processors in place, after temperature and min_p, which are then set to have no effect.
 
-        Changes the rows' `best` logits, too.
+        Also updates the rows' `best` logits.
         """
         failed: Stuck = {}
         for i, row in enumerate(rows):
@@ -265,7 +265,7 @@ class Sampler:
         return failed
 
     def _fallback(self, line: Tensor, row: SamplingRow, stuck: Stuck, at: int) -> int:
-        """Returns the choice for a row whose tokens are all banned; `line` [vocab_size] holds the model's own logits.
+        """Returns the choice for a row in which all tokens are banned; `line` [vocab_size]: the model's own logits.
 
         An output that matches its guide ends. Any other guided row has no choice: `at` is added to `stuck`, and the
         result is ignored.
@@ -290,7 +290,7 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, best: Floats, token_ids: Ints, params: Sequence[Sampling]
     ) -> dict[int, Logprobs]:
-        """Returns the logprobs of the rows that request them, by row."""
+        """Returns the logprobs of the rows that request them, by row index."""
         num_top = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not num_top:
             return {}

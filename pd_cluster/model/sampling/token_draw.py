@@ -1,9 +1,9 @@
 """Draws a token from each row of logits: temperature, min_p, top_k, top_p, then inverse transform sampling.
 
-The kept tokens are always a prefix of the tokens sorted by logit and, among equals, by id. If top_k or top_p shape the
-draw, masses are integers (`fixed_point`): prefix and draw then have the same bits on every device and in any order of
-summation. The draw sums in vocabulary order, so rounding that swaps two almost equally likely tokens does not change
-it. Knows nothing of requests, nor of the source of random numbers.
+The kept tokens are always a prefix of the tokens sorted by logit and, for equal logits, by id. If top_k or top_p apply,
+masses are integers (`fixed_point`), so prefix and draw have the same bits on every device and in any order of
+summation. The draw adds up masses in vocabulary order, so rounding that swaps two almost equally likely tokens does not
+change the result. Does not use requests, nor produce random numbers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pd_cluster.model.kernels.fixed_point import MASS_BITS, fixed_masses, share_
 from pd_cluster.model.sampling.row_passes import Bools, Floats, Ints, leading, masses, rows_of
 from pd_cluster.types import Sampling
 
-FEW = 64  # nearly all rows keep at most this many tokens; these rows are processed together
-MARGIN = 16  # extra candidates, so that tokens equal to the last kept token are seldom missing
+FEW = 64  # nearly all rows keep at most this many tokens, and are processed together
+MARGIN = 16  # additional candidates, so that tokens equal to the last kept one are rarely missing
 NUM_BINS = 4096  # bins for logits below the best one
-# Relative error of a sum of float32 masses: products of 44 octaves, sums in a block, the last bits.
+# The relative error of a sum of float32 masses: products over 44 octaves, sums within a block, the last bits.
 MASS_ERROR = 2.0**-16
-MAX_BELOW = 80.0  # logits over temperature; less likely tokens share a bin
+MAX_BELOW = 80.0  # logits divided by temperature; all less likely tokens share a bin
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParameters:
-    """The parameters of each row's distribution; every field is [num_rows]. A row is one draw."""
+    """The parameters of each row's distribution; every field is [num_rows]. Each row is one draw."""
 
     inverse_temperature: Floats
     top_k: Ints  # the vocabulary's size if unlimited
@@ -40,7 +40,7 @@ class DrawParameters:
 
     @classmethod
     def of(cls, params: Sequence[Sampling], uniform: Floats, vocab_size: int) -> DrawParameters:
-        """Clamps temperatures to 1e-30 and 1e30, so that no product with them is NaN."""
+        """Limits temperatures to between 1e-30 and 1e30, so that no product with them is NaN."""
         temperature = np.nan_to_num([p.temperature for p in params], nan=1.0).clip(1e-30, 1e30)
         min_p = np.nan_to_num([p.min_p for p in params]).clip(0.0, 1.0)
         with np.errstate(divide="ignore"):
@@ -54,7 +54,7 @@ class DrawParameters:
         )
 
     def floor(self, best: Floats) -> Floats:
-        """Returns the least float32 logit that min_p keeps, [num_rows]; never above the best."""
+        """Returns the smallest float32 logit that min_p keeps, [num_rows]; never above the best."""
         exact = best + self.log_min_p / self.inverse_temperature
         with np.errstate(over="ignore"):
             rounded = exact.astype(np.float32)
@@ -83,15 +83,15 @@ def draw(logits: Tensor, best: Floats, knobs: DrawParameters) -> Ints:
 
 
 def _draw_above(logits: Tensor, best: Floats, knobs: DrawParameters, floor: Floats) -> tuple[Ints, Floats]:
-    """Draws from all tokens with at least the logit `floor`.
+    """Draws from all tokens whose logit is at least `floor`.
 
-    Returns token ids and the mass of those tokens, all [num_rows].
+    Returns token ids and the total mass of the tokens drawn from, both [num_rows].
     """
     weights, sums = masses(logits, best, knobs.inverse_temperature, floor)
     rows = np.arange(len(logits))
     cumulative = sums.cumsum(1)  # [num_rows, num_blocks]
     total = cumulative[:, -1]
-    target = knobs.uniform * total  # less than the total, even when rounded: a uniform number is at most 1 - 2**-53
+    target = knobs.uniform * total  # less than the total even after rounding: a uniform number is at most 1 - 2**-53
     block = (cumulative <= target[:, None]).sum(1)
     inside = weights[rows, block].cpu().numpy().astype(np.float64).cumsum(1)  # [num_rows, BLOCK_SIZE]
     before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
@@ -100,10 +100,10 @@ def _draw_above(logits: Tensor, best: Floats, knobs: DrawParameters, floor: Floa
 
 
 def _draw_from_few(logits: Tensor, best: Floats, knobs: DrawParameters, total: Floats) -> tuple[Ints, Bools]:
-    """Returns token ids, and which are valid; `total` is the approximate mass of all tokens that min_p keeps.
+    """Returns token ids, and which are valid; `total`: the approximate mass of all tokens that min_p keeps.
 
-    A row is invalid if it keeps more tokens than there are candidates, or only some of those that tie with its last
-    kept token, since tied tokens with lower ids may be missing. It is also invalid if `total` is not exact enough to
+    A row is invalid if it keeps more tokens than there are candidates, or only some of the tokens that tie with its
+    last kept token, because tied tokens with lower ids may be missing. It is also invalid if `total` is too inexact to
     determine how many tokens top_p keeps.
     """
     num_candidates = min(FEW + MARGIN, logits.shape[1])
@@ -111,7 +111,7 @@ def _draw_from_few(logits: Tensor, best: Floats, knobs: DrawParameters, total: F
     ranked = np.sort(values, axis=1)[:, ::-1]
     num_kept, is_certain = _num_kept(ranked, best, knobs, total, num_candidates == logits.shape[1])
     threshold = ranked[np.arange(len(ranked)), num_kept - 1]
-    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)  # of the tokens that tie with the last kept one
+    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)  # kept tokens that tie with the last kept one
     order = ids.argsort(1)
     values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
     tied = values == threshold[:, None]
@@ -124,7 +124,7 @@ def _draw_from_few(logits: Tensor, best: Floats, knobs: DrawParameters, total: F
 
 
 def _target(knobs: DrawParameters, total: Ints) -> Ints:
-    """Returns the cumulative mass, in vocabulary order, at which the drawn token lies; below the total, [num_rows]."""
+    """Returns the cumulative mass, in vocabulary order, that selects the drawn token; below the total, [num_rows]."""
     found: Ints = np.minimum(share_of(knobs.uniform, total), total - 1)
     return found
 
@@ -132,7 +132,7 @@ def _target(knobs: DrawParameters, total: Ints) -> Ints:
 def _num_kept(ranked: Floats, best: Floats, knobs: DrawParameters, total: Floats, is_all: bool) -> tuple[Ints, Bools]:
     """Returns how many of the values [num_rows, num_candidates], best first, min_p, top_k and top_p keep; at least one.
 
-    Also returns whether that is certain. `is_all`: the candidates are the whole vocabulary.
+    Also returns whether the number is certain. `is_all`: the candidates are the whole vocabulary.
     """
     num_above = (ranked >= knobs.floor(best)[:, None]).sum(1)
     limit: Ints = np.minimum(num_above, knobs.top_k)
@@ -191,11 +191,11 @@ def _without_surplus(ids: Ints, is_worst: Bools, num_surplus: int) -> Ints:
 def _nucleus(values: Floats, masses: Ints, best: Floats, knobs: DrawParameters) -> tuple[np.floating[Any], int]:
     """Returns the lowest logit that top_p keeps among one row's values, and the number of tokens kept.
 
-    Sorts only the bin of almost equal logits in which the mass is reached. Bins divide the row's own range, because a
-    bin of fixed width would hold all tokens of a flat row.
+    Sorts only the bin of almost equal logits in which the mass is reached. The bins divide the row's own range, because
+    in a flat row all tokens would be in one bin of fixed width.
     """
     with np.errstate(over="ignore"):
-        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # in units of the exponent
+        below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # as exponents
     np.minimum(below, MAX_BELOW, out=below)
     below /= max(below.max(), np.finfo(np.float32).tiny)
     below *= NUM_BINS

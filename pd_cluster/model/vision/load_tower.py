@@ -1,4 +1,4 @@
-"""Builds the modules that compute a folder's pictures, transformers' own in float32, and reads their weights."""
+"""Builds transformers' modules that compute a folder's pictures, in float32, and reads their weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pd_cluster.model.vision.vision_tower import Tower
 log = logging.getLogger(__name__)
 
 WEIGHTS = re.compile(r"(?:model\.)?visual\.(?P<name>.+)")
-TEXT_MODEL = re.compile(r"(?:.*\.)?(?:language_model|text_model|lm_head)\..+")  # modules that do not belong to a tower
+TEXT_MODEL = re.compile(r"(?:.*\.)?(?:language_model|text_model|lm_head)\..+")  # modules outside the tower
 FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_kept_tokens: int, group: Group) -> Tower:
-    """Raises ModelError if the weights do not match. `dtype`: see Tower. `group`: each rank has the whole tower."""
+    """Loads the tower, whole on every rank. Raises ModelError if its weights do not match. `dtype`: see Tower."""
     part = checkpoint.vision
     assert part is not None
     if not sys.stderr.isatty():
@@ -63,7 +63,8 @@ def _tower(checkpoint: Checkpoint, part: VisionPart, config: Any) -> Any:
 def _whole(checkpoint: Checkpoint, config: Any) -> Any:
     """Returns the whole model without its text model, which is loaded separately.
 
-    transformers builds it with a text model of zero layers, so that weights have the names that it converts.
+    transformers builds the whole model, but with a text model of zero layers, so that it recognizes and converts the
+    weights' names.
     """
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
     config = copy.deepcopy(config)
@@ -90,7 +91,7 @@ def _load(checkpoint: Checkpoint, kind: Any, config: Any, name_of: Callable[[str
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
+            ignore_mismatched_sizes=True,  # wrong sizes are refused below, by name
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{checkpoint.path}: cannot load the vision tower: {error}") from error
@@ -110,7 +111,7 @@ def _tower_name(key: str) -> str:
 
 
 def _others_name(key: str) -> str:
-    """Returns the names of weights outside the text model, "" for others."""
+    """Returns the name of a weight outside the text model; "" for other weights."""
     return "" if text_name(key) else key
 
 

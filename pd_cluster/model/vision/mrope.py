@@ -15,17 +15,13 @@ from pd_cluster.model.vision.vision_classes import CLASSES, class_of
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
-    """Rotates sections of a head by time, height and width; with one row of positions, like the text model's
-    embedding.
-    """
+    """Rotates sections of a head by time, height and width; with one row of positions, like the text model."""
 
     def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
-        """`pairs_neighbours`: the tables of `three` have each angle twice in a row; those of `one` repeat all
-        angles.
-        """
+        """`pairs_neighbours`: the tables of `three` repeat each angle at once, those of `one` all angles."""
         super().__init__()
         self._pairs_neighbours = pairs_neighbours
-        self._one, self._three = (one,), (three,)  # hidden from modules(): loaders look for rotary embeddings there
+        self._one, self._three = (one,), (three,)  # hidden from modules(), where loaders look for rotary embeddings
         self.mrope_section = three.mrope_section
         self.rope_type = getattr(three, "rope_type", "")
 
@@ -39,8 +35,9 @@ class SectionsRotaryEmbedding(torch.nn.Module):
 
 
 def install_mrope(model: Any, checkpoint: Checkpoint, device: Device) -> None:
-    """Replaces a text model's rotary embedding before it is fused, if pictures rotate by sections. Raises
-    ModelError.
+    """Replaces a text model's rotary embedding if pictures rotate by sections. Call it before the model is fused.
+
+    Raises ModelError.
     """
     assert checkpoint.vision is not None
     classes = CLASSES[checkpoint.vision.model_type]
@@ -49,8 +46,7 @@ def install_mrope(model: Any, checkpoint: Checkpoint, device: Device) -> None:
     if checkpoint.rope.kind:
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies depend on a "
-            f"request's "
-            f"tokens, but pictures have their own positions; give another rope_type"
+            f"request's number of tokens, but pictures have their own positions; give another rope_type"
         )
     whole = whole_config(checkpoint)
     sections = {name: value for name, value in whole.text_config.rope_parameters.items() if "mrope" in name}

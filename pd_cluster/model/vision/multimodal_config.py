@@ -11,7 +11,7 @@ from pd_cluster.errors import ModelError
 
 
 def whole_config(checkpoint: Checkpoint) -> Any:
-    """Returns the whole model's config, in transformers' form if config.json has another.
+    """Returns the whole model's config; if config.json has another form, converted to transformers' form.
 
     Raises ModelError for invalid values.
     """
@@ -19,5 +19,5 @@ def whole_config(checkpoint: Checkpoint) -> Any:
         if (whole := checkpoint.whole) is not None:
             return CONFIG_MAPPING[str(whole["model_type"])].from_dict(whole)
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-    except Exception as error:  # including huggingface_hub's errors for values of the wrong type
+    except Exception as error:  # also huggingface_hub's errors for values of the wrong type
         raise ModelError(f"{checkpoint.path / 'config.json'}: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""The pixels that a tower takes: the value of each 8-bit pixel, and the order of patches."""
+"""The input values of a tower: the value of each 8-bit pixel, and the order of patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Pixels:
-    """Converts the pixels of pictures to a tower's input values, rounded like transformers' processors."""
+    """Converts the pixels of pictures to a tower's input values, with the rounding of transformers' processors."""
 
     def __init__(self, part: VisionPart) -> None:
         self.rules: ImageRules = part.rules
@@ -32,9 +32,10 @@ class Pixels:
         return values
 
     def patches(self, image: Image) -> Floats:
-        """Returns [num_patches, channels * frames * patch_size²], in the order of merged patches, for GridRules.
+        """Returns [num_patches, channels * frames * patch_size²], for GridRules. Patches that will be merged follow
+        each other.
 
-        A picture with a single frame is repeated; frames that patches do not join are consecutive.
+        A picture with a single frame is repeated. Frames that do not share patches follow each other.
         """
         rules = self.rules
         assert isinstance(rules, GridRules)

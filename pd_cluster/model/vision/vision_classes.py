@@ -1,4 +1,4 @@
-"""The transformers classes that compute pictures, by the model_type of the whole model, and how to call them."""
+"""The transformers classes that compute pictures, by the whole model's model_type, and how to call them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pd_cluster.model.inputs.forward_batch import on_device
 from pd_cluster.model.vision.pixel_values import Pixels
 from pd_cluster.types import Image
 
-Layers = list[torch.Tensor]  # [num_features, hidden] each: the features, and those of DeepStack
+Layers = list[torch.Tensor]  # each [num_features, hidden]: the features, then the features of DeepStack
 Encode = Callable[[Any, Pixels, Image, Device], Layers]
 
 
 class VisionClasses(NamedTuple):
     """Names in the transformers module of a model type.
 
-    `tower`: the class of a tower whose weights' names begin with `visual.`; `encode` is called with this tower. If it
-    is "", the tower is a part of the whole model, and `encode` is called with the whole model without its text model.
+    `tower`: the class of the tower, which `encode` is called with; its weights' names start with `visual.`. "" means
+    that the tower is part of the whole model; then `encode` is called with the whole model without its text model.
     `rotary`: the text model's rotary embedding, if pictures have positions of several dimensions. `pairs_neighbours`:
-    its tables have each angle twice in a row; otherwise they repeat all angles.
+    its tables contain each angle twice in a row; otherwise they contain all angles, then repeat them.
     """
 
     encode: Encode
@@ -55,7 +55,7 @@ def by_size(module: Any, pixels: Pixels, image: Image, device: Device) -> Layers
 
 
 def by_size_if_rows(module: Any, pixels: Pixels, image: Image, device: Device) -> Layers:
-    """LLaVA has towers of both kinds."""
+    """Encodes by size or by tiles, because LLaVA models have towers of both types."""
     return (by_size if isinstance(pixels.rules, RowRules) else by_tiles)(module, pixels, image, device)
 
 

@@ -1,6 +1,6 @@
-"""The experts of ERNIE 4.5 VL: some compute text, others pictures, and each layer has both.
+"""The experts of ERNIE 4.5 VL: every layer has experts for text and others for pictures.
 
-The text model is loaded as ERNIE 4.5 MoE; this file adds the experts for pictures, which every rank has whole.
+The text model is loaded as ERNIE 4.5 MoE; this file adds the experts for pictures, all of which every rank has.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BIAS = "mlp.moe_statics.e_score_correction_bias"
 
 
 class ModalityExperts(torch.nn.Module):
-    """A sparse block. `rows`: picture rows of a step, and all other rows; None: there are no pictures."""
+    """A sparse block. `rows`: the picture rows of a step, and all other rows; None: there are no pictures."""
 
     def __init__(self, texts: Any, pictures: Any, group: Group) -> None:
-        """`group`: the ranks that share the text experts, whose results are already summed on each rank."""
+        """`group`: the ranks that share the text experts, whose results on each rank are already summed."""
         super().__init__()
         self._group = group
         self.texts, self.pictures = texts, pictures
@@ -52,7 +52,7 @@ class ModalityExperts(torch.nn.Module):
 
 
 def texts_name(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """Returns the function that maps names of the text model's weights to themselves, and others to ""."""
+    """Returns a function that maps the names of the text model's weights to themselves, and all others to ""."""
     num_experts = int(checkpoint.config["moe_num_experts"])
 
     def name_of(key: str) -> str:
@@ -66,7 +66,7 @@ def texts_name(checkpoint: Checkpoint) -> Callable[[str], str]:
 
 
 def as_text_model(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the text model's weights in the form of ERNIE 4.5 MoE's files."""
+    """Returns the text model's weights as the files of ERNIE 4.5 MoE store them."""
     found = {}
     for name, each in weights.items():
         if ROUTER.fullmatch(name):

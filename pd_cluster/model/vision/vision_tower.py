@@ -1,7 +1,7 @@
-"""A checkpoint's vision tower: it computes pictures one by one, so that features depend on the pixels only.
+"""A checkpoint's vision tower. It computes pictures one by one, so that features depend only on the pixels.
 
-One of the ranks that share a model computes a picture, and all of them cache its features. Knows nothing of requests,
-nor of how a tower is built.
+One of the ranks that share a model computes a picture, and all of them cache its features. Does not deal with requests,
+nor with how a tower is built.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pd_cluster.types import Image
 
 
 class Tower:
-    """Computes pictures, and caches the features of up to `num_kept_tokens` tokens; drops the least recently used
+    """Computes pictures, and caches the features of up to `num_kept_tokens` tokens. Drops the least recently used
     first.
 
-    Ranks that share a model compute the same steps, so they cache the same features: docs/protocol/handover.md,
+    Ranks that share a model compute the same steps, so they cache the same features: see docs/protocol/handover.md,
     "Images".
     """
 
@@ -47,7 +47,7 @@ class Tower:
         widths: tuple[int, int],
         group: Group,
     ) -> None:
-        """`dtype`: the dtype of cached features and of the activations. `widths`: 1 + num_deep, hidden_size."""
+        """`dtype`: of the cached features and of the activations. `widths`: 1 + num_deep, and hidden_size."""
         self.rules: ImageRules = part.rules
         self.encoded = EncoderTotals()
         self.num_encoded = 0  # images that this rank has computed
@@ -55,7 +55,7 @@ class Tower:
         self._pixels = Pixels(part)
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
         self.num_kept_tokens = num_kept_tokens
-        # On the host of rank 0: features from an encoder that no step has used yet, see engine/encode/encoder_stage.py.
+        # On rank 0's host: features from an encoder that no step has used yet, see engine/encode/encoder_stage.py.
         self.landed: dict[bytes, torch.Tensor] = {}
         self._widths, self.group = widths, group
 
@@ -69,30 +69,30 @@ class Tower:
         return num_layers, len(self.rules.places(image)), hidden_size
 
     def marked(self, parts: Sequence[ImagePart]) -> tuple[ImagePart, ...]:
-        """Returns a step's parts for all ranks; marks those whose features have landed on this rank."""
+        """Returns a step's parts for all ranks, marked if their features have arrived on this rank."""
         if not self.landed:
             return tuple(parts)
         return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
     def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns a step's parts for another rank, with the pixels of only those pictures that it computes."""
+        """Returns a step's parts for another rank, with pixels only for the pictures that the other rank computes."""
         own = {key for key, owner in self._owners(parts).items() if owner == rank}
         return [
             part if part.key in own else part._replace(image=structs.replace(part.image, pixels=b"")) for part in parts
         ]
 
     def _owners(self, parts: Sequence[ImagePart]) -> dict[bytes, int]:
-        """Returns the rank that computes each picture that is not cached, by key."""
+        """Returns, for each picture that is not cached, the rank that computes it, by key."""
         missing = {part.key: part.image for part in parts if part.key not in self.kept and not part.is_landed}
         nums_pixels = [math.prod(self.rules.shape(image)) for image in missing.values()]
         landed = {part.key: 0 for part in parts if part.key not in self.kept and part.is_landed}
         return landed | dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
 
     def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
-        """Returns the features of a step's rows; pictures that are not cached are computed from their pixels.
+        """Returns the features of a step's rows; computes the pictures that are not cached from their pixels.
 
-        Features that are cached before the step stay available during the step. Raises InstanceLost if another rank
-        cannot compute its pictures.
+        Features that were cached before the step stay available during the step. Raises InstanceLost if another rank
+        could not compute its pictures.
         """
         found = {part.key: self.kept[part.key] for part in parts if part.key in self.kept}
         if owners := self._owners(parts):
@@ -117,7 +117,7 @@ class Tower:
     def _keep(self, features: Mapping[bytes, torch.Tensor]) -> None:
         """Caches a step's features as the most recently used, as far as they fit.
 
-        The last picture is cached at any size, since further chunks of its prompt follow.
+        The last picture is cached whatever its size, because more chunks of its prompt may follow.
         """
         for key, each in features.items():
             self.kept[key] = each
@@ -129,10 +129,10 @@ class Tower:
             num_tokens -= dropped.shape[1]
 
     def _compute(self, images: Mapping[bytes, Image], owners: Mapping[bytes, int]) -> dict[bytes, torch.Tensor]:
-        """Computes this rank's share of pictures, and exchanges features with other ranks in the pictures' order.
+        """Computes this rank's share of the pictures, and exchanges features with other ranks in the pictures' order.
 
         Ranks exchange features only after each has computed its share. So a rank that fails to compute a picture does
-        not block the others; it raises its own error, and the others name its rank.
+        not block the others: it raises its own error, and the errors of the others name its rank.
         """
         begun_s = time.monotonic()
         rank, size = self.group.rank, self.group.size
@@ -173,7 +173,7 @@ class Tower:
 
 
 def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank of each item: largest first, each to the rank with the least so far, then to the lowest rank."""
+    """Returns the rank of each item: largest items first, each to the lowest of the ranks with the least so far."""
     loads, found = [0] * num_ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         found[at] = loads.index(min(loads))

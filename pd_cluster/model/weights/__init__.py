@@ -1,1 +1,1 @@
-"""Weights of layers as files store them: plain or quantized tensors, and the forms that they become."""
+"""Weights of layers as files store them, plain or quantized, and the forms into which they are converted."""

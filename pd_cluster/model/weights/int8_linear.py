@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights and int8 activations: on CPU, and as the reference for other devices.
+"""Linear layers with int8 weights and int8 activations: for CPUs, and as a reference for other devices.
 
 Sums of integers are exact, so a row's values depend neither on other rows nor on the number of threads.
 """
@@ -15,8 +15,8 @@ MOST = 127
 class Int8Linear:
     """Computes quantized(x) @ codes.T * scales + bias: codes [N, K] int8, scales [N] float32, bias [N] or None.
 
-    Each row has its own scale, see `quantize_rows`. With `inputs`, the scale and zero point in the file, all rows share
-    these. |sums| stay below 2^31 up to 131,072 input features.
+    Each row has its own scale, see `quantize_rows`. With `inputs`, the scale and zero point in the file, all rows have
+    the same. |sums| stay below 2^31 for up to 131,072 input features.
     """
 
     __slots__ = ("_bias", "_codes", "_inputs", "_scales", "_sums")
@@ -48,7 +48,7 @@ class Int8Linear:
 
 
 class Int8GroupLinear:
-    """Computes quantized(x) times codes [N, K], with scales [N, G] of groups of inputs, plus bias, with exact sums."""
+    """Computes quantized(x) times codes [N, K], with scales [N, G] of groups of inputs, plus bias. Sums are exact."""
 
     __slots__ = ("_bias", "_codes", "_scales")
 
@@ -75,4 +75,4 @@ def _product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns the integer product, [num_rows, out_features]; exact on a CPU."""
     if codes.device.type == "cpu":
         return torch._int_mm(codes, weight)
-    return (codes.float() @ weight.float()).round_()  # CUDA's `_int_mm` does not take every shape
+    return (codes.float() @ weight.float()).round_()  # CUDA's `_int_mm` does not support all shapes

@@ -1,4 +1,4 @@
-"""The tensors of one quantized linear layer: readers take them one by one, and each is checked."""
+"""The tensors of one quantized linear layer: readers take them one by one, and each tensor is checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.model.layers.linear_weight import Tensors
 
 Parts = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
-# Scales of activations and of the KV cache; these stay in the model's precision, so their scales can be ignored.
+# Scales of activations and of the KV cache. Both keep the model's precision here, so their scales can be ignored.
 MORE_PRECISE = (
     *("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
     *("kv_cache_scale", "kv_cache_offset"),
@@ -19,7 +19,7 @@ MORE_PRECISE = (
 
 
 class LayerTensors:
-    """The tensors of one layer, to be taken one by one; `finish` refuses remaining ones."""
+    """The tensors of one layer, which a reader takes one by one; `finish` refuses tensors that were not taken."""
 
     def __init__(self, place: str, tensors: Tensors) -> None:
         self.place = place
@@ -45,7 +45,7 @@ class LayerTensors:
         return self._left.pop(name, None)
 
     def scales(self, name: str) -> torch.Tensor:
-        """Takes scales or offsets, as float32. Raises ModelError unless they are finite floats."""
+        """Takes scales or offsets as float32. Raises ModelError unless they are finite floats."""
         found = self.take(name)
         if not found.is_floating_point():
             raise self.wrong(f"{name} of {found.dtype}")
@@ -74,7 +74,7 @@ class LayerTensors:
 def grouped(
     layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, of: torch.Tensor
 ) -> Parts:
-    """`of` [K]: for each input feature, the index of its group in scales and zeros [..., N, G]."""
+    """`of` [K]: for each input feature its group, an index into scales and zeros [..., N, G]."""
     num_inputs = codes.shape[-1]
     if len(of) != num_inputs or int(of.max()) >= scales.shape[-1] or int(of.min()) < 0:
         raise layer.wrong(f"{num_inputs} input features, but {scales.shape[-1]} groups of scales")
@@ -93,8 +93,8 @@ def grouped(
 
 
 def runs(layer: LayerTensors, num_inputs: int, num_groups: int, size: int = -1) -> torch.Tensor:
-    """Returns the group of each input feature: groups of `size`, with a smaller last one, if that fits; otherwise equal
-    groups.
+    """Returns the group of each input feature. Groups have `size` features, the last perhaps fewer, if that gives
+    `num_groups`; otherwise all groups are equal.
     """
     if size > 0 and -(-num_inputs // size) == num_groups:
         return torch.arange(num_inputs) // size
@@ -104,7 +104,7 @@ def runs(layer: LayerTensors, num_inputs: int, num_groups: int, size: int = -1) 
 
 
 def inputs_of(layer: LayerTensors, step: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-    """Returns scale and zero point of activations, [2] float32."""
+    """Returns the scale and zero point of activations, [2] float32."""
     zero = torch.zeros(()) if zero is None else zero.to(torch.float32).reshape(())
     step = layer.finite("input_scale", step.to(torch.float32)).reshape(())
     if not float(step) > 0:

@@ -1,5 +1,5 @@
-"""Quantizes weights as they are read, without data; each output feature, or each group of its inputs, has its
-own scale.
+"""Quantizes weights as they are read, without calibration data; each output feature, or each group of its inputs, has
+its own scale.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.model.weights.layer_tensors import FP8, Parts
 
-MOST_IN_GROUP = 128  # input features that share a scale with four bits
+MOST_IN_GROUP = 128  # input features that share a four-bit scale
 LARGEST_FP8 = 448.0
 
 
 def _steps(groups: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns scales [N, G] of weights [N, G, group] that map the largest magnitude to `most`."""
+    """Returns scales [N, G] with which the largest magnitude of each group of weights [N, G, group] becomes `most`."""
     steps = groups.abs().amax(-1) / most
     return torch.where(steps > 0, steps, 1.0)
 
@@ -62,7 +62,7 @@ SCHEMES: dict[str, Callable[[torch.Tensor], Parts]] = {
 
 
 def encoded(weight: torch.Tensor, scheme: str, place: str = "a layer") -> Parts:
-    """Returns the parts of a form for a weight [N, K]. Raises ModelError, naming `place`, for NaN and infinity."""
+    """Returns the parts of a form for a weight [N, K]. Raises ModelError that names `place` for NaN and infinity."""
     weight = weight.to(torch.float32)
     if not torch.stack(weight.aminmax()).isfinite().all():
         raise ModelError(f"{place}: weight contains NaN or infinity; copy the folder again or recreate it")

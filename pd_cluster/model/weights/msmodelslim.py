@@ -1,4 +1,4 @@
-"""Layers in msmodelslim's formats: the description names each layer's type, and the signs follow the NPU operators."""
+"""Layers in msmodelslim's formats: its description names each layer's type; signs are as in the NPU operators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pd_cluster.model.weights.layer_tensors import LayerTensors, Parts, grouped,
 
 
 def _ascend_w8a8(layer: LayerTensors, found: Quantization) -> Parts:
-    """`quant_bias` holds the bias in units of `deq_scale`, minus the product with the zero point."""
+    """`quant_bias` is the bias in units of `deq_scale`, minus the product of the zero point and the codes' sum."""
     codes, inputs = layer.take("weight"), inputs_of(layer, layer.take("input_scale"), layer.take("input_offset"))
     step, zero = inputs.unbind()
     scales, whole = layer.take("deq_scale"), layer.take("quant_bias")
     if scales.dtype == torch.int64:  # the low 32 bits are a float32
         scales = (scales & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
     scales = layer.finite("deq_scale", scales.to(torch.float32))
-    layer.get("weight_scale"), layer.get("weight_offset")  # already contained in deq_scale
+    layer.get("weight_scale"), layer.get("weight_offset")  # deq_scale already contains both
     sums = codes.sum(-1, dtype=torch.int64)
     bias = (whole.to(torch.int64) + sums * int(zero)).to(torch.float32) * scales
     return {"int8_codes": codes, "int8_scales": scales / step, "int8_inputs": inputs, "bias": bias}
@@ -31,7 +31,7 @@ def _ascend_dynamic(layer: LayerTensors, found: Quantization) -> Parts:
 
 
 def _ascend_w8a16(layer: LayerTensors, found: Quantization) -> Parts:
-    """NPU operators add the offset: a weight is (code + offset) * scale."""
+    """NPU operators add the offset, so a weight is (code + offset) * scale."""
     codes, scales = layer.take("weight"), layer.scales("weight_scale")
     offset = layer.get("weight_offset")
     scales = scales.reshape(codes.shape[0], -1)
@@ -44,7 +44,7 @@ def _ascend_w8a16(layer: LayerTensors, found: Quantization) -> Parts:
 
 
 def _ascend_w4a16(layer: LayerTensors, found: Quantization) -> Parts:
-    """Like W8A16 with signed codes: one or two of them in a byte, or eight in an int32, lowest bits first."""
+    """Like W8A16, but with signed codes: one or two of them in a byte, or eight in an int32, lowest bits first."""
     stored, scales = layer.take("weight"), layer.scales("weight_scale")
     offset = layer.get("weight_offset")
     if scales.shape[0] != stored.shape[0]:
@@ -62,7 +62,7 @@ def _ascend_w4a16(layer: LayerTensors, found: Quantization) -> Parts:
 
 
 def _signed_four(stored: torch.Tensor, num_inputs: int) -> torch.Tensor | None:
-    """Returns codes from -8 to 7 [N, K] int8. `num_inputs`: K; 0: unknown. None: neither layout fits."""
+    """Returns codes from -8 to 7, [N, K] int8; None if neither layout fits. `num_inputs`: K, or 0 if unknown."""
     if stored.dtype == torch.int32:
         found = fields(stored, 4)
     elif stored.dtype not in (torch.int8, torch.uint8):

@@ -1,6 +1,6 @@
-"""Converts one quantized linear layer, in any known format, to parts of a form (model/weights/quantized_weight.py).
+"""Converts one quantized linear layer, in any known format, to the parts of a form (model/weights/quantized_weight.py).
 
-A layer's tensors decide its format; config.json only supplies what they leave open.
+A layer's tensors determine its format; config.json supplies only what they leave open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.model.weights.layer_tensors import FP8, LayerTensors, Parts, gro
 
 INT_BITS = (2, 3, 4, 8)
 W4A8_BITS = 4
-WEIGHTS = ("weight", "qweight", "weight_packed", "blocks")  # one of them has the codes that the other tensors describe
+WEIGHTS = ("weight", "qweight", "weight_packed", "blocks")  # names of the tensor with the codes
 
 
 def decoded(place: str, tensors: Tensors, found: Quantization, ascend_type: str = "") -> Parts:
@@ -59,7 +59,7 @@ def _awq(layer: LayerTensors, found: Quantization) -> Parts:
         num_groups = codes.shape[1] // (found.group_size if found.group_size > 0 else codes.shape[1])
         if scales[:, num_groups:].any():
             raise layer.wrong(f"more than {num_groups} groups of scales, with group_size {found.group_size}")
-        scales, zeros = scales[:, :num_groups], fields(zeros, 4)[:, :num_groups]  # both are padded to whole words
+        scales, zeros = scales[:, :num_groups], fields(zeros, 4)[:, :num_groups]  # both were padded to whole words
     else:
         codes, scales, zeros = awq_fields(words).t(), scales.t(), awq_fields(zeros).t()
     if zeros.shape != scales.shape:
@@ -103,7 +103,7 @@ def _packed(layer: LayerTensors, found: Quantization) -> Parts:
         rows = words if words.dtype == torch.int8 else fields(words.t().contiguous(), bits)[:, :num_outputs].t() - half
         zeros = rows.to(torch.float32)
     of = layer.get("weight_g_idx")
-    if of is None or int(of.min()) < 0:  # -1: natural order
+    if of is None or int(of.min()) < 0:  # -1: the natural order of inputs
         if found.is_w4a8 and bits == W4A8_BITS:
             return _w4a8(layer, codes.to(torch.int8), scales, zeros)
         of = runs(layer, num_inputs, scales.shape[1], found.group_size)
@@ -126,7 +126,7 @@ def _w4a8(layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros:
 
 
 def _small_floats(layer: LayerTensors, packed: torch.Tensor) -> Parts:
-    """Reads nvfp4 (groups of 16, e4m3 scales and a divisor) and mxfp4 (groups of 32, powers of two)."""
+    """Reads nvfp4 (groups of 16, e4m3 scales and a divisor) or mxfp4 (groups of 32, scales are powers of two)."""
     are_exponents, steps = layer.dtype("weight_scale") == torch.uint8, _steps(layer, "weight_scale")
     if "weight_global_scale" in layer:
         steps = layer.finite("weight_scale / weight_global_scale", steps / layer.scales("weight_global_scale"))
@@ -136,7 +136,7 @@ def _small_floats(layer: LayerTensors, packed: torch.Tensor) -> Parts:
 
 
 def _steps(layer: LayerTensors, name: str) -> torch.Tensor:
-    """Takes scales that may be stored as exponents: a byte b is 2^(b - 127), and 255 is NaN."""
+    """Takes scales, which may be stored as exponents: byte b means 2^(b - 127), and 255 means NaN."""
     if layer.dtype(name) != torch.uint8:
         return layer.scales(name)
     stored = layer.take(name)
@@ -158,7 +158,7 @@ def _mxfp4_blocks(layer: LayerTensors, found: Quantization) -> Parts:
 
 def _eight_bits(layer: LayerTensors, found: Quantization) -> Parts:
     weight = layer.take("weight")
-    if weight.dtype == torch.uint8 and "weight_scale_2" in layer:  # nvfp4 by ModelOpt
+    if weight.dtype == torch.uint8 and "weight_scale_2" in layer:  # nvfp4 as written by ModelOpt
         return _small_floats(layer, weight)
     if weight.dtype not in (torch.int8, FP8):
         raise layer.wrong(f"a weight of {weight.dtype}")

@@ -1,4 +1,4 @@
-"""Quantizes the output layer when a model is loaded; a tied embedding stays unquantized."""
+"""Quantizes the output layer when a model is loaded. A tied embedding stays unquantized."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pd_cluster.model.layers.linear_weight import UnpackedLinear, WeightTensors
 from pd_cluster.model.weights.load_time_quantization import encoded
 from pd_cluster.model.weights.weight_forms import form_of
 
-ROWS_AT_ONCE = 8192  # rows that are held in float32 and divided by their scales, in addition to the whole weight
+ROWS_AT_ONCE = 8192  # rows converted to float32 and divided by their scales at a time, besides the whole weight
 
 
 def quantize_head(model: Any, scheme: str) -> None:
-    """Replaces the output layer of a transformers model, or of a rank's share of it.
+    """Replaces the output layer of a transformers model, or of a rank's share.
 
-    Each output feature has its own scale, so ranks that share the vocabulary agree. Raises ModelError.
+    Each output feature has its own scale, so ranks that share the vocabulary get the same codes. Raises ModelError.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""Weights as codes with scales: the forms that every format of quantized weights is converted to."""
+"""Weights as codes with scales: the forms into which every format of quantized weights is converted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_line
 from pd_cluster.model.weights.int8_linear import Int8GroupLinear, Int8Linear
 from pd_cluster.native.packed_products import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
 
-LEAST_IN_GROUP = 16  # inputs; with smaller groups, codes are dequantized first
+LEAST_IN_GROUP = 16  # inputs; codes in smaller groups are dequantized before products
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CodedWeight:
 
     @classmethod
     def join(cls, parts: Sequence[CodedWeight]) -> CodedWeight:
-        """Joins weights; groups become as small as the smallest."""
+        """Joins weights; all groups become as small as the smallest."""
         if len(parts) == 1:
             return parts[0]
         if len({part.codes.dtype for part in parts}) > 1:
@@ -67,11 +67,11 @@ class CodedWeight:
         )
 
     def linear(self) -> Linear:
-        """Returns a layer that multiplies codes if the CPU has kernels for them; otherwise one that multiplies the
-        dequantized weight.
+        """Returns a layer that multiplies by codes if the CPU has kernels for them; otherwise by the dequantized
+        weight.
 
         With a bfloat16 model, activations are rounded to bfloat16, as with plain weights. On CUDA,
-        model/kernels/cuda/linear/quantized_linear.py multiplies codes.
+        model/kernels/cuda/linear/quantized_linear.py makes the layers.
         """
         found = None
         if self.codes.device.type == "cpu" and self.dtype == torch.float32:
@@ -81,7 +81,7 @@ class CodedWeight:
         return found or make_linear(self.matrix(), self.bias)
 
     def _of_codes(self, activations: Literal["float32", "bfloat16"]) -> Linear | None:
-        if self.codes.shape[-1] < LEAST_IN_GROUP * self.scales.shape[-1]:  # the scales would outweigh the codes
+        if self.codes.shape[-1] < LEAST_IN_GROUP * self.scales.shape[-1]:  # scales would take more bytes than codes
             return None
         if self.codes.dtype.is_floating_point:
             return fp8_weight_only_linear(self.codes, self.scales, self.bias, activations=activations)
@@ -104,7 +104,8 @@ class CodedWeight:
 class Int8Weight:
     """Weights for integer products: codes [..., N, K] int8, scales [..., N] float32, bias [..., N] or None.
 
-    Activations become int8 with one scale per row, or with the scale and zero point in the file (`inputs`, [2]).
+    Activations are rounded to int8, with one scale per row, or with the scale and zero point in the file (`inputs`,
+    [2]).
     """
 
     codes: torch.Tensor
@@ -124,7 +125,7 @@ class Int8Weight:
 
     @classmethod
     def join(cls, parts: Sequence[Int8Weight]) -> Int8Weight:
-        """Joins weights. Raises ModelError if their activations have different scales in the file."""
+        """Joins weights. Raises ModelError if the file has different activation scales for them."""
         first, *others = parts
         for other in others:
             if (first.inputs is None) != (other.inputs is None) or (
@@ -151,7 +152,7 @@ class Int8Weight:
     def linear(self) -> Linear:
         if (
             self.codes.device.type != "cpu"
-        ):  # CUDA's kernels are in model/kernels/cuda/linear/quantized_linear.py; others dequantize
+        ):  # for CUDA see model/kernels/cuda/linear/quantized_linear.py; other devices dequantize
             return make_linear(self.matrix(), self.bias)
         found = None
         if self.inputs is None and self.dtype in (torch.float32, torch.bfloat16):
@@ -171,7 +172,7 @@ class Int8Weight:
 class W4A8Weight:
     """Weights for integer products: codes [..., N, K] from -8 to 7, scales [..., N, G] float32, bias [..., N] or None.
 
-    Activations become int8 with one scale per row. Only CPUs have kernels for it; the loader refuses other devices.
+    Activations are rounded to int8, with one scale per row. Only CPUs have kernels; the loader refuses other devices.
     """
 
     codes: torch.Tensor
@@ -189,7 +190,7 @@ class W4A8Weight:
 
     @classmethod
     def join(cls, parts: Sequence[W4A8Weight]) -> W4A8Weight:
-        """Joins weights; groups become as small as the smallest."""
+        """Joins weights; all groups become as small as the smallest."""
         num_groups = math.lcm(*(part.scales.shape[-1] for part in parts))
         return cls(
             torch.cat([part.codes for part in parts]),
@@ -227,7 +228,7 @@ def _bias(parts: Tensors, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _joined_bias(biases: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
-    """Joins biases; if only some layers have one, the others get zeros."""
+    """Joins biases; if only some layers have one, the others get a bias of zeros."""
     known = next((bias for bias in biases if bias is not None), None)
     if known is None:
         return None
@@ -239,7 +240,7 @@ def _finer(groups: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _rows(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if codes.dtype.is_floating_point:  # torch has no index_select for eight-bit floats
+    if codes.dtype.is_floating_point:  # torch does not support index_select for eight-bit floats
         return codes.view(torch.uint8).index_select(-2, rows).view(codes.dtype)
     return codes.index_select(-2, rows)
 

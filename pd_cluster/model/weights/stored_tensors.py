@@ -1,4 +1,4 @@
-"""Reads the tensors of a safetensors file under the model's names, in any layout, and each part only on request."""
+"""Reads the tensors of a safetensors file under the model's names, whatever the file's layout, and only on request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BF16 = "BF16"
 
 
 class StoredTensor:
-    """Behaves like a slice of safetensors: indexing reads the part of a stored tensor that is the model's tensor."""
+    """Behaves like a safetensors slice: indexing reads the part of a stored tensor that is a tensor of the model."""
 
     def __init__(self, stored: Any, place: TensorPlace, is_bf16: bool) -> None:
-        """`is_bf16`: the stored 16-bit words are bfloat16 under another dtype name."""
+        """`is_bf16`: the stored 16-bit words are bfloat16, although the file names another dtype."""
         self._stored, self._place, self._is_bf16 = stored, place, is_bf16
 
     def get_shape(self) -> list[int]:
@@ -43,7 +43,7 @@ class StoredTensor:
         return found.t() if self._place.is_turned else found
 
     def _pieces_within(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns the stored elements, along the sliced dimension, for these bounds in the model's tensor."""
+        """Converts bounds in the model's tensor to ranges of stored elements, along the sliced dimension."""
         start, stop = bounds[self._place.dim]
         if self._place.pieces is None:
             return [(start, stop)]
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 class StoredFile:
-    """A file in another layout than transformers', with the methods of a safetensors file."""
+    """A file whose layout differs from transformers'; has the methods of a safetensors file."""
 
     def __init__(self, opened: Any, layout: Layout) -> None:
         self._tensors: dict[str, StoredTensor] = {}
@@ -85,7 +85,7 @@ class StoredFile:
 
 @contextmanager
 def opened(file: Path, folder: WeightFolder) -> Iterator[Any]:
-    """Yields one of a folder's files: a safetensors file, or a StoredFile. Raises safetensors' errors, and
+    """Yields one of a folder's files: a safetensors file, or a StoredFile. Raises safetensors' own errors, and
     ModelError.
     """
     with safe_open(file, framework="pt") as found:

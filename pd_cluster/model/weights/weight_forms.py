@@ -1,4 +1,4 @@
-"""The forms that weights may have: each is an entry here and a class with the methods of `LinearWeight`."""
+"""The forms that weights may have. Each is an entry here and a class with the methods of `LinearWeight`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMS: dict[str, WeightForm] = {
 
 
 def part_of(name: str) -> WeightPart | None:
-    """Returns a part by its name in files; None if no form has it."""
+    """Returns a part by its name in the files; None if no form has such a part."""
     return next((form.parts[name] for form in FORMS.values() if name in form.parts), None)
 
 
 def form_of(names: Collection[str], place: str) -> WeightForm:
-    """Returns the first form of a layer with these parts. Raises ModelError."""
+    """Returns the first form that has these parts. Raises ModelError."""
     for form in FORMS.values():
         needed = {name for name, part in form.parts.items() if not part.is_added}
         if needed <= set(names) <= form.parts.keys():

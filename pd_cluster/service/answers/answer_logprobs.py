@@ -1,4 +1,4 @@
-"""Formats logprobs for chats, completions and, for prompts, as vLLM does."""
+"""Formats logprobs of chats, of completions and, as vLLM does, of prompts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class LogprobsFormat:
         )
 
     def prompt(self, token_ids: list[int], found: list[Logprobs | None]) -> PromptLogprobs:
-        """Returns for each prompt token its own logprob, by id, and then those of the most likely tokens."""
+        """Returns, for each prompt token, token id -> logprob: its own first, then those of the most likely tokens."""
         answer: PromptLogprobs = []
         for token_id, logprobs in zip(token_ids, found, strict=False):
             if logprobs is None:
@@ -156,7 +156,7 @@ def npy_base64(rows: Sequence[Sequence[float]]) -> str:
 
 
 def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:
-    """Returns an answer's logprobs with offsets shifted by the characters of the text before the answer."""
+    """Returns an answer's logprobs, with offsets shifted by the length of the text before the answer."""
     return [entry._replace(text_offset=entry.text_offset + num_chars) for entry in entries]
 
 

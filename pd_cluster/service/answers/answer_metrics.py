@@ -1,4 +1,4 @@
-"""The times of an answer's tokens, and the results of its drafts, in vLLM's fields for clients."""
+"""Reports the times of an answer's tokens, and the results of its drafts, to clients in vLLM's fields."""
 
 from __future__ import annotations
 

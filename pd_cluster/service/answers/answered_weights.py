@@ -1,4 +1,4 @@
-"""The versions of the weights that computed an answer's tokens, as every API shows them. Knows nothing of formats."""
+"""Lists the versions of the weights that computed an answer's tokens, for every API. Knows nothing of formats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from msgspec import Meta, Struct
 
 from pd_cluster.service.generation.prompt_generation import Generation
 
-DEFAULT_WEIGHTS = "default"  # the name of weights that nobody has named
+DEFAULT_WEIGHTS = "default"  # the name of weights without a name
 
 
 class WeightVersionSpan(Struct):
-    """The output tokens from `start` to before `end` were computed by the weights of this name."""
+    """The weights of this name computed the output tokens [start, end)."""
 
     version: str
     start: int
@@ -31,8 +31,8 @@ OfWeights = Annotated[
 def weights_of(generation: Generation, is_wanted: bool, tells_tokens: bool, choice: int = 0) -> OfWeights:
     """Returns the spans of a choice of the generation.
 
-    None if they are not wanted, and the answer `tells_tokens` neither or the weights have no name; also for choices
-    that are the best of several.
+    None if the client did not ask for them (`is_wanted`), unless the answer lists tokens (`tells_tokens`) and the
+    weights have a name. Also None for choices that are the best of several.
     """
     stream = generation.stream
     if stream is None or not (is_wanted or (tells_tokens and stream.weight_marks)):

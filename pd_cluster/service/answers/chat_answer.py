@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions."""
+"""Makes the answers of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ChatCompletionChunk(Struct, omit_defaults=True):
 
 
 class ChatAnswer(Answer):
-    """Answers a chat. `_texts` split each choice's text into content, reasoning and calls; empty if all is content."""
+    """Answers a chat. `_texts` splits each choice's text into content, reasoning and calls; empty: all is content."""
 
     prefix = "chatcmpl"
 

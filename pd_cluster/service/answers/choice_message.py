@@ -74,13 +74,15 @@ class ChoiceText:
         self.reasoning = ""  # the reasoning so far, shown or hidden
 
     def finish_reason(self, piece: Piece) -> str | None:
-        """Returns the finish reason of the last piece: calls, unless a stop of the request cut the last call."""
+        """Returns the finish reason of the last piece: "tool_calls" if it made calls, unless the request's stop cut the
+        last call.
+        """
         is_cut = piece.stop_reason is not None and self._reader.is_cut
         makes_calls = self._calls_finish and self._reader.num_calls > 0 and not is_cut
         return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def read(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta for new text, None if no text is final; and the piece as clients may see it."""
+        """Returns the delta for new text, or None if no text is final yet, and the piece as clients may see it."""
         if self._shares is None:
             return self._delta(self._reader.feed(piece.text)), piece
         parts: list[Part] = []
@@ -92,8 +94,8 @@ class ChoiceText:
         return self._delta(parts), _with_tokens(piece, tokens)
 
     def finish(self, piece: Piece) -> tuple[Delta | None, Piece]:
-        """Returns the delta of text that was held back, or None, and the piece. `piece`: the last that `read` returned;
-        it gets the tokens of that text.
+        """Returns the delta of the text that was held back, or None, and the piece. `piece`: the last one that `read`
+        returned; the tokens of that text are added to it.
         """
         parts = self._reader.finish()
         if self._shares is not None:

@@ -1,4 +1,4 @@
-"""The answers of /v1/completions: a text for each choice, after its prompt if `echo` is set."""
+"""Makes the answers of /v1/completions: a text for each choice, which follows its prompt if `echo` is set."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class CompletionAnswer(Answer):
     def _prompt_offsets(self, at: int) -> list[int]:
         """Returns the number of characters of the echoed text before each token of a prompt."""
         generation, given = self.generations[at], self._given[at]
-        if given is not None and given != generation.prompt_text:  # such as a text with special tokens
+        if given is not None and given != generation.prompt_text:  # for example, the given text contains special tokens
             return self._tokenizer.offsets(given, self._has_special)
         return generation.sequences[0].detokenizer.offsets(generation.prompt_token_ids)
 

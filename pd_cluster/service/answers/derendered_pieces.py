@@ -13,7 +13,7 @@ from pd_cluster.types import FinishReason, Logprobs, TokenOutput
 
 
 def check_token_ids(answers: Sequence[DerenderedAnswer], vocab_size: int, most: int, most_of_all: int) -> int:
-    """Returns the number of all answers' tokens. `most`: of one choice. Raises RequestError."""
+    """Returns the number of all answers' tokens. `most`: the limit for one choice. Raises RequestError."""
     choices = [choice for answer in answers for choice in answer.choices]
     longest = max(len(choice.token_ids) for choice in choices)
     if longest > most:
@@ -44,7 +44,9 @@ def _piece(generation: Generation, sequence: TextSequence, choice: DerenderedCho
 
 
 def _texts(sequence: TextSequence, choice: DerenderedChoice, reason: FinishReason) -> list[str]:
-    """Adds the tokens until one ends the answer. A stop string ends it by its text, not by its last token."""
+    """Adds tokens until one ends the answer; returns their texts. A stop string ends it by its text, not by its last
+    token.
+    """
     told, texts, num_tokens = choice.told, [], len(choice.token_ids)
     if told is not None and len(told) != num_tokens:
         raise RequestError(f"logprobs: {len(told)} entries for {num_tokens} token_ids", param="logprobs")

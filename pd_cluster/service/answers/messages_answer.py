@@ -1,4 +1,4 @@
-"""The answers of /v1/messages, whole and in events, in Anthropic's format."""
+"""Makes the answers of /v1/messages, whole or as events, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.schema.error_bodies import MessageErrorDetails, messages_error_body
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 
-SIGNATURE = "unsigned"  # clients send thinking back only with a signature, which is not checked
+SIGNATURE = "unsigned"  # clients return thinking only if it has a signature, which is not checked
 SHORT_S = 300.0  # the shorter `ttl` of cache_control
 UNREADABLE = "unreadable"  # the key for a call's input that is not a JSON object
 Ending = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -90,7 +90,7 @@ class MessageDelta(Struct, omit_defaults=True):
 
 
 class MessageEvent(Struct, omit_defaults=True):
-    """One event of a stream, under its `type` as its name."""
+    """One event of a stream, whose name is its `type`."""
 
     type: EventKind
     message: MessageAnswer | None = None
@@ -164,8 +164,8 @@ class MessagesAnswer(BlockAnswer):
         return weights_of(self.generation, self._tells_weights, tells_tokens=False)
 
     def _delta(self, block: Block, text: str) -> bytes:
-        """Returns a block's new text. Unless its tool is eager, a call's input is sent whole, because clients cannot
-        read input that is not JSON.
+        """Returns the event with a block's new text. Unless its tool is eager, a call's input is sent whole, because
+        clients cannot read a part of a JSON object.
         """
         if block.kind == "text":
             return _told(block, MessageDelta("text_delta", text=text))
@@ -199,10 +199,12 @@ class MessagesAnswer(BlockAnswer):
         return "tool_use" if self.reader.has_calls else "end_turn", None
 
     def _usage(self) -> MessageUsage:
-        """Counts as Anthropic's API does: `input_tokens` follow the last cache_control, and were not cached."""
+        """Counts tokens as Anthropic's API does: `input_tokens` are the tokens after the last cache_control that were
+        not cached.
+        """
         usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
         num_written, num_long = (max(0, end - num_cached) for end in self._cache_ends)
-        if self.generation.order.retention_s <= SHORT_S:  # the server retains nothing for longer than that
+        if self.generation.order.retention_s <= SHORT_S:  # then the server retains no block for longer than that
             num_long = 0
         return MessageUsage(
             input_tokens=usage.prompt_tokens - num_cached - num_written,
@@ -224,7 +226,7 @@ def _told(block: Block, delta: MessageDelta) -> bytes:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments as an object, as the API requires; a model may write something else."""
+    """Returns a call's arguments as an object, as the API requires; a model may have written other text."""
     try:
         found = msgspec.json.decode(arguments) if arguments else {}
     except (msgspec.DecodeError, RecursionError):

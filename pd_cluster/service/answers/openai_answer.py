@@ -1,4 +1,4 @@
-"""OpenAI's answers, whole and in chunks: the part that chat and completions share. Independent of connections."""
+"""Makes OpenAI's answers, whole or in chunks: the part that chat and completions share. Independent of connections."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
     prompt_logprobs: bool
     timings: bool
     stop_reason: bool  # even if null
-    weight_versions: bool  # even of weights that nobody has named
+    weight_versions: bool  # even for weights without a name
     kv_transfer_params: dict[str, Any] | None
 
     @classmethod
@@ -93,13 +93,13 @@ class Answer(ABC):
         self._created = int(time.time())
         self._model = model
         self._opened = [False for _ in generations]
-        self._told_prompt_ids: set[int] = set()  # choices whose first chunk was made
+        self._told_prompt_ids: set[int] = set()  # choices whose first chunk has been made
         self._prompts_told: dict[int, PromptLogprobs] = {}  # first choice -> its prompt's logprobs, for other choices
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk's bytes before and after the text
 
     @property
     def identity(self) -> tuple[str, int]:
-        """Sets the id and the time, before the first chunk."""
+        """The id and the time; may be set before the first chunk."""
         return self.id, self._created
 
     @identity.setter
@@ -120,7 +120,7 @@ class Answer(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether building it takes noticeable time."""
+        """Whether building the answer takes noticeable time."""
         return self.wanted.logprobs or self.wanted.prompt_logprobs or len(self.generations) > 1
 
     # ---- the answer in chunks
@@ -142,11 +142,11 @@ class Answer(ABC):
 
     @property
     def shows_every_token(self) -> bool:
-        """Whether a chunk without text is sent, too."""
+        """Whether chunks are sent even without text."""
         return self.wanted.token_ids or self.wanted.logprobs
 
     def _text_chunk(self, piece: Piece) -> bytes:
-        """Encodes only the text, because nothing else differs from the previous chunk."""
+        """Returns a chunk of text; encodes only the text, because the rest equals the previous chunk."""
         if self.shows_every_token or self.wanted.usage_so_far:
             return self._full_chunk(piece, self._delta(piece.text))
         around = self._around_text.get(piece.index)
@@ -198,8 +198,8 @@ class Answer(ABC):
         return usage_of(self.generations)
 
     def _chunk(self, choice: Any, prompt_ids: list[int] | None = None, num_tokens: int | None = None) -> bytes:
-        """Returns a chunk. `prompt_ids`: the prompt's, in a choice's first chunk. `num_tokens`: for the chunk's usage;
-        None: all so far.
+        """Returns a chunk. `prompt_ids`: the prompt's token ids, for a choice's first chunk. `num_tokens`: the output
+        tokens to show in the chunk's usage; None: all so far.
         """
         chunk = self._chunk_of([choice], prompt_ids)
         if self.wanted.usage:
@@ -208,7 +208,7 @@ class Answer(ABC):
         return event(chunk)
 
     def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any, Any]:
-        """Returns those of finish_reason, token_ids, stop_reason and weight_versions that a choice's piece has."""
+        """Returns finish_reason, token_ids, stop_reason and weight_versions of a choice's piece, if it has them."""
         if piece is None:
             return None, None, UNSET, None
         reason = self._finish_reason(piece)
@@ -234,7 +234,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _delta(self, text: str | None) -> Any:
-        """Returns new text in the form of a chunk's choice. None: the chunk has only the finish_reason."""
+        """Returns new text in the form that a chunk's choice needs. None: the chunk has only the finish_reason."""
 
     @abstractmethod
     def _choice(self, index: int, content: Any, logprobs: Any = None, piece: Piece | None = None) -> msgspec.Struct:

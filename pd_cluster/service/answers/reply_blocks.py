@@ -67,7 +67,7 @@ class BlockReader:
         self._num_reasoning_tokens = 0
         self._later: list[
             tuple[Part, Sequence[TokenLogprobs]]
-        ] = []  # content that the model wrote between arguments; it follows the call
+        ] = []  # content that the model wrote between a call's arguments; it follows the call
         self.blocks: list[Block] = []
 
     @property
@@ -76,11 +76,11 @@ class BlockReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens before the answer, including the marks around reasoning; 0 without reasoning."""
+        """The number of tokens before the answer: the reasoning and the marks around it; 0 without reasoning."""
         return self._num_reasoning_tokens if self._has_reasoned else 0
 
     def read(self, piece: Piece) -> Iterator[BlockChange]:
-        """Yields the final changes after this piece; after the last piece, also those that were held back."""
+        """Yields the changes that are final after this piece; after the last piece, also those that were held back."""
         for text in (piece.text,) if self._shares is None else self._shares.cut(piece):
             parts: list[Part] = [Content(text)] if text else []
             yield from self._all_changes(parts if self._reader is None else self._reader.feed(text))
@@ -146,7 +146,7 @@ class BlockReader:
 class BlockAnswer(ABC):
     """The answer to a request of one choice, whole or as events. `headers` identify it for clients.
 
-    `last`: the piece that ends it, set before `events` gets the last changes.
+    `last`: the piece that ends the answer, set before `events` receives the last changes.
     """
 
     id: str
@@ -169,7 +169,9 @@ class BlockAnswer(ABC):
 
     @property
     def is_large(self) -> bool:
-        """Whether building it takes noticeable time, so that a thread builds it, or the last events of its stream."""
+        """Whether building the answer takes noticeable time; if so, a thread builds it, or the last events of its
+        stream.
+        """
         return self.generation.sampling.logprobs is not None
 
     def read(self, piece: Piece) -> list[BlockChange]:

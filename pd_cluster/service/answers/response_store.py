@@ -1,7 +1,7 @@
 """Stores responses for their clients in an SQLite database, which all API processes of a host share.
 
-A lookup needs the owner and the id: another owner's id is as unknown as an invented one. Knows nothing of HTTP or of a
-response's contents.
+A lookup needs the owner and the id: another owner's id is as unknown as one that does not exist. Knows nothing of HTTP
+or of a response's contents.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ResponseStore:
     """
 
     def __init__(self, config: KeptResponses, clock: Callable[[], float] = time.time) -> None:
-        """Makes the folder, or uses an existing one. Raises ConfigError unless it belongs to this user alone."""
+        """Creates the folder, or uses an existing one. Raises ConfigError unless only this user has access to it."""
         self._config, self._clock = config, clock
         self.file = Path(config.folder) / FILE
         self._threads = FairThreadPool(NUM_THREADS, name="responses")
@@ -84,7 +84,7 @@ class ResponseStore:
             raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the call on the store's own thread, and returns its result."""
+        """Runs the call on one of the store's own threads, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def keep(self, owner: str, kept: KeptResponse) -> bool:
@@ -123,7 +123,7 @@ class ResponseStore:
         raise not_found(response_id)
 
     def close(self) -> None:
-        """Ends the calling thread's use of the file."""
+        """Closes the calling thread's connection to the file."""
         self._database.close()
 
     def _evict_oldest(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The answers of /v1/responses, whole and in events: OpenAI's response objects and their items."""
+"""Makes the answers of /v1/responses, whole or as events: OpenAI's response objects and their items."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ResponseObject(Struct):
 
 
 class ResponseEvent(Struct, omit_defaults=True):
-    """One event of a stream, under its `type` as its name. The last one has the whole response."""
+    """One event of a stream, whose name is its `type`. The last event has the whole response."""
 
     type: str
     sequence_number: int
@@ -168,7 +168,9 @@ class ResponsesAnswer(BlockAnswer):
 
     @property
     def name(self) -> str:
-        """The request's own name with a response's prefix. The id, under which a response is stored, is random."""
+        """The request's own name with a response's prefix. It differs from the id under which a response is stored,
+        which is random.
+        """
         return self.id if self._own_name is None else PREFIX + self._own_name.removeprefix(PREFIX)
 
     @property
@@ -203,7 +205,7 @@ class ResponsesAnswer(BlockAnswer):
         return weights_of(self.generation, self._tells_weights, tells_tokens) or UNSET
 
     def _raw_messages(self) -> dict[str, list[RawMessage]]:
-        """Returns the prompt and the output as the model has them, if the request asks for that."""
+        """Returns the prompt and the output as the model reads and writes them, if the request asks for that."""
         if self._raw_token_ids is None:
             return {}
         given = {"input_messages": self.generation.prompt_token_ids, "output_messages": self._raw_token_ids}
@@ -301,7 +303,9 @@ class ResponsesAnswer(BlockAnswer):
         return ResponsePart("output_text", text, [], self._entries_of(block).full if text else [])
 
     def _entries_of(self, block: Block) -> Entries:
-        """Returns the logprobs of all tokens of the block, which are not yet encoded if the answer is sent whole."""
+        """Returns the logprobs of all tokens of the block. Encodes the remaining ones: all of them, if the answer is
+        sent whole.
+        """
         entries = self._entries[block.index]
         self._logprobs.encode(block.tokens[len(entries.full) :], entries)
         return entries
@@ -317,7 +321,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def _opened(self, request: ResponsesRequest, model: str, is_stored: bool) -> ResponseObject:
-        """Returns the response object before any output, with the fields that repeat the request's."""
+        """Returns the response object before any output; many of its fields repeat the request's."""
         sampling, choice, reasoning = self.generation.sampling, request.tool_choice, request.reasoning
         text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
         return ResponseObject(

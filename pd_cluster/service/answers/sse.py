@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes."""
+"""Encodes server-sent events."""
 
 from __future__ import annotations
 

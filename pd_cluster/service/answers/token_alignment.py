@@ -12,7 +12,8 @@ from pd_cluster.service.generation.text_sequence import Piece, TokenLogprobs
 
 @dataclass(slots=True)
 class _Written:
-    """A span of text and the token that wrote it, after any tokens that wrote only first bytes of its first character.
+    """A span of text and the token that completed it, preceded by any tokens that wrote only the first bytes of its
+    first character.
 
     It begins at `start`, in characters of the reply, and ends where the next span begins.
     """
@@ -34,7 +35,7 @@ class TokenAlignment:
         self._shows_stop_token = shows_stop_token
         self._num_chars = 0  # of text that `cut` has yielded
         self._coming: deque[TokenLogprobs] = deque()  # tokens whose text was not yielded yet
-        self._text = ""  # the end of the yielded text that is in no part yet
+        self._text = ""  # the end of the yielded text, which belongs to no part yet
         self._open: deque[_Written] = deque()  # its spans
 
     def cut(self, piece: Piece) -> Iterator[str]:
@@ -59,7 +60,7 @@ class TokenAlignment:
             start = until
 
     def of(self, parts: list[Part], num_held: int = 0) -> list[list[TokenLogprobs]]:
-        """Returns the tokens of each part that the last text completed; other parts than content have none.
+        """Returns the tokens of each part that the last text completed; only content has any.
 
         `num_held`: characters at the end of the text that the reader holds back.
         """
@@ -94,7 +95,7 @@ class TokenAlignment:
 def _places(text: str, part: str, start: int, end: int, from_the_end: bool) -> list[tuple[int, int]]:
     """Returns the spans of the part's characters in text[start:end], in order.
 
-    There are several if marks are between them. Characters that the reader added are in no span.
+    There are several spans if marks lie in between. Characters that the reader added are in no span.
     """
     if from_the_end and text.endswith(part, start, end):
         return [(end - len(part), end)]

@@ -1,4 +1,4 @@
-"""The answers of /inference/v1/generate: token ids, and their text where the request asks for it."""
+"""Makes the answers of /inference/v1/generate: token ids, and their text if the request asks for it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GeneratedTokensChunk(Struct, omit_defaults=True):
 
 
 class TokensAnswer(Answer):
-    """Logprobs have the shape of a chat's; without text, tokens are named by their ids, as in vLLM."""
+    """Logprobs have the chat format; without text, tokens are named by their ids, as in vLLM."""
 
     prefix = "generate-tokens"
 
@@ -107,7 +107,7 @@ class TokensAnswer(Answer):
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
     def _delta(self, text: str | None) -> str | None:
-        """Returns the text as far as it is wanted."""
+        """Returns the text if the request asks for text."""
         return (text or "") if self._has_text else None
 
     def _named_logprobs(self) -> str | None:

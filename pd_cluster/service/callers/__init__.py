@@ -1,1 +1,1 @@
-"""The sender of a request: its limits, and the model names that it may use."""
+"""Describes the sender of a request: its limits, and the model names that it may use."""

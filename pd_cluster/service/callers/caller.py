@@ -1,4 +1,4 @@
-"""The sender of a request: its fair share, its timeout, its permitted models and its cached prompts.
+"""Describes the sender of a request: its fair share, its timeout, its permitted models and its cached prompts.
 
 Knows nothing of keys (api_key_auth.py) or of how prompts are cached.
 """
@@ -23,10 +23,12 @@ def nothing() -> None:
 class Caller:
     """`client`: an API key's tenant, or a peer's address. `tenant`: "" if all callers share cached prompts.
 
-    `client_timeout_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
-    `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
-    request; None if there are no keys. `batch`: the name of a group of answers, none of which is needed early; "": no
-    group. `session`: the session of a request that names no session. `base_priority` is added to a request's own.
+    `client_timeout_s`: how long the client waits for an answer to begin. `arrived` is called when the router has the
+    request.
+    `group`: the group of the request's prompts. `models`: the served names that the caller may use; None: all. `meter`
+    counts this request; None if there are no keys. `batch`: the name of a group of answers that are needed only
+    together; "": no group. `session`: the session of requests that name none themselves. `base_priority` is added to a
+    request's own.
     """
 
     client: str = ""

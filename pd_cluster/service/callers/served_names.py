@@ -1,4 +1,4 @@
-"""The names of the model and its adapters in requests, and the callers' permissions to use them."""
+"""Knows the names by which requests may use the model and its adapters, and checks callers' permissions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ServedNames:
         return found
 
     def check_use(self, caller: Caller) -> None:
-        """Checks that the caller may use the model by some name. Raises ModelNotFound."""
+        """Checks that the caller may use the model under at least one name. Raises ModelNotFound."""
         if not self.for_caller(caller):
             self.check(self.own[0], caller)
 
@@ -80,7 +80,8 @@ class ServedNames:
         if name == self.model and self._may_use(name, caller):
             return name
         raise ModelNotFound(
-            f"the model {reprlib.repr(name)} does not exist; this server has {', '.join(names) or 'none for you'}",
+            f"the model {reprlib.repr(name)} does not exist; this server has "
+            f"{', '.join(names) or 'none that this key may use'}",
             param="model",
             code="model_not_found",
         )

@@ -1,7 +1,6 @@
-"""Meters one request of one API key, from first byte to last: count, reservation and settlement.
-
-Routes call it to count a request (before its body is read) and when its size is known (before anything is computed).
-However the request ends, unused tokens are given back. Knows nothing of keys, of the storage of limits, or of routes.
+"""Meters one request of one API key, from first byte to last. Routes call it to count the request (before its body is
+read) and to reserve its tokens (when its size is known, before anything is computed).
+Unused tokens are given back, however the request ends. Knows nothing of keys, of the storage of limits, or of routes.
 """
 
 from __future__ import annotations
@@ -112,7 +111,9 @@ class Meter:
             self._buckets = self._account.give_back(left) or self._buckets
 
     def answers(self, status: int, is_computed: bool) -> KeyBuckets | None:
-        """Notes the start of the answer; returns the limits to report, if any. `is_computed`: all of it is computed."""
+        """Notes the start of the answer; returns the limits to report, if any. `is_computed`: the whole answer is
+        computed already.
+        """
         self._status = status
         self._is_left = status == CLIENT_CLOSED_REQUEST
         if is_computed:
@@ -128,7 +129,7 @@ class Meter:
         self._is_left = True
 
     def ends(self) -> None:
-        """Notes the end of the request, for whatever reason."""
+        """Notes the end of the request, whatever ended it."""
         self.settle()
         if self._is_counted:
             self._counts.ended(self._tenant, self._outcome())
@@ -171,7 +172,8 @@ def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool
     """Returns the tokens that a generation has used so far; 0 before it was sent to an instance.
 
     Every beam of a beam search counts as long as its longest hypothesis. A search without an answer may be nearly
-    complete, so it is charged in full. So are tokens that may wait to be sent together, if `is_left` (the client left).
+    complete, so it is charged in full. If the client left (`is_left`), tokens that may still wait to be sent together
+    are charged, too.
     """
     if generation.stream is None:
         return 0

@@ -1,1 +1,1 @@
-"""Threads, child processes and memory, shared fairly among clients."""
+"""Shares threads, child processes and memory fairly among clients."""

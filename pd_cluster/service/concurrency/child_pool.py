@@ -1,8 +1,9 @@
 """Runs jobs that may never end, or take all memory, in child processes that have a deadline.
 
-A child is `python -m MODULE FD`; FD is one end of a socket pair. The child reads its settings, then one job per line;
-it writes a line when it is ready, and a line per job, which may announce bytes that follow. Children are started on
-demand, reused, and killed when a job takes too long. Clients take turns (fair_slots.py). Knows nothing of the jobs.
+A child is started as `python -m MODULE FD`, where FD is one end of a socket pair. The child reads its settings, then
+one job per line; it writes a line when it is ready, and a line per job, which may announce bytes that follow. Children
+are started on demand, reused, and killed when a job takes too long. Clients take turns (fair_slots.py). Knows nothing
+of the jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_SLOW = 4  # the most children with slow jobs
 MAX_WAITING = 64
 QUICK_S = 0.5
 SLOW_NICE = 12  # the niceness of a process with a slow job
-START_TIMEOUT_S = 60.0  # the time to import, and to read a tokenizer
+START_TIMEOUT_S = 60.0  # the time for imports, and for reading a tokenizer
 
 
 def _accept(line: bytes) -> None:
@@ -47,7 +48,8 @@ class ChildCrashed(PdClusterError):
 class SlowJobs(NamedTuple):
     """The number of slow jobs that may run in addition to quick ones.
 
-    `wait`: slow jobs mostly wait, so a client that has half of the slow places starts no further job.
+    `wait`: slow jobs mostly wait for other systems; a client that holds half of the slow places may then start no
+    further job.
     """
 
     most: int
@@ -58,14 +60,14 @@ COMPUTING = SlowJobs(MAX_SLOW, wait=False)
 
 
 class ChildPool:
-    """`name`: what the jobs check, for messages. `started` checks a new child's first line, and may raise.
+    """`name`: the thing that the jobs check, for messages. `started` checks a new child's first line, and may raise.
 
     Most jobs are quick. A job that takes longer than QUICK_S gives up its place, so that quick jobs do not wait for it,
-    and continues in a place for `slow` jobs; clients take turns for both kinds of places. If its client can get no slow
-    place, the job stops, waits for one, and starts again there. For twice the time that was lost, its client may start
-    no other job. A slow job ends when its caller leaves.
+    and continues in a place for `slow` jobs; clients take turns for both kinds of places. If no slow place is available
+    for its client, the job is stopped, and starts again when one is. Its client may then start no other job for twice
+    the time that was lost. A slow job ends when its caller leaves.
 
-    `num_killed` counts children that took too long, had no place to continue, or failed.
+    `num_killed` counts children that were killed because they took too long, had no place to continue, or failed.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class ChildPool:
         finally:
             job.is_wanted = False
             if not job.has_place:
-                job.fail(NoCapacity(f"nobody waits for this {self._name}"))
+                job.fail(NoCapacity(f"the request for this {self._name} was cancelled"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -188,12 +190,12 @@ class ChildPool:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
             self._gives_place_up(job)
         if not job.is_wanted:
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         return await self._later(job)
 
     async def _quickly(self, job: _Job) -> bytes:
-        """Runs a job. If an idle child has failed earlier, a new one repeats the job. Raises _NoSlowPlace."""
-        # The last idle child is for a client without slow jobs, because starting a child takes long.
+        """Runs a job. If an idle child turns out to have failed, a new child repeats the job. Raises _NoSlowPlace."""
+        # The last idle child is reserved for clients without slow jobs, because starting another child takes long.
         is_others = len(self.idle) == 1 and any(each.client == job.client for each in self.slow)
         child = self.idle.pop() if self.idle and not is_others else None
         if child is not None:
@@ -250,7 +252,7 @@ class ChildPool:
             raise self._too_long()
         if not job.is_wanted:
             self._rests(job.client, 2 * (time.monotonic() - job.begun_s))
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         turn = self._slow_turn(job.client)
         try:
             if not turn.done():
@@ -272,11 +274,11 @@ class ChildPool:
         if task.done():
             return task.result()
         if job.answer.done():
-            raise NoCapacity(f"nobody waits for this {self._name}")
+            raise NoCapacity(f"the request for this {self._name} was cancelled")
         raise self._too_long()
 
     def _slow_turn(self, client: str) -> asyncio.Future[None]:
-        """Returns a turn for a slow place, which is done if a place is free. Raises NoCapacity."""
+        """Returns a future that is done once the client has a place for a slow job. Raises NoCapacity."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.slow_turns.join(client, turn)
         _give(self.slow_turns)
@@ -288,7 +290,7 @@ class ChildPool:
         else:
             self.slow_turns.leave(client, turn)
         _give(self.slow_turns)
-        self._give_places()  # a client that waits for slow jobs may begin others
+        self._give_places()  # the end of a slow job may let its client begin another
 
     def _too_long(self) -> ChildTimeout:
         return ChildTimeout(f"not ready after {self.timeout_s:g} s")
@@ -343,7 +345,7 @@ def _give(places: Places, may: Callable[[str], bool] = lambda client: True) -> N
     """Gives each free place to the next client."""
     while (found := places.next(may)) is not None:
         client, turn = found
-        if turn.done():  # its caller is leaving
+        if turn.done():  # its caller has just been cancelled
             places.ended(client)
         else:
             turn.set_result(None)
@@ -354,7 +356,9 @@ class _NoSlowPlace(Exception):
 
 
 class _Job:
-    """`answer`: the caller's result. `is_wanted`: the caller has not left. `has_place`: a place for quick jobs."""
+    """`answer`: the caller's result. `is_wanted`: the caller has not left. `has_place`: the job has a place for quick
+    jobs.
+    """
 
     def __init__(self, client: str, line: bytes) -> None:
         self.client, self.line = client, line
@@ -365,4 +369,4 @@ class _Job:
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # retrieved here, since the caller may have left
+            self.answer.exception()  # marks the error as retrieved, since the caller may have left

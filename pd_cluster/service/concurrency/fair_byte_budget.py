@@ -1,4 +1,4 @@
-"""Counts memory that clients share. Knows nothing of its contents."""
+"""Counts memory that clients share. Knows nothing of the memory's contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FairByteBudget:
         return self._of[client]
 
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """Whether the client may take this many further bytes."""
+        """Whether the client may take this many more bytes."""
         left = self._total_nbytes - self.taken_nbytes
         return self._of[client] + nbytes <= left
 

@@ -1,7 +1,8 @@
-"""Decides whose work is next if clients share a few places, such as threads or processes. No clock, loop or thread.
+"""Decides whose work is next when clients share a few places, such as threads or processes. Uses no clock, loop or
+thread.
 
-A client holds at most half of the places, rounded up, so that work of other clients begins at once, however much work
-that client sends. A free place goes to the client that holds the fewest places; among equal clients, to the client
+A client holds at most half of the places, rounded up, so that other clients' work can begin at once, no matter how much
+work one client sends. A free place goes to the client that holds the fewest places; among equal clients, to the client
 whose last turn was longest ago.
 """
 
@@ -22,10 +23,12 @@ current_client: ContextVar[str] = ContextVar("current_client", default="")
 
 class FairSlots(Generic[T]):
     def __init__(self, num_places: int, most_waiting: int | None = None) -> None:
-        """`most_waiting`: pieces of work; beyond it, only clients with less than their share may add more."""
+        """`most_waiting`: the number of waiting pieces of work beyond which only clients with less than their share may
+        add more.
+        """
         self._num_free, self._most_held = num_places, -(-num_places // 2)
         self._most_waiting = most_waiting
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # first the client whose last turn was longest ago
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the client with the oldest last turn first
         self._held: Counter[str] = Counter()
         self.num_waiting = 0
 
@@ -38,7 +41,7 @@ class FairSlots(Generic[T]):
         own, most = len(self._waiting.get(client, ())), self._most_waiting
         num_clients = len(self._waiting) + (client not in self._waiting)
         if most is not None and self.num_waiting >= most and own * num_clients >= most:
-            raise NoCapacity(f"{self.num_waiting} wait already, {own} of them yours; try again")
+            raise NoCapacity(f"{self.num_waiting} are waiting already, {own} of them yours; try again")
         self._waiting.setdefault(client, deque()).append(piece)
         self.num_waiting += 1
 

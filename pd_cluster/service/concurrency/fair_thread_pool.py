@@ -1,6 +1,6 @@
 """A few threads for work that would block the event loop, shared fairly among clients (fair_slots.py).
 
-Memory of large pieces is returned to the system when no work waits. Independent of the kind of work.
+After large pieces of work, returns free memory to the system once no work waits. Independent of the kind of work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.service.concurrency.fair_slots import FairSlots, current_client
 
 NUM_THREADS = 3
 LARGE = 1 << 18  # memory is returned after finished work of this size, in characters, tokens or the like
-GIVE_BACK_AFTER_S = 1.0  # the idle time before memory is returned, so that the answers are freed, too
+GIVE_BACK_AFTER_S = 1.0  # the idle time before memory is returned, so that answers have been freed, too
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class _Task:
 
 
 class FairThreadPool(ThreadPoolExecutor):
-    """An executor for one event loop after another; also usable as a loop's default executor."""
+    """An executor that may serve several event loops in succession; also usable as a loop's default executor."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FairThreadPool(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
     def close(self) -> None:
-        """Cancels waiting work, and does not wait for running work; idle threads have ended on return."""
+        """Cancels waiting work; does not wait for running work. If no work runs, all threads have ended on return."""
         with self._lock:
             is_idle, self._is_closed = not self._clients.num_held, True
             if self._giving_back is not None:
@@ -89,7 +89,7 @@ class FairThreadPool(ThreadPoolExecutor):
         return job.result
 
     def _work(self) -> None:
-        """Runs pieces until none may begin: the end of a piece may free its client's share for another one."""
+        """Runs pieces until none may begin: when a piece ends, its client may begin another."""
         while (turn := self._next()) is not None:
             client, job = turn
             if job.result.set_running_or_notify_cancel():

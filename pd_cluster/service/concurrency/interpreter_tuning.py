@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter for a process that serves thousands of streams."""
+"""Tunes the Python interpreter for a process that serves thousands of streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# How long the mailbox's thread waits for the interpreter's lock of the event loop's thread, in each direction. Shorter
-# waits cost more thread switches than they gain.
+# How long the mailbox's thread and the event loop's thread wait for each other's interpreter lock. With shorter waits,
+# thread switches cost more than is gained.
 SWITCH_INTERVAL_S = 0.0005
 # With Python's default thresholds, garbage collection takes a sixth of the process's time. An ended request leaves no
 # cycles, so full collections can be rare; each pauses the process for a time that grows with the number of open

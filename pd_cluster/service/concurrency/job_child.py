@@ -29,7 +29,7 @@ class JobChild:
         await self._writer.drain()
         try:
             answer = await self._reader.readline()
-        except ValueError:  # longer than any valid answer
+        except ValueError:  # the line is longer than any valid answer
             raise EOFError from None
         if not answer.endswith(b"\n"):
             raise EOFError
@@ -43,7 +43,7 @@ class JobChild:
         self._nice = nice
 
     def is_quick(self) -> bool:
-        """Whether the child has the priority of quick jobs, which a process may lack the right to restore."""
+        """Whether the child has the priority of quick jobs; restores it, if this process has the right to do so."""
         if self._nice == NICE:
             return True
         try:

@@ -1,7 +1,6 @@
-"""The output and error files of a running batch, which also record the answered requests.
-
-An answer is one append. A process that is killed during an append leaves an incomplete last line, which the next owner
-cuts off. Each request is written once, even after a second attempt. Knows nothing of how requests are answered.
+"""Writes the output and error files of a running batch, which also record which requests are answered. Each answer is
+one append. A process that is killed during an append leaves an incomplete last line, which the next owner cuts off.
+Each request is written once, even after a second attempt. Knows nothing of how requests are answered.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ APPEND = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class AnswerFile:
-    """Whole lines in a file of the store. Calls come from one thread at a time."""
+    """Appends whole lines to a file of the store. Only one thread at a time may call it."""
 
     def __init__(self, store: FileStore, file_id: str) -> None:
         """Reads the existing lines, and cuts off an incomplete one. Raises StorageFull."""
@@ -85,7 +84,7 @@ class BatchJournal:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each request has its line."""
+        """Whether every request has a line."""
         return len(self._keys) >= self.total
 
     @property
@@ -119,7 +118,7 @@ class BatchJournal:
                 self._errors.sync()
 
     def finished(self) -> tuple[OutputFile | None, OutputFile | None]:
-        """Returns the complete output and error files that are not empty."""
+        """Returns the complete output and error files; None in place of an empty one."""
         with self._lock:
             names = (f"{self._batch_id}_output.jsonl", f"{self._batch_id}_error.jsonl")
             return self._answers.finished(names[0]), self._errors.finished(names[1])

@@ -36,7 +36,9 @@ class OutputFailed(PdClusterError):
 
 
 class BatchEntry(NamedTuple):
-    """A line of the input. An invalid request has its error; without a custom_id, its number identifies it."""
+    """A line of the input. An invalid request has an `error`; a request without a custom_id is identified by its
+    number.
+    """
 
     number: int
     custom_id: str | None
@@ -80,7 +82,7 @@ def entries_of(file: BinaryIO) -> Iterator[BatchEntry]:
 
 
 def _lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines; of a line that is too long, only as much as is needed to detect that."""
+    """Yields the lines. A line that is too long is cut, but stays long enough to be recognized as too long."""
     while line := file.readline(MAX_LINE_NBYTES + 1):
         rest = line
         while len(rest) > MAX_LINE_NBYTES and not rest.endswith(b"\n"):
@@ -168,7 +170,9 @@ class _ErrorOfLine(msgspec.Struct):
 
 
 def line_of(entry: BatchEntry, status: int, body: bytes) -> bytes:
-    """Returns an answer's line. `body`: JSON of an answer, or of an error, which goes into both fields of the line."""
+    """Returns an answer's line. `body`: JSON of an answer or of an error; an error is written into both fields of the
+    line.
+    """
     error: dict[str, Any] | None = None
     if status != 200:
         error = msgspec.json.decode(body)["error"]
@@ -250,7 +254,7 @@ class Output:
         self._check()
         if self._is_synced:
             return
-        self._is_synced = True  # first, because another thread may write during the sync
+        self._is_synced = True  # before the sync, because another thread may write during it
         try:
             os.fsync(self._fd)
         except OSError as error:

@@ -28,7 +28,7 @@ NEXT: dict[tuple[Status, Event], Status] = {
     ("cancelling", "cancel"): "cancelling",
     ("cancelled", "cancel"): "cancelled",
 }
-LAST: dict[Status, Status] = {  # a batch's final state, when its files are complete or its window is over
+LAST: dict[Status, Status] = {  # the final state once the files are complete or the window is over
     "validating": "expired",
     "in_progress": "expired",
     "finalizing": "completed",

@@ -1,7 +1,7 @@
-"""The batches of all owners, in the database of their files (file_store.py), and the locks of running batches.
+"""Keeps the batches of all owners, in the database of their files (file_store.py), and the locks of running batches.
 
-The process that holds a batch's lock runs it; the kernel releases the lock however the process ends. Knows nothing of
-how requests are answered.
+The process that holds a batch's lock runs the batch; the kernel releases the lock however the process ends. Knows
+nothing of how requests are answered.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ class BatchStore:
             _encoded(kept),
         )
         with self.files.storing(), self._database.writing() as connection:
-            file = self.files.find(owner, batch.input_file_id)  # in the transaction: it cannot be deleted meanwhile
+            file = self.files.find(owner, batch.input_file_id)  # in this transaction, so it stays
             if file.purpose != "batch":
                 why = f"{file.id} has the purpose {file.purpose}; expected batch"
                 raise RequestError(f"input_file_id: {why}", "input_file_id")
             asked = "SELECT COUNT(*) FROM batches WHERE owner = ? AND running"
             (count,) = connection.execute(asked, (key_of(owner),)).fetchone()
             if count >= MAX_RUNNING:
-                raise Overloaded(f"you have {count} unfinished batches, and no more are taken; wait for one", RETRY_S)
+                raise Overloaded(f"you have {count} unfinished batches, which is the limit; wait for one", RETRY_S)
             connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)", values)
         return batch
 
     def find(self, owner: str, batch_id: str) -> BatchObject:
-        """Raises RequestNotFound for any id that is not a batch of this owner."""
+        """Returns a batch. Raises RequestNotFound for any id that is not a batch of this owner."""
         asked = "SELECT body FROM batches WHERE id = ? AND owner = ?"
         with self.files.storing():
             row = self._database.connection.execute(asked, (batch_id, key_of(owner))).fetchone()
@@ -128,7 +128,7 @@ class BatchStore:
         return [_decoded(row[0]).batch for row in rows]
 
     def cancel(self, owner: str, batch_id: str) -> BatchObject:
-        """Raises RequestNotFound, and Refused for a batch that has ended."""
+        """Cancels a batch. Raises RequestNotFound, and Refused for a batch that has ended."""
         self.find(owner, batch_id)
         return self._change(batch_id, lambda batch: after(batch, "cancel", self._clock())).batch
 
@@ -158,7 +158,7 @@ class BatchStore:
             lock = open_own(batch_id, LOCK, self._locks)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_running = self.load(batch_id).batch.is_running  # read after locking, so that no other process runs it
+            is_running = self.load(batch_id).batch.is_running  # read after locking: nobody else runs it
         except BlockingIOError:
             os.close(lock)
             return None
@@ -176,7 +176,7 @@ class BatchStore:
         os.close(lock)
 
     def load(self, batch_id: str) -> KeptBatch:
-        """Raises RequestNotFound."""
+        """Returns a batch of any owner. Raises RequestNotFound."""
         with self.files.storing():
             return self._read(self._database.connection, batch_id)
 
@@ -198,7 +198,9 @@ class BatchStore:
         return self._change(batch_id, answered)
 
     def note_progress(self, batch_id: str, counts: RequestCounts, nbytes: dict[str, int]) -> tuple[KeptBatch, int]:
-        """Records a batch's progress. `nbytes`: its files' sizes. Returns their limit, in bytes."""
+        """Records a batch's progress. `nbytes`: its files' sizes. Returns the batch, and the most bytes that its files
+        may have.
+        """
         with self.files.storing(), self._database.writing() as connection:
             kept = self._read(connection, batch_id)
             if kept.batch.is_running:  # a late call has no effect

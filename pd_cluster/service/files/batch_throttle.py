@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 QUIET_S = 5.0  # after this time without interactive requests, batches may use the whole cluster
-PAUSE = 4.0  # beside interactive requests, a pause of this many times its time follows a prompt: batches get a fifth
+PAUSE = 4.0  # beside interactive requests, a pause of this many times its duration follows each batch prompt
 BATCH_DIVISOR = 4  # while there are interactive requests, batches get at most a quarter of the cluster's sequences
 PROMPTS_PER_INSTANCE = 2  # prompts at a time: one being computed, and the next
 
@@ -23,7 +23,7 @@ class ClusterCapacity(NamedTuple):
 
 
 class BatchThrottle:
-    """The caller reads the clock. A stream is one prompt of a request."""
+    """The caller passes the time. A stream is one prompt of a request."""
 
     def __init__(self, most: int) -> None:
         """`most`: the most batch requests at a time."""
@@ -33,7 +33,7 @@ class BatchThrottle:
         self._sent_s: dict[str, float] = {}  # stream without a token -> when it was sent
         self._paused_until_s = 0.0
         self._num_interactive = 0
-        self._interactive_s = float("-inf")  # when there last was an interactive request
+        self._interactive_s = float("-inf")  # when an interactive request last began or ended
 
     def may_begin(self, now_s: float, capacity: ClusterCapacity) -> bool:
         if not capacity.is_free or self.num_running >= self._most:

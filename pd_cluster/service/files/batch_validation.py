@@ -8,7 +8,7 @@ from pd_cluster.service.files.batch_lines import BatchEntry
 from pd_cluster.service.files.batch_states import BatchError
 
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # listed
+MAX_ERRORS = 100  # the most listed
 
 
 def check_entries(entries: Iterator[BatchEntry], endpoint: str) -> tuple[int, list[BatchError]]:
@@ -34,7 +34,7 @@ def _error_of(entry: BatchEntry, endpoint: str, first: dict[bytes, int]) -> Batc
     if entry.error is not None:
         return BatchError(entry.error.code or "invalid_line", str(entry.error), entry.number, entry.error.param)
     if entry.url != endpoint:
-        why = f"url: {entry.url[:80]!r}; this batch asks {endpoint}"
+        why = f"url: {entry.url[:80]!r}; this batch is for {endpoint}"
         return BatchError("mismatched_endpoint", why, entry.number, "url")
     if (other := first.get(entry.key)) is not None:
         why = f"line {other} has the same custom_id; each must have its own"

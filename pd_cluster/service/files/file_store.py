@@ -1,7 +1,7 @@
 """Stores owners' files in a private folder: rows in a database, contents next to it.
 
-A file is found only by owner and id, so other owners' ids look unknown. The path follows from the id, which the server
-chooses; the client's file name is only text. Knows nothing of HTTP or of batches.
+A file is found only by owner and id, so other owners' ids look unknown. The path is derived from the id, which the
+server chooses; the client's file name is only stored as text. Knows nothing of HTTP or of batches.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Upload:
 class FileStore:
     """All calls wait for the disk, so event loops use `on_thread`. All raise StorageFull.
 
-    Expired files cannot be read, and each new file removes some of all owners. The input of an unfinished batch does
-    not expire.
+    Expired files cannot be read; each new file removes some expired files of all owners. The input of an unfinished
+    batch does not expire.
     """
 
     def __init__(self, config: KeptFiles, clock: Callable[[], float] = time.time) -> None:
-        """Makes or opens the folder. Raises ConfigError if other users can access it."""
+        """Creates or opens the folder. Raises ConfigError if other users can access it."""
         self.config, self.clock = config, clock
         self._threads = FairThreadPool(NUM_THREADS, name="files")
         setting, root = called("files_dir"), Path(config.folder)
@@ -97,7 +97,7 @@ class FileStore:
             ) from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the call on the store's own thread and returns its result."""
+        """Runs the call on one of the store's own threads and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class FileStore:
             (count,) = connection.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (key_of(owner),)).fetchone()
             if count >= MAX_FILES:
                 raise QuotaExceeded(
-                    f"you have {count} files here, and no more are kept; delete some", code="quota_exceeded"
+                    f"you have {count} files here, which is the limit; delete some", code="quota_exceeded"
                 )
             connection.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         try:
@@ -129,7 +129,7 @@ class FileStore:
         return upload
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Raises QuotaExceeded, and StorageFull, possibly after a partial write."""
+        """Writes a part of an upload. Raises QuotaExceeded, and StorageFull, possibly after a partial write."""
         if (nbytes := upload.nbytes + len(data)) > upload.num_reserved:
             self._reserve(upload, nbytes, nbytes + RESERVED_NBYTES)
         with self.storing(), upload.lock:
@@ -164,7 +164,7 @@ class FileStore:
             connection.execute("DELETE FROM files WHERE id = ?", (upload.id,))
 
     def _reserve(self, upload: Upload, least: int, wanted: int) -> None:
-        """Reserves at least and at most this many bytes of the owner's quota. Raises QuotaExceeded."""
+        """Reserves at least `least` and at most `wanted` bytes of the owner's quota. Raises QuotaExceeded."""
         with self.storing(), self.database.writing() as connection:
             others = self.num_kept(connection, upload.owner) - upload.num_reserved
             granted = min(wanted, self.quota_nbytes - others)
@@ -193,7 +193,7 @@ class FileStore:
     # ---- files
 
     def find(self, owner: str, file_id: str) -> FileObject:
-        """Raises RequestNotFound unless the id is an unexpired file of this owner."""
+        """Returns a file. Raises RequestNotFound unless the id is an unexpired file of this owner."""
         asked = f"SELECT {COLUMNS} FROM files WHERE id = ? AND owner = ? AND whole AND (expires_s > ? OR {IN_USE})"
         with self.storing():
             row = self.database.connection.execute(asked, (file_id, key_of(owner), self.clock())).fetchone()
@@ -210,7 +210,9 @@ class FileStore:
             raise file_not_found(file_id) from None
 
     def files_of(self, owner: str, purpose: str, paging: Paging) -> list[FileObject]:
-        """Returns one more than `paging` allows if there are more. Raises RequestNotFound for an unknown `after`."""
+        """Returns files by age, one more than `paging` allows if there are more. Raises RequestNotFound for an unknown
+        `after`.
+        """
         wanted, values = "owner = ? AND whole AND expires_s > ?", [key_of(owner), self.clock()]
         if purpose:
             wanted, values = f"{wanted} AND purpose = ?", [*values, purpose]
@@ -236,7 +238,7 @@ class FileStore:
         asked = f"SELECT id FROM files WHERE expires_s <= ? AND NOT {IN_USE} LIMIT ?"
         with self.storing():
             rows = self.database.connection.execute(asked, (now_s, MOST_EXPIRED)).fetchall()
-            for (file_id,) in rows:  # contents first: a row without content is removed next time
+            for (file_id,) in rows:  # contents first: a row whose content is gone will be removed next time
                 remove(self.content, file_id)
             with self.database.writing() as connection:
                 connection.executemany("DELETE FROM files WHERE id = ?", rows)
@@ -244,7 +246,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[None]:
-        """Raises StorageFull for disk errors."""
+        """Turns disk errors in its block into StorageFull."""
         folder = f"{called('files_dir')} {self.config.folder}"
         try:
             yield

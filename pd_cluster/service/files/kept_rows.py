@@ -37,7 +37,7 @@ def key_of(owner: str) -> bytes:
 def listed(
     connection: sqlite3.Connection, select: str, values: list[Any], paging: Paging
 ) -> list[tuple[Any, ...]] | None:
-    """Returns rows by age, one more than `paging` allows if there are more; None for an unknown `after`."""
+    """Returns rows in order of age, one more than `paging` allows if there are more; None for an unknown `after`."""
     direction, sign = ("ASC", ">") if paging.is_ascending else ("DESC", "<")
     if paging.after:
         row = connection.execute(f"SELECT made_s, id FROM ({_with_age(select)}) WHERE id = ?", (*values, paging.after))

@@ -1,4 +1,4 @@
-"""A SQLite database in a private folder, shared by processes of one host; each thread has a connection."""
+"""An SQLite database in a private folder, shared by processes of one host; each thread has its own connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PrivateDatabase:
     """`connection` and `writing` wait for the disk, so event loops use a thread. Both raise sqlite3.Error."""
 
     def __init__(self, file: Path, setting: str, schema: str) -> None:
-        """Makes or opens the folder. Raises ConfigError, OSError and sqlite3.Error.
+        """Creates or opens the folder. Raises ConfigError, OSError and sqlite3.Error.
 
         `setting` names the folder in errors.
         """

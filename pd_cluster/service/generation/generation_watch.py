@@ -1,4 +1,4 @@
-"""The protocol of what follows generations from outside, such as the log of requests (`extras/request_log`)."""
+"""The protocol of observers of generations, such as the log of requests (`extras/request_log`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GenerationWatch(Protocol):
     def watched(
         self, generations: Sequence[Generation], pieces: AsyncGenerator[Piece, None]
     ) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces, and notes beginning and ends. Closing this closes `pieces`."""
+        """Yields the pieces, and notes the generations' begins and ends. Closing this generator closes `pieces`."""
 
 
 def request_log(settings: RequestLogSettings) -> GenerationWatch | None:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 SETTLE_S = 1.0  # the time for the other generators to end after a failure
 NUM_A_TURN = 16  # generators to start before other tasks get a turn
-MAX_WAITING = 1024  # items that were not taken yet; beyond that, the generators wait
+MAX_WAITING = 1024  # the most items that were not taken yet; beyond that, the generators wait
 
 
 def _ignore_error(error: BaseException) -> None:
@@ -21,9 +21,9 @@ def _ignore_error(error: BaseException) -> None:
 def merged(
     streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None] = _ignore_error
 ) -> AsyncGenerator[T, None]:
-    """Yields the items of all generators as they arrive. Closing this closes all.
+    """Yields the items of all generators as they arrive. Closing the result closes them all.
 
-    The first error ends all of them; `failed` receives it before they are cancelled, so that they can end cleanly.
+    The first error ends all generators; `failed` receives it before they are cancelled, so that they can end cleanly.
     """
     return streams[0] if len(streams) == 1 else _merged(streams, failed)
 

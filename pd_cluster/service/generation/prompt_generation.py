@@ -1,4 +1,4 @@
-"""The progress of one prompt of a request. Knows nothing of HTTP or of instances."""
+"""Tracks the progress of one prompt of a request. Knows nothing of HTTP or of instances."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Usage(Struct, omit_defaults=True):
 
 @dataclass(slots=True)
 class Generation:
-    """The progress of one request: its parameters, the state of its sequences, and the stream that serves it."""
+    """The progress of one prompt: its parameters, the state of its sequences, and the stream that serves it."""
 
     order: RequestSpec
     sequences: list[TextSequence]
-    num_choices: int  # the number of sequences in the answer: the best ones
+    num_choices: int  # the number of sequences in the answer, which has the best ones
     first_choice: int = 0  # the number of its first choice among the choices of all prompts
     every_token: bool = False  # a piece for each token, even without text
     parts_steps: bool = False  # tokens that arrive together get separate pieces
@@ -119,7 +119,7 @@ class Generation:
         return self.order.sampling
 
     def resume(self, order: RequestSpec) -> None:
-        """Takes over the RequestSpec of a request that was sent before, perhaps by another process."""
+        """Adopts the RequestSpec of a request that was sent before, perhaps by another process."""
         self.order = order
         for sequence in self.sequences:
             sequence.detokenizer.follow(self.prompt_token_ids)
@@ -166,7 +166,7 @@ class Generation:
 
     @property
     def named_prompt_logprobs(self) -> list[list[float]]:
-        """The token ids whose logprobs the request asks for, for each prompt token but the first; possibly empty."""
+        """For each prompt token but the first, the logprobs of the token ids that the request names; possibly empty."""
         if self.prompt is None or not self.sampling.prompt_logprob_token_ids:
             return []
         number = self.sampling.prompt_logprobs or 0
@@ -213,6 +213,6 @@ def added_up(usages: list[Usage]) -> Usage:
 
 
 def _details_together(details: list[CompletionTokensDetails]) -> CompletionTokensDetails:
-    """Adds up each count that all of them have."""
+    """Adds up each count that all details have."""
     numbers = {name: [getattr(each, name) for each in details] for name in CompletionTokensDetails.__struct_fields__}
     return CompletionTokensDetails(**{name: sum(all_) for name, all_ in numbers.items() if None not in all_})

@@ -1,6 +1,6 @@
-"""Streams that clients can resume: their resume tokens, and the record from which a scheduler repeats the chunks.
+"""Lets clients resume streams: makes resume tokens, and the record from which a scheduler repeats the chunks.
 
-docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
+See docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
 class StreamTicket:
     """A client's right to resume one stream. `after`: the index of the last event that it received; -1: none.
 
-    `owner`: identifies the tenant of the client's API key, for limits among tenants.
+    `owner`: a pseudonym of the tenant of the client's API key, for limits by tenant.
     """
 
     token: str = field(repr=False)
@@ -71,12 +71,12 @@ class StreamTicket:
         return cls.of(secrets.token_hex(TOKEN_NBYTES), owner)
 
     def draws(self) -> Callable[[int], bytes]:
-        """Returns a source of bytes that repeats whenever the stream is written again."""
+        """Returns a source of bytes, which are the same whenever the stream is written again."""
         count = itertools.count()
         return lambda nbytes: hmac.digest(self.digest, f"draw {next(count)}".encode(), "sha256")[:nbytes]
 
     def fix_call_ids(self, generation: Generation) -> None:
-        """Makes call ids reproducible; must be called before an answer is made of the generation."""
+        """Makes call ids reproducible; must be called before an answer is made from the generation."""
         generation.new_call_id = partial(generation.new_call_id, draw=self.draws())
 
 

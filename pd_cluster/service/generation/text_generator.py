@@ -28,12 +28,16 @@ class TextGenerator:
         self._router, self._log, self._interval = router, log, interval
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces of all prompts of a request as they arrive. The first error, or closing this, ends all."""
+        """Yields the pieces of all prompts of a request as they arrive. The first error ends all; so does closing this
+        generator.
+        """
         streams = [self._stream(generation) for generation in generations]
         return spaced(self._logged(generations, merged(streams, partial(_fail, generations))), self._interval)
 
     def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
-        """Yields a piece when a sequence has text, and a last piece with its finish_reason. Closing this aborts."""
+        """Yields a piece when a sequence has text, and a last piece with its finish_reason. Closing this generator
+        aborts the request.
+        """
         return self._logged([generation], self._stream(generation))
 
     async def complete(self, generations: list[Generation]) -> list[Piece]:

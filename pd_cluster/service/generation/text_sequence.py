@@ -1,4 +1,6 @@
-"""One sequence of an answer: tokens in, final text out, until it ends. Knows nothing of HTTP or other sequences."""
+"""Turns the tokens of one sequence of an answer into final text, until it ends. Knows nothing of HTTP or other
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Piece(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # of these tokens, when requested
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the choice
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class TextSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, token: TokenOutput) -> str:
-        """Returns the text that is final now. Once `finish_reason` is set, this was the last token."""
+        """Adds a token; returns the text that is final now. If this sets `finish_reason`, the token was the last."""
         self.num_tokens += 1
         if token.drafts is not None:
             self.note_drafts(token.drafts)
@@ -74,7 +76,7 @@ class TextSequence:
         if token.finish_reason is not None:
             text += self.detokenizer.finish()
         self.num_chars += len(text)
-        # As with end-of-sequence tokens: the token after min_tokens is the first that may end the answer.
+        # As for end-of-sequence tokens, the token after min_tokens is the first that may end the answer.
         text = self.stops.add(text, may_match=self.num_tokens > self.min_tokens)
         if token.finish_reason == "stop" and token.token_id in self.stop_token_ids:
             self.stop_reason = token.token_id
@@ -85,12 +87,12 @@ class TextSequence:
         return text
 
     def end(self, finish_reason: FinishReason) -> str:
-        """Ends without a token. Returns the text of a character that the prompt left incomplete."""
+        """Ends the sequence without a token. Returns the text of a character that the prompt left incomplete."""
         self.finish_reason = finish_reason
         return self.detokenizer.finish()
 
     def add_all(self, tokens: list[TokenOutput]) -> str:
-        """Returns the joined texts of `add` for all tokens. No stop string may end the answer within them."""
+        """Returns the joined texts of `add` for all tokens. No stop string may end the answer within these tokens."""
         if tokens[0].logprobs is not None or self.keeps_places:  # each token records the text before it
             return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
@@ -106,7 +108,9 @@ class TextSequence:
         return text + self.add(last)
 
     def note_drafts(self, report: DraftReport, num_dropped: int = 0) -> None:
-        """`num_dropped`: tokens that came with the report but are not part of the answer; the last is not a draft."""
+        """Adds a report. `num_dropped`: tokens that came with it but are not part of the answer; the last is not a
+        draft.
+        """
         self.num_accepted += max(0, report.num_accepted - max(0, num_dropped - 1))
         self.num_rejected += report.num_rejected
         self.draft_steps += report.steps

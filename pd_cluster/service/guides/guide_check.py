@@ -74,7 +74,9 @@ class GuideCheck:
         await self.children.close()
 
     async def _new_verdict(self, key: bytes, guide: Guide) -> str:
-        """Shares one check among a client's requests with the same guide; the check ends when all have left."""
+        """Shares one check among a client's requests with the same guide; the check is cancelled when all of them have
+        left.
+        """
         by = (current_client.get(), key)
         check = self._running.get(by)
         if check is None:

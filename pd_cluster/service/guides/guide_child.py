@@ -1,8 +1,10 @@
-"""Checks guides: `python -m pd_cluster.service.guides.guide_child FD`. A process, because a thread cannot be stopped.
+"""Checks guides: `python -m pd_cluster.service.guides.guide_child FD`. Runs in a process, because a thread cannot be
+stopped.
 
 FD is one end of a socket pair. The child reads its settings, then one guide per line; it writes a line when it is
-ready, and a line per guide. End of file, or its parent's death, ends it. A guide that exceeds its limited address
-space ends the child after an answer with the cause. A guide is valid if it compiles and some random outputs can begin.
+ready, and a line per guide. The end of the input, or its parent's death, ends the child. A guide that exceeds its
+limited address space ends the child after an answer with the cause. A guide is valid if it compiles and some random
+outputs can follow its first tokens.
 """
 
 from __future__ import annotations

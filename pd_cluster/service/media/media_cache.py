@@ -15,7 +15,7 @@ from pd_cluster.media.processor_options import ReadOptions
 from pd_cluster.media.video_rules import Video
 from pd_cluster.types import Image
 
-SHORT_NUM_CHARS = 1 << 16  # longer URLs are hashed on a thread, so that no stream waits for them
+SHORT_NUM_CHARS = 1 << 16  # longer URLs are hashed on another thread, so that no stream waits for them
 
 Item = tuple[Image, bytes] | Video
 

@@ -1,7 +1,7 @@
 """Fetches, decodes and resizes images and videos of prompts: `python -m pd_cluster.service.media.media_child FD`.
 
-See concurrency/child_pool.py. A file that crashes a decoder ends only this process. Its settings are the model's rules;
-a job is a URL.
+See concurrency/child_pool.py. A file that crashes a decoder ends only this process. The child's settings are the
+model's rules; a job is a URL.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PictureSettings(msgspec.Struct, frozen=True):
 
 
 class PictureJob(msgspec.Struct, frozen=True):
-    """`refused`: the cluster's addresses, to which it never connects. `max_frames`: a video's limit, if it has one."""
+    """`refused`: the cluster's addresses, to which the child never connects. `max_frames`: a video's limit, if it has
+    one.
+    """
 
     url: str
     refused: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class PictureJob(msgspec.Struct, frozen=True):
 
 
 class ReadPicture(msgspec.Struct, frozen=True):
-    """An image as its model reads it and its digest, a video, or an `error` for the client."""
+    """An image in its model's form with its digest, a video, or an `error` for the client."""
 
     image: Image | None = None
     digest: bytes = b""

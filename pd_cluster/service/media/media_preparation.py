@@ -28,7 +28,7 @@ from pd_cluster.service.media.pixel_budget import PixelBudget, PixelHold
 from pd_cluster.settings.media_settings import IMAGES, VIDEOS, MediaSettings
 from pd_cluster.text.control_tokens import PromptText
 
-MAX_NBYTES = 56 << 20  # the most bytes of a prompt's images in their model's form, which one message has
+MAX_NBYTES = 56 << 20  # the most bytes of a prompt's images in the model's form: one message carries them all
 NUMBERS_NBYTES = 20  # the bytes of a token's id and its three positions in the same message
 MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
@@ -63,9 +63,9 @@ UNCOUNTED = _Uncounted()
 
 
 class Source(NamedTuple):
-    """An image or video by its URL. `where`: its place in the request, for errors. `max_frames`: a video's limit.
-
-    `uuid`: the sender's name for it. Without a URL, the source is the item that the tenant last sent under that name.
+    """An image or video, given by its URL. `where`: its place in the request, for errors. `max_frames`: a video's
+    limit. `uuid`: the sender's name for the item. Without a URL, the source is the item that the tenant last sent under
+    that name.
     """
 
     where: str
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 
 
 class PromptWithMedia(NamedTuple):
-    """A prompt's tokens with its images. `hold`: the memory of its images; None: it holds no memory."""
+    """A prompt's tokens and images. `hold`: the memory that its images hold; None: they hold none."""
 
     prompt: PromptWithImages
     hold: PixelHold | None = None
@@ -163,7 +163,7 @@ class MediaPreparation:
                 )
 
     def spelled(self, prompt: PromptText, sources: Sequence[Any]) -> PromptText:
-        """Returns a prompt with images in the form that the model's tokenizer expects."""
+        """Returns a prompt with its images' placeholders in the form that the model's tokenizer expects."""
         if self._vision is None or not sources or not (text := self._vision.rules.text):
             return prompt
         places = prompt.own
@@ -224,7 +224,9 @@ class MediaPreparation:
         return PromptWithMedia(msgspec.structs.replace(placed, images=held), hold)
 
     def _check_size(self, source: Source, item: Item) -> None:
-        """Raises RequestError for an item that a request's options made larger than the model's folder allows."""
+        """Raises RequestError for an item that is larger than the model's folder allows, because of the request's
+        options.
+        """
         assert self._vision is not None
         for image in item.images if isinstance(item, Video) else item[:1]:
             if problem := self._vision.rules.size_problem(image):

@@ -1,7 +1,7 @@
-"""Bounds the memory of images whose prompts are not answered yet. Knows nothing of their contents.
+"""Limits the memory of images whose prompts are not answered yet. Knows nothing of their contents.
 
-Beyond the limit, pixels go to files, if a folder is set: unnamed files of mode 0600, mapped into memory, which vanish
-with the request.
+Beyond the limit, pixels are written to files, if a folder is set: unnamed files of mode 0600, mapped into memory, which
+vanish when the request ends.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
 from pd_cluster.service.concurrency.fair_slots import current_client
 from pd_cluster.types import Image
 
-MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer's end, because a lost instance needs a retry with them
+MAX_HELD_NBYTES = 2 << 30  # pixels are held until the answer ends: a retry elsewhere needs them
 
 
 class PixelBudget:
     """Counts the bytes of all images that this process holds, in memory and in files of a folder, if any."""
 
     def __init__(self, most: int = MAX_HELD_NBYTES, folder: str = "", most_in_files: int = 0) -> None:
-        """Raises ConfigError for a folder in which no file can be made."""
+        """Raises ConfigError for a folder in which no file can be created."""
         self._folder = folder
         self.in_memory, self.in_files = _Shares(most), _Shares(most_in_files if folder else 0)
         if folder:
@@ -40,7 +40,7 @@ class PixelBudget:
     def take(self, nbytes: int) -> PixelHold:
         """Takes memory.
 
-        Raises NoCapacity if the current client's share is used up, RequestError if even all memory is too small.
+        Raises NoCapacity if the current client's share is used up, RequestError if all memory together is too small.
         """
         client, memory = current_client.get(), self.in_memory
         if not memory.has_capacity(client, nbytes):
@@ -49,7 +49,7 @@ class PixelBudget:
                     f"{nbytes} bytes of pictures are more than this server holds; send fewer, or smaller"
                 )
             raise NoCapacity(
-                f"{memory.taken_nbytes} bytes of pictures are waiting for their answers, {memory.of(client)} of them "
+                f"{memory.taken_nbytes} bytes of pictures belong to unfinished requests, {memory.of(client)} of them "
                 f"yours; try again"
             )
         return PixelHold(memory, client, nbytes)
@@ -70,7 +70,7 @@ class PixelBudget:
 
 class _Shares(FairByteBudget):
     def has_capacity(self, client: str, nbytes: int) -> bool:
-        """Whether the client may take this many further bytes; a caller in this process, "", may take all."""
+        """Whether the client may take this many more bytes; a caller in this process, "", may take all memory."""
         return super().has_capacity(client, nbytes + (0 if client else -self.of("")))
 
 

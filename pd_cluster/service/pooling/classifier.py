@@ -1,4 +1,4 @@
-"""Classifies prompts with a classifier's head on the instances' vectors. Knows nothing of HTTP."""
+"""Classifies prompts: applies a classifier's head to the instances' vectors. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pd_cluster.service.pooling.pooled_prompts import numbers_of
 from pd_cluster.types import PooledOutput
 
 NO_HEAD = (
-    "this model is no classifier (its config.json names no architecture …ForSequenceClassification); "
+    "this model is not a classifier (its config.json names no architecture …ForSequenceClassification); "
     "/generative_scoring gives the probabilities of a generating model's tokens"
 )
 
 
-FEW_PRODUCTS = 1 << 16  # multiplications, which take some milliseconds
+FEW_PRODUCTS = 1 << 16  # multiplications; more take noticeably long
 
 
 class Classifier:
@@ -33,7 +33,7 @@ class Classifier:
 
     @cached_property
     def _head(self) -> ClassificationHead | None:
-        """Raises ModelError."""
+        """The checkpoint's head, or None. Raises ModelError."""
         return head_of(self._folder)
 
     @property
@@ -46,7 +46,7 @@ class Classifier:
 
     @property
     def head(self) -> ClassificationHead:
-        """Raises RequestError for a model without a head."""
+        """The head. Raises RequestError for a model without one."""
         try:
             head = self._head
         except ModelError as error:
@@ -67,7 +67,7 @@ class Classifier:
         )
 
     def numbers(self, vector: PooledOutput, is_probability: bool) -> list[float]:
-        """Returns a value for each label, as transformers computes it. Raises GenerationError."""
+        """Returns a value for each label, as transformers computes them. Raises GenerationError."""
         head, values = self.head, numbers_of(vector.vector, None)
         if len(values) != len(head.weight[0]):
             raise GenerationError(f"a vector of {len(values)} numbers; the head takes {len(head.weight[0])}")

@@ -1,4 +1,6 @@
-"""Converts prompts to vectors: tokens, limits, and the checkpoint's kind of pooling. Knows nothing of HTTP."""
+"""Converts prompts to vectors: encodes them, checks limits, and applies the checkpoint's kind of pooling. Knows nothing
+of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ PROMPTS_A_TURN = 16  # prompts to prepare before other tasks run
 class EmbeddingInput(PoolingInput):
     """A prompt to pool: text or token ids.
 
-    `dimensions`: the number of leading vector elements to keep; None: all. `truncate_prompt_tokens`: the number of last
-    tokens to keep, or of first ones if `keeps_first`; -1: as many as fit the context; None: a longer prompt is refused.
-    `normalizes` None: the server's setting. `field`: its name in errors.
+    `dimensions`: the number of leading vector elements to keep; None: all. `truncate_prompt_tokens`: how many of the
+    last tokens (of the first, if `keeps_first`) to keep; -1: as many as fit the context; None: a longer prompt is
+    refused. `normalizes` None: the server's setting. `field`: the prompt's name in errors.
     """
 
     prompt: str | list[int]
@@ -107,7 +109,7 @@ class Embedder:
         return prompt
 
     async def generation(self, ask: EmbeddingInput, kind: PoolingKind | None = None) -> Generation:
-        """Prepares one prompt. `kind`: of pooling; None: the model's own. Raises RequestError."""
+        """Prepares one prompt. `kind`: the kind of pooling; None: the model's own. Raises RequestError."""
         if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
             raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
         check_priority(ask.priority, self._rules.has_priorities)

@@ -1,4 +1,4 @@
-"""vLLM's generative scoring: the probabilities of given tokens after a prompt, among themselves or among all tokens.
+"""Implements vLLM's generative scoring: probabilities of given tokens after a prompt, among these or all tokens.
 
 Knows nothing of HTTP.
 """
@@ -41,7 +41,9 @@ class LabelScorer:
         self._encoder, self._has_priorities, self._vocab_size = encoder, has_priorities, vocab_size
 
     async def generations(self, ask: LabelInput) -> list[Generation]:
-        """Prepares a prompt for each item; a prompt beyond the context loses its last tokens. Raises RequestError."""
+        """Prepares a prompt for each item; a prompt that exceeds the context loses its last tokens. Raises
+        RequestError.
+        """
         check_priority(ask.priority, self._has_priorities)
         pooling = Pooling(kind="logits", token_ids=ask.token_ids, tells_total=ask.is_among_all)
         query = await self._tokens(ask, ask.query, ask.special, "query")
@@ -57,7 +59,7 @@ class LabelScorer:
         return found
 
     async def _tokens(self, ask: LabelInput, given: str | list[int], special: bool, place: str) -> list[int]:
-        """Raises RequestError."""
+        """Returns a text's token ids, or given ids. Raises RequestError."""
         param = place.partition("[")[0]
         if isinstance(given, str):
             (found,) = await self._encoder.encode([given], special, True, param, ask.caller)

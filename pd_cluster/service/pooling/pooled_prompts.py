@@ -1,4 +1,4 @@
-"""Computes prompts without generating: parameters, limits, and vectors from the router.
+"""Computes prompts without generating: makes parameters, checks limits, and gets vectors from the router.
 
 Knows nothing of HTTP or of the meaning of vectors.
 """
@@ -22,8 +22,8 @@ from pd_cluster.types import NO_SAMPLING, PooledOutput, Pooling, PromptOutput, R
 class PoolingInput:
     """The fields that pooling requests share.
 
-    `received_s`: the arrival time, for the request's timeline. `client_id`: its name there. `variant`: the digest of an
-    adapter.
+    `received_s`: the arrival time, for the request's timeline. `client_id`: the request's id there. `variant`: the
+    digest of an adapter.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -37,7 +37,7 @@ class PoolingInput:
 
 
 def pooled_generation(ask: PoolingInput, token_ids: list[int], pooling: Pooling) -> Generation:
-    """Returns a prompt's progress; it has no sequences, because nothing is generated."""
+    """Returns a generation for a prompt; it has no sequences, because nothing is generated."""
     caller = ask.caller
     order = RequestSpec(
         token_ids,

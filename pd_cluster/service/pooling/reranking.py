@@ -1,7 +1,6 @@
-"""Scores how well a document answers a query, as Qwen3-Reranker does: the model's probability of "yes" against "no".
-
-The prompt is that of the model's card. Query, document and instruction are plain text: a control token's text in them
-stays text. Knows nothing of HTTP.
+"""Scores how well a document answers a query, as Qwen3-Reranker does: by the model's probability of "yes" against "no".
+The prompt is the one on the model's card. Query, document and instruction are plain text: the text of a control token
+in them remains text. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores pairs of a query and a document: by a reranking model (reranking.py), or by the cosine of two vectors.
+"""Scores pairs of a query and a document, with a reranking model (reranking.py) or by the cosine of two vectors.
 
 A checkpoint with sentence-transformers' pooling file is an embedding model and compares vectors. Knows nothing of HTTP.
 """
@@ -36,7 +36,7 @@ class Scorer:
 
     @cached_property
     def judges(self) -> bool:
-        """Whether scores are probabilities, not cosines."""
+        """Whether scores are a reranking model's, not cosines."""
         return not (self._folder / POOLING_FILE).exists() and self._reranker.is_able
 
     async def generations(self, ask: ScoreInput) -> list[Generation]:
@@ -89,7 +89,7 @@ class Scorer:
         return await self._encoder.run(work, sum(len(text) for pair in pairs for text in pair), caller)
 
     def scores(self, ask: ScoreInput, vectors: Sequence[PooledOutput]) -> list[float]:
-        """Returns a score for each pair. `vectors`: the prepared prompts'. Raises GenerationError."""
+        """Returns a score for each pair. `vectors`: the vectors of the prepared prompts. Raises GenerationError."""
         if self.judges:
             return self._reranker.scores(ask, vectors)
         found = [numbers_of(each.vector, None) for each in vectors]

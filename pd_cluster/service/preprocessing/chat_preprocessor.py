@@ -23,11 +23,13 @@ from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # the least that a template adds to each further message
 OF_TEXT = ("json_object", "json_schema")  # constrain text only, so clients may combine them with required calls
-NUM_END_TOKENS = 256  # the last tokens of a prompt, decoded to find out if the answer begins with reasoning
+NUM_END_TOKENS = 256  # this many last tokens of a prompt are decoded, to find out if the answer begins within reasoning
 
 
 class _Plan(NamedTuple):
-    """The parts of a chat's generation. `end`: the end of the prompt, for a reader. `reads`: whether there is one."""
+    """The parts of a chat's generation. `end`: the end of the prompt, for a reader. `reads`: whether the answer needs a
+    reader.
+    """
 
     asked: RequestedTools
     shown: PromptWithMedia
@@ -107,7 +109,9 @@ class ChatPreprocessor:
         pictures: Sequence[Any] = (),
         variant: str | None = None,
     ) -> _Plan:
-        """Returns the parts. `may_be_cut`: the prompt may be longer than the context. Raises RequestError."""
+        """Returns the parts of a chat's generation. `may_be_cut`: the prompt may be longer than the context. Raises
+        RequestError.
+        """
         form = self._form
         asked = tools_of(request, bool(form.tool_parser))
         if asked.choice in ("required", "named") and answer is not None and answer.field == "response_format":
@@ -140,7 +144,7 @@ class ChatPreprocessor:
     ) -> PromptWithMedia:
         """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
 
-        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        `may_be_cut`: the prompt will be truncated, so it may exceed the context.
         """
 
         def check(num_chars: int) -> None:
@@ -161,10 +165,8 @@ class ChatPreprocessor:
     async def num_shared(
         self, request: ChatFields, other: ChatFields, generation: Generation, caller: Caller = NOBODY
     ) -> int:
-        """Returns with how many equal tokens the prompts of `request` and `other` begin.
-
-        A token that spans the place where they begin to differ is not counted. `generation`: the request's. Raises
-        RequestError.
+        """Returns how many tokens the prompts of `request` and `other` have in common at their beginning. A token that
+        spans the first difference does not count. `generation`: the request's. Raises RequestError.
         """
         prompt, own = await self._spelled(request)
         num_chars = num_same(prompt, (await self._spelled(other)).text)
@@ -190,7 +192,7 @@ class ChatPreprocessor:
     async def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """Returns the last reasoning mark of the generation prompt for a reader; "" if there is none.
 
-        A continued answer may have begun its reasoning much earlier.
+        Looks further back for a continued answer, which may have begun its reasoning much earlier.
         """
         form = self._form
         if not form.reasoning_parser:
@@ -215,7 +217,7 @@ class ChatPreprocessor:
 
 
 def num_same(one: str, other: str) -> int:
-    """Returns how many characters both texts begin with."""
+    """Returns the length, in characters, of the texts' common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -224,7 +226,7 @@ def num_same(one: str, other: str) -> int:
 
 
 def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer, model_type: str) -> ReplyFormat:
-    """Returns how the model's replies are read. Raises ConfigError."""
+    """Returns the format by which the model's replies are read. Raises ConfigError."""
     tool_parser = chat.tool_parser or own_tool_parser(tokenizer.config)
     template = tokenizer.template.source if tokenizer.template is not None else ""
     tool_parser, reasoning_parser = resolved_names(tool_parser, chat.reasoning_parser, template, model_type)

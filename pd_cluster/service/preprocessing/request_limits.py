@@ -1,4 +1,4 @@
-"""Checks that need the model or the server's limits: ids, lengths, counts of logprobs.
+"""Makes the checks that need the model or the server's limits: ids, lengths, counts of logprobs.
 
 Every refusal is a RequestError that names the field, its value and the remedy. Knows nothing of HTTP.
 """
@@ -25,9 +25,9 @@ from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
 DEFAULT_MAX_LOGPROBS = RequestSettings().max_logprobs
-MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # logprobs of a prompt, which are written at once while other streams wait
-OUTPUT_TOKENS_COUNTED = 16_384  # the most tokens that count per sequence, so that one may always fill the context
-MAX_STREAMED_NBYTES = 256 << 20  # bytes of a streamed /generate with several texts, all of which each frame repeats
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of a prompt; a stream writes them all at once, while other streams wait
+OUTPUT_TOKENS_COUNTED = 16_384  # at most this many count per sequence, so that one may always fill the context
+MAX_STREAMED_NBYTES = 256 << 20  # of a streamed /generate with several texts; each frame repeats all of them
 
 
 class Limits(NamedTuple):
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     ) -> Sampling:
         """Returns the sampling within the limits, for one of `num_prompts` prompts. Raises RequestError."""
         if not self.generates:
-            raise RequestError("model: a classifier, which generates nothing; ask /classify", param="model")
+            raise RequestError("model: a classifier, which does not generate text; use /classify", param="model")
         if sampling.extra_args and not self.has_processors:
             shown = reprlib.repr(request.vllm_xargs)
             raise RequestError(
@@ -112,7 +112,7 @@ class Limits(NamedTuple):
     def _check_something_is_left(self, sampling: Sampling) -> None:
         """Raises RequestError if every token is forbidden."""
         forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
-        if sampling.min_tokens and sampling.guide is None:  # a guide decides about end tokens itself
+        if sampling.min_tokens and sampling.guide is None:  # a guide itself decides when end tokens are allowed
             forbidden |= {*sampling.stop_token_ids, *self.eos_token_ids}
         if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
             raise RequestError(

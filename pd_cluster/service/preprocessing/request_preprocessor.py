@@ -26,8 +26,8 @@ from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.types import Guide, RequestSpec, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
-MAX_PREDICTED_TOKENS = 1 << 20  # tokens of a prediction times the number of prompts; the rest is ignored
-MAX_GUIDES_NUM_CHARS = 1 << 20  # characters of a guide times the number of prompts, which have copies
+MAX_PREDICTED_TOKENS = 1 << 20  # the most tokens of a prediction times the number of prompts; the rest is ignored
+MAX_GUIDES_NUM_CHARS = 1 << 20  # the most characters of a guide times the number of prompts, each of which has a copy
 
 
 class SharedFields(NamedTuple):
@@ -80,7 +80,7 @@ class RequestPreprocessor:
     ) -> SharedFields:
         """Makes the fields that all prompts share. Raises RequestError.
 
-        `markers`: special tokens that a reader needs. `variant`: an in-process caller's; None: that of the adapter that
+        `markers`: special tokens that a reader needs. `variant`: given by an in-process caller; None: the variant that
         the request names as its model.
         """
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
@@ -179,7 +179,7 @@ class RequestPreprocessor:
         param: str,
         shared: SharedFields,
     ) -> int:
-        """`num_tokens`: the prompt's. Raises RequestError."""
+        """Returns the maximum output tokens after a prompt of `num_tokens`. Raises RequestError."""
         limit = self._limit() - num_virtual_tokens(shared.variant)
         wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
         if self._most_tokens is not None:  # limits every request, as in vLLM's server
@@ -194,7 +194,7 @@ class RequestPreprocessor:
         return wanted
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, num_tokens: int, shared: SharedFields) -> Sampling:
-        """`num_tokens`: the prompt's. Raises RequestError."""
+        """Returns the sampling parameters after a prompt of `num_tokens`. Raises RequestError."""
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
         sampling = request.sampling(max_tokens, seed, self._sampling_defaults, shared.bad_words, shared.guide)
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
@@ -202,7 +202,7 @@ class RequestPreprocessor:
     def _sequences(
         self, request: GenerationRequest, sampling: Sampling, markers: Collection[str], token_ids: list[int]
     ) -> list[TextSequence]:
-        """Makes the sequences of a prompt. `token_ids`: the prompt's."""
+        """Makes the sequences of a prompt with these tokens."""
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
@@ -222,7 +222,7 @@ class RequestPreprocessor:
         ]
 
     def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
-        """Raises RequestError for parameters that need a tokenizer if there is none."""
+        """Raises RequestError for parameters that need a tokenizer, if the server has none."""
         if self.tokenizer.has_text:
             return
         given = {"stop": request.stops, "bad_words": request.bad_words, "prediction": request.prediction}

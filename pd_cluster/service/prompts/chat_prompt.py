@@ -1,4 +1,4 @@
-"""Renders chat requests to prompts: with the server's template or, if allowed, with the request's template.
+"""Renders chat requests to prompts, with the server's template or, if this is allowed, the request's own.
 
 Knows nothing of token ids; guarded_prompt.py finds the template's own control tokens.
 """
@@ -21,8 +21,8 @@ from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from pd_cluster.text.control_tokens import PromptText
 
-MANY_MESSAGES = 256  # more messages are also prepared on a thread
-LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
+MANY_MESSAGES = 256  # more messages are prepared on another thread, too
+LONG_NBYTES = 4096  # longer conversations are rendered on another thread, so that no stream waits for them
 
 Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to render, and receives the text
 
@@ -51,7 +51,7 @@ class ChatPrompts:
         config: ChatConfig = AS_GIVEN,
         takes_images: bool = False,
     ) -> ChatPrompts:
-        """Makes the renderer of a process. `timeout_s`: for the templates of requests, if they are allowed."""
+        """Makes the renderer of a process. `timeout_s`: the limit for requests' templates, if they are allowed."""
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
         children = ChildPool(module, settings, timeout_s, "template") if config.trusts_request_templates else None
@@ -63,7 +63,8 @@ class ChatPrompts:
         check: Callable[[int], None] = lambda num_chars: None,
         guard: ControlTokenGuard | None = None,
     ) -> PromptText:
-        """Returns the prompt. `check` receives a lower bound of the prompt's characters before any work.
+        """Returns the prompt. `check` is called, before any work, with a lower bound of the prompt's number of
+        characters.
 
         Without a `guard`, clients' texts may contain control tokens. Raises RequestError.
         """

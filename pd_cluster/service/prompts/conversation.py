@@ -21,7 +21,7 @@ def _texts(content: Any) -> list[str]:
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The input of a template, and how to tokenize the rendered text."""
+    """The input of a template, and the settings for tokenizing the rendered text."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
@@ -54,7 +54,7 @@ def conversation_of(
     checks_none: bool = False,
     roles: frozenset[str] = frozenset(),
 ) -> Conversation:
-    """Makes the template's input. `known`: the template's variables; fields without one are refused.
+    """Makes the template's input. `known`: the template's variables; fields that have no variable are refused.
 
     `checks_none`: the template expects None as the content of messages with calls; other templates get "".
     `roles`: the template's roles, in addition to the API's. Raises RequestError.
@@ -106,7 +106,7 @@ def _check_roles(request: ChatFields, named: frozenset[str]) -> None:
 
 
 def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:
-    """Whether the prompt shows the tools. Tools that the answer may not call are shown, too, so that a conversation's
+    """Whether the prompt shows the tools. Even tools that the answer may not call are shown, so that a conversation's
     prompts share a prefix, unless the config excludes them or the template does not use tools.
     """
     return request.tool_choice != "none" or ("tools" in known and not config.excludes_barred_tools)
@@ -124,7 +124,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
     """Maps an effort to the template's variable for efforts, or to its switch for thinking.
 
-    Clients send efforts to every model, so a template without either ignores them.
+    Clients send efforts to every model, so an effort is ignored if the template has neither.
     """
     if effort is None:
         return {}
@@ -134,10 +134,10 @@ def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
 
 
 def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """Decodes the arguments of calls to objects, which templates format, and gives reasoning both names."""
+    """Decodes the arguments of calls to objects, as templates expect, and gives reasoning both of its names."""
     message = with_both_reasonings(message)
     calls = message.get("tool_calls")
-    if not calls:  # removes an empty list, too: templates only test whether the key exists
+    if not calls:  # an empty list is removed, too: templates only test whether the key exists
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         raise _wrong_call(at, "", "must be a list")

@@ -17,7 +17,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, pattern_of
 
-OWN_FIELDS = ("role", "content")  # of every message; clients choose the names of other fields
+OWN_FIELDS = ("role", "content")  # the fields of every message; clients choose the names of other fields
 Change = Callable[[str, bool], str]  # arguments: a text, and whether it is an assistant's content
 
 
@@ -40,9 +40,9 @@ class ControlTokenGuard:
     def prompt(self, conversation: Conversation) -> Generator[Conversation, str, PromptText]:
         """Yields conversations to render, and receives their texts. Raises RequestError.
 
-        The first conversation has marks in whole control tokens, the second in every character that a control token
-        needs. If the second text shows other control tokens, the template has assembled one from pieces of clients'
-        texts, or tested for one; then the second text is used.
+        The first conversation has marks in clients' whole control tokens, the second in every character that control
+        tokens have. If the texts then show different control tokens, the template has assembled one from pieces of
+        clients' texts, or tested for one; then the second text is used.
         """
         control, texts = self.control, [text for text, _ in _texts(conversation)]
         if not control.texts:

@@ -1,4 +1,4 @@
-"""Encodes texts to token ids; long texts on a thread. Knows nothing of requests."""
+"""Encodes texts to token ids, long texts on another thread. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
 from pd_cluster.text.control_tokens import ControlTokens, PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
-SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
+SHORT_NUM_CHARS = 4096  # longer texts are tokenized on another thread, so that no stream waits for them
 TRUNCATED_NUM_CHARS = 1 << 20  # the maximum number of characters of a text to truncate, unless the context allows more
-# A text with more characters than this per token of the context is first tokenized only up to that many.
+# If a text has more characters than this per token of the context, only that many are tokenized at first.
 PROBED_CHARS_PER_TOKEN = 16
-PROBE_MARGIN = 2  # a beginning with this many times the context's tokens proves that a text is too long
+PROBE_MARGIN = 2  # a text is too long if its beginning alone has this many times the context's tokens
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class PromptEncoder:
     async def encode(
         self, texts: list[str], special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
     ) -> list[list[int]]:
-        """Encodes a text. Raises RequestError, before any work, for a text that cannot fit the context."""
+        """Encodes texts. Raises RequestError, before any work, for a text that cannot fit the context."""
         if texts and not self.tokenizer.has_text:
             raise RequestError(
                 f"{param}: a text, but this server has no tokenizer (--skip-tokenizer-init); give token ids",
@@ -71,7 +71,7 @@ class PromptEncoder:
         return await self._pool.run(caller.client, work, len(prompt.text))
 
     async def prediction(self, text: str, most_tokens: int, caller: Caller = NOBODY) -> tuple[int, ...]:
-        """Encodes the beginning of a predicted text, as much as fits the context."""
+        """Encodes as much of a predicted text as fits the context."""
         most_tokens = min(most_tokens, self.limit())
         text = text[: PROBED_CHARS_PER_TOKEN * most_tokens]
         found = await self.run(lambda: self.tokenizer.encode(text, False), len(text), caller)
@@ -81,13 +81,13 @@ class PromptEncoder:
         return await self.run(lambda: self.tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
 
     async def run(self, work: Callable[[], T], num_chars: int, caller: Caller) -> T:
-        """Runs work on a thread in the client's turn; runs short work at once."""
+        """Runs long work on another thread, in the client's turn, and short work at once."""
         if num_chars <= SHORT_NUM_CHARS:
             return work()
         return await self._pool.run(caller.client, work, num_chars)
 
     def check(self, num_chars: int, may_be_cut: bool, param: str) -> None:
-        """Raises RequestError for a text of `num_chars` characters that is too long in any case."""
+        """Raises RequestError if a text of `num_chars` characters is certainly too long."""
         limit, longest = self.limit(), self.tokenizer.max_chars_per_token
         most = limit * longest
         if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):

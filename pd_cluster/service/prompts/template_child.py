@@ -1,7 +1,7 @@
 """Renders clients' chat templates: `python -m pd_cluster.service.prompts.template_child FD` (see child_pool.py).
 
-The sandbox keeps a template from accessing the system; this process limits its time and memory. Its settings are the
-model's special tokens; a job is a template and a conversation.
+The sandbox keeps a template from accessing the system; this process limits its time and memory. The child's settings
+are the model's special tokens; a job is a template and a conversation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
     except ModelError as error:
         return Rendered(error=f"chat_template: {error}", param="chat_template")
     except RequestError as error:
-        if error.param == "messages":  # the fault may be the template's, which came with the messages
+        if error.param == "messages":  # the request's template itself may be at fault
             return Rendered(error=f"chat_template: {error}", param="chat_template")
         return Rendered(error=str(error), param=error.param)
     except MemoryError:

@@ -1,4 +1,4 @@
-"""Finds the positions of a prompt's tokens in its text, as far as its plain tokenization has those tokens."""
+"""Finds the positions of a prompt's tokens in its text, if plain tokenization of the text gives these tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Offsets = list[list[int]]  # of each token, its first character and the one afte
 def offsets_of(tokenizer: Tokenizer, text: str, special: bool, token_ids: list[int]) -> Offsets | None:
     """Returns each token's position.
 
-    `special`: the tokenizer adds its own tokens. `token_ids` may be the first or the last ones of the text alone. None:
-    the text has other tokens, because a control token's name in it is plain text.
+    `special`: the tokenizer adds its own tokens. `token_ids` may be the first or the last ones of the text alone.
+    Returns None if the text tokenizes differently, because the text of a control token in it is plain text.
     """
     whole, found = tokenizer.encode_with_offsets(text, special)
     offsets = [[first, stop] for first, stop in found]

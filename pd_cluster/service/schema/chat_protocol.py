@@ -1,4 +1,4 @@
-"""The schema of a conversation: messages, tools, and other input of a chat template.
+"""Defines the schema of a conversation: messages, tools, and other input of a chat template.
 
 Knows nothing of how a template renders them (conversation.py) or of the answer.
 """
@@ -15,7 +15,7 @@ from pd_cluster.service.schema.completion_protocol import FAIL_FAST, Count, Gene
 from pd_cluster.service.schema.tagged_types import unless_empty
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents describe tools with more than 16,384 characters
+MAX_DESCRIPTION_NUM_CHARS = 65_536  # some agents' descriptions of tools exceed 16,384 characters
 MAX_TEMPLATE_NUM_CHARS = 65_536
 MAX_PLACE_NUM_CHARS = 128
 MEDIA = ("image", "video")
@@ -38,7 +38,7 @@ class Medium(NamedTuple):
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Annotated[str, Field(min_length=1, max_length=64)]  # checked in conversation.py, with the template's roles
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # see conversation.py
     content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
     refusal: str | None = None  # used as the content of a message without content
     audio: Annotated[Any, AfterValidator(unless_empty("audio is not supported; send its transcript as content"))] = None
@@ -60,7 +60,7 @@ class ChatMessage(BaseModel):
     def media(self, index: int) -> list[Medium]:
         """Returns the images and videos among the content's parts, if `to_template` accepts them.
 
-        A part that was converted from another API keeps the `place` that it had there.
+        A part that was converted from another API keeps its `place` in that API's request.
         """
         found = []
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
@@ -71,14 +71,14 @@ class ChatMessage(BaseModel):
         return found
 
     def to_template(self, index: int, takes_images: bool = False, in_parts: bool = False) -> dict[str, Any]:
-        """Returns the message for chat templates: joined texts, or a list of parts if there are media among them or if
-        `in_parts` is set; then parts keep all fields.
+        """Returns the message for chat templates: its joined texts, or a list of parts if there are media or `in_parts`
+        is set. With `in_parts`, parts keep all their fields.
 
         Raises RequestError for unsupported parts.
         """
         fields = {**(self.model_extra or {}), "role": self.role}
         message = {name: value for name, value in fields.items() if value is not None}
-        # Templates for calls test for None; others expect text.
+        # Templates test for None in messages with calls, and expect text in others.
         said = self.content if self.content is not None else self.refusal
         message["content"] = said if said is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
@@ -88,7 +88,7 @@ class ChatMessage(BaseModel):
         return message
 
     def _parts(self, index: int, takes_images: bool, with_fields: bool = False) -> list[dict[str, Any]]:
-        """Returns the content's parts in the templates' form. `with_fields`: text parts keep further fields.
+        """Returns the content's parts in the form for templates. `with_fields`: text parts keep their other fields.
 
         Raises RequestError.
         """
@@ -125,7 +125,7 @@ def _no_part(kind: Any, place: str, takes_images: bool) -> RequestError:
 
 
 def _own_place(part: dict[str, Any]) -> str | None:
-    """Returns the place of a part in the other API's request from which it was converted, if any."""
+    """Returns the place that a converted part had in the other API's request; None if it was not converted."""
     own = part.get("place")
     return own if isinstance(own, str) and len(own) <= MAX_PLACE_NUM_CHARS else None
 
@@ -133,7 +133,7 @@ def _own_place(part: dict[str, Any]) -> str | None:
 def _medium(part: dict[str, Any]) -> tuple[str, str, str] | None:
     """Returns the kind, URL and uuid of an image or video part; None for other parts.
 
-    A part with a uuid but without an image or video refers to one that was sent before.
+    A part that has a uuid but no image or video refers to an earlier one.
     """
     kind, uuid = str(part.get("type")).removesuffix("_url"), part.get("uuid")
     given = part.get(f"{kind}_url")
@@ -220,7 +220,8 @@ class ChatFields(BaseModel):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model sees: all of them, so that prompts share a prefix. A guide enforces allowed tools.
+        """The tools that the model sees: all of them, so that prompts share a prefix. A guide enforces the allowed
+        ones.
 
         Raises RequestError for an allowed tool that is not in `tools`.
         """

@@ -1,8 +1,8 @@
-"""The schema of requests: OpenAI's chat and completion schemas with vLLM's extra parameters.
+"""Defines the schema of requests: OpenAI's chat and completion schemas with vLLM's extra parameters.
 
-A parameter is honoured, or refused with a 400 that names it; an unsupported parameter is refused unless its value asks
-for nothing. Unknown fields are accepted and logged once. Checks that need the model or the server's limits (ids,
-lengths) are in request_limits.py.
+A parameter is honoured, or refused with a 400 that names it; an unsupported parameter is accepted only with a value
+that asks for nothing. Unknown fields are accepted and logged once. Checks that need the model or the server's limits
+(ids, lengths) are in request_limits.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_start": ((0,), "is for sampling_params of /inference/v1/generate"),
     "extra_args": (({},), "is for sampling_params of /inference/v1/generate; give vllm_xargs"),
 }
-# SGLang's names for parameters with another name here -> the values that ask for nothing, and the way out.
+# SGLang's names for parameters that have another name here -> the values that ask for nothing, and the way out.
 SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "regex": (("",), 'give structured_outputs: {"regex": …}'),
     "ebnf": (("",), 'give structured_outputs: {"grammar": …}'),
@@ -92,13 +92,13 @@ SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_prompt_token_ids": ((False,), "give return_token_ids"),
     "return_meta_info": ((False,), "give include_metrics"),
 }
-# Parameters that do not concern the answer; they are accepted without effect.
+# Parameters that do not concern the answer; they are accepted, and have no effect.
 HARMLESS = frozenset(
     {"metadata", "prompt_cache_options", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
     | {"mm_payload", "return_mm_kwargs"}  # vLLM's, for the form of images in rendered requests
 )
-# The same for parameters of chats only.
+# Parameters that only chats have -> the values that ask for nothing.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -115,9 +115,9 @@ DERIVED_FROM = {
     "stop",
     "logit_bias",
     *GuideFields.__annotations__,
-}  # the fields that a request's cached properties read
+}  # the fields from which a request's cached properties are derived
 
-MAX_MESSAGES = 4096  # or items of a request: validating each holds the interpreter's lock for some microseconds
+MAX_MESSAGES = 4096  # also the most items of a request: validating each holds the interpreter's lock for microseconds
 MAX_PARTS = 8192  # the parts of all contents of a request, including calls
 FAIL_FAST = Field(fail_fast=True)  # only one error is reported; collecting millions blocks the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
@@ -133,7 +133,7 @@ NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
 
 
 def few(messages: Any) -> Any:
-    """Limits the messages of a request, even in several conversations, and their parts, before validation."""
+    """Limits a request's messages, in all its conversations together, and their parts, before they are validated."""
     found = messages if isinstance(messages, list) else []
     if any(isinstance(each, list) for each in found):
         found = [message for each in found if isinstance(each, list) for message in each]
@@ -280,11 +280,13 @@ class GenerationRequest(BaseModel):
 
     @property
     def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """The tokens whose logprobs are returned at each prompt token but the first, besides the most likely ones."""
+        """For each prompt token but the first, the tokens whose logprobs are returned in addition to the most likely
+        ones.
+        """
         return ()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies the request; keeps values derived from fields, unless one of these fields changes."""
+        """Copies the request; keeps cached values unless a field from which they are derived changes."""
         copy = super().model_copy(update=update, deep=deep)
         if not DERIVED_FROM.isdisjoint(update or ()):
             for name in ("stops", "biases", "asked"):
@@ -293,7 +295,7 @@ class GenerationRequest(BaseModel):
 
     @cached_property
     def asked(self) -> Asked | None:
-        """The guide of the output, and the field that asks for it. Raises RequestError."""
+        """The guide that the output must follow, and the field that asks for it. Raises RequestError."""
         return guide_of(self)
 
     @cached_property
@@ -332,7 +334,7 @@ class GenerationRequest(BaseModel):
         num_sequences = self.num_choices if self.beam_width else self.num_sequences
         num_logprobs = self.num_logprobs
         named = tuple(dict.fromkeys(self.logprob_token_ids or ())) if num_logprobs is not None else ()
-        num_logprobs = 0 if named else num_logprobs  # as in vLLM, they replace the most likely ones
+        num_logprobs = 0 if named else num_logprobs  # as in vLLM, the named tokens replace the most likely ones
         return Sampling(
             n=num_sequences,
             max_tokens=max_tokens,
@@ -423,7 +425,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream includes usage; as in vLLM, empty options ask for it in a chat only."""
+        """Whether the stream includes usage. As in vLLM, empty options ask for it only in a chat."""
         return super().include_usage and "include_usage" in (self.stream_options or StreamOptions()).model_fields_set
 
     def prompts(self) -> list[str | list[int]]:
@@ -451,7 +453,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The number of prompt logprobs to return; `echo` asks for them, too."""
+        """The number of logprobs to return for each prompt token; `echo` with `logprobs` asks for them, too."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
@@ -472,7 +474,7 @@ class TokensCompletionRequest(CompletionRequest):
 
     @property
     def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Raises RequestError unless there is a row for each scored token."""
+        """The tokens to score, as rows. Raises RequestError unless there is a row for each scored token."""
         rows, start = self.prompt_logprob_token_ids, self.prompt_logprob_start or 0
         if not rows:
             return ()
@@ -491,7 +493,7 @@ class TokensCompletionRequest(CompletionRequest):
 
 
 class GenerateRequest(GenerationRequest):
-    """A request to vLLM's plain API, `USE_OPENAI=0`."""
+    """A request to vLLM's plain API, which `USE_OPENAI=0` serves."""
 
     prompt: str | TokenIds
     logprobs: NumLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Errors for clients: the HTTP status, and the body in OpenAI's or Anthropic's format."""
+"""Describes errors to clients: the HTTP status, and the body in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pd_cluster.errors import (
     Unavailable,
 )
 
-MAX_BODY_NBYTES = 32 << 20  # also bounds what is read and ignored of a body whose request was refused early
+MAX_BODY_NBYTES = 32 << 20  # also the most bytes that are read and dropped after an early refusal
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never sent, because the client has left
-MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # with Anthropic's shapes
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # in Anthropic's format
 NO_THREADS = "thread_unsupported_request"  # tells Anthropic's clients to continue without a thread
 MESSAGES_ERRORS = {  # status -> Anthropic's type of error
     400: "invalid_request_error",

@@ -1,6 +1,5 @@
-"""Converts numbers in other forms, such as "16" and 16.0 for 16, as pydantic's lax mode and vLLM do.
-
-Other values stay unchanged, so that the strict models refuse them: true is not a number.
+"""Converts numbers that are written differently, such as "16" or 16.0 for 16, as pydantic's lax mode and vLLM do. Other
+values, such as true, stay unchanged, so that the strict models refuse them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 
 PATTERN = r"^\s*[+-]?[0-9]{1,32}(\.[0-9]{0,32})?([eE][+-]?[0-9]{1,3})?\s*$"  # a number in a string
 _NUMBER = re.compile(PATTERN)
-MOST_CHANGED = 1024  # converted items of a list
+MOST_CHANGED = 1024  # longer lists are not converted
 
 
 def with_numbers(data: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:

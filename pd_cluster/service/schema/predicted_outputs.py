@@ -1,4 +1,4 @@
-"""OpenAI's `prediction`: the expected text of an answer, which saves time where it is right."""
+"""Reads OpenAI's `prediction`: the expected text of an answer, which saves time where it is right."""
 
 from __future__ import annotations
 

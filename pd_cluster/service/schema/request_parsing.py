@@ -27,7 +27,7 @@ from pd_cluster.types import Sampling, ShapesDraws
 
 log = logging.getLogger(__name__)
 
-MAX_FIELDS = 1024  # of a request, including unknown fields, which are kept
+MAX_FIELDS = 1024  # the most fields of a request, including unknown fields, which are kept
 _NEUTRAL = {  # the values that beam search, which does not sample, accepts for sampling fields
     name: mark.neutral
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
@@ -40,7 +40,7 @@ OFFSETS = "return_token_offsets"  # refused by routes that do not honour it
 
 CHECKED = frozenset(
     {*NOT_YET, *ELSEWHERE, *SGLANGS, *CHAT_ONLY, *HARMLESS}
-)  # values of these names that ask for nothing
+)  # names that are not logged as unknown: their values ask for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -186,7 +186,7 @@ def _check_top_logprobs(request: GenerationRequest) -> None:
 
 
 def _check_named_logprobs(request: GenerationRequest) -> None:
-    """Refuses logprobs of named tokens if the answer has no logprobs. Raises RequestError."""
+    """Refuses logprobs of named tokens if the answer cannot have them. Raises RequestError."""
     name = "logprob_token_ids"
     if not request.logprob_token_ids:
         return
@@ -200,7 +200,7 @@ def _check_named_logprobs(request: GenerationRequest) -> None:
 
 
 def _kin(value: Any) -> tuple[type, ...]:
-    """Returns the types of values that count as equal: JSON writes 0.0 as 0, but True is not 1."""
+    """Returns the types whose values may equal this one: JSON may write 0.0 as 0, but True does not equal 1."""
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
 
 

@@ -1,4 +1,4 @@
-"""Objects with a field `type`: items, parts of contents, blocks.
+"""Reads objects that have a field `type`: items, parts of contents, blocks.
 
 Unsupported types, and fields that ask for unsupported features, are refused by name, with a way out.
 """
@@ -34,7 +34,7 @@ class TypedFields(BaseModel):
 
 
 def unless_empty(way_out: str) -> Callable[[Any], Any]:
-    """Returns a validator that refuses all but null and empty values. `way_out`: the reason, and what to do instead."""
+    """Returns a validator that accepts only null and empty values. `way_out`: the reason, and what to do instead."""
 
     def check(value: Any) -> Any:
         if any(value.values()) if isinstance(value, Mapping) else value:
@@ -46,7 +46,7 @@ def unless_empty(way_out: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, because pydantic hashes annotations
 class TaggedTypes:
-    """`noun`: the name of one object. `refused`: a known but unsupported type -> what to do instead.
+    """`noun`: the word for one such object. `refused`: a known but unsupported type -> what to do instead.
 
     As the metadata of a field, it declares the field's objects, which are read later, one by one.
     """
@@ -75,7 +75,7 @@ class TaggedTypes:
 
 
 def read_as(model: type[TypedFields], value: Any, place: str) -> TypedFields:
-    """Raises RequestError."""
+    """Returns the object as this model. Raises RequestError."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

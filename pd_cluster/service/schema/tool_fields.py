@@ -28,7 +28,7 @@ NO_TOOLS = RequestedTools([], "none")
 
 
 def tools_of(request: ChatCompletionRequest, has_parser: bool) -> RequestedTools:
-    """`has_parser`: the server can find calls in free text. Raises RequestError."""
+    """Returns the tools. `has_parser`: the server can find calls in free text. Raises RequestError."""
     tools = _tools(request)
     are_some = False
     choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"

@@ -39,7 +39,7 @@ async def answer_pooled(
     answer: Callable[[list[PooledOutput]], msgspec.Struct],
     is_long: bool = False,
 ) -> Response:
-    """Computes all prompts and answers, unless the client leaves. `is_long`: building the answer takes long."""
+    """Computes all prompts and answers, unless the client leaves. `is_long`: whether building the answer takes long."""
     reserve_tokens(http, generations)
     found = await unless_disconnected(http.receive, service.embedder.vectors(generations))
     if found is None:

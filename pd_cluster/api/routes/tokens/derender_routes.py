@@ -1,7 +1,7 @@
 """vLLM's derender routes, which convert token ids from /inference/v1/generate to a chat's or completion's answer.
 
-Each prepares the prompt again, as the render routes do, then reads the tokens as if they had just been generated. No
-instance takes part.
+Each route prepares the prompt again, as the render routes do, and then reads the tokens as if they had just been
+generated. No instance takes part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pd_cluster.service.schema.tokens.derender_protocol import (
 from pd_cluster.service.text_service import TextService
 
 MAX_TOKENS = 1 << 18  # the tokens of all answers in a request, as for /detokenize
-NUM_CHARS_PER_TOKEN = 4  # an estimate, for how long the work takes
-UNSUPPORTED_FIELDS: Mapping[str, Any] = {  # fields of the rendered request that need more than the answer's tokens
+NUM_CHARS_PER_TOKEN = 4  # an estimate, from which the duration of the work is derived
+UNSUPPORTED_FIELDS: Mapping[str, Any] = {  # fields of the request that token ids alone cannot satisfy
     **dict.fromkeys(("stream", "stream_options", "best_of", "prompt_logprobs", "include_metrics")),
     **dict.fromkeys(("kv_transfer_params", "return_token_offsets", "use_beam_search", "prediction")),
 }
@@ -143,7 +143,7 @@ def _follow(generation: Generation, token_ids: list[int] | None, vocab_size: int
 
 
 def _with_prompt(usage: Usage, num_tokens: int | None) -> Usage:
-    """Returns the usage with the prompt's tokens as the client counted them."""
+    """Returns the usage with the client's own count of prompt tokens."""
     if num_tokens is None:
         return usage
     total = num_tokens + usage.completion_tokens

@@ -1,6 +1,6 @@
 """Routes for external routers and frameworks: tokens in and out, rendered prompts, batches of chats, /invocations.
 
-Requests of tokens use neither a template nor text.
+Requests that consist of tokens use neither a template nor text.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ async def _answered_batch(http: Request, service: TextService, chats: _Chats) ->
 
 
 def _add_invocations(routes: APIRouter, service: TextService) -> None:
-    """Adds SageMaker's route, which passes a body to the route of its fields."""
+    """Adds SageMaker's route, which passes a body to the route that its fields identify."""
     known = [*openai_routes(service).routes, *vector_routes(service).routes, *score_routes(service).routes]
     endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
 

@@ -22,7 +22,7 @@ from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.text_service import TextService
 from pd_cluster.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 1 << 18  # the tokens of a request to /detokenize: decoding holds the interpreter's lock
+MAX_TOKENS = 1 << 18  # maximum tokens of a request to /detokenize: decoding holds the interpreter's lock
 FEW_TOKENS = 4096  # larger answers are built on a thread
 
 

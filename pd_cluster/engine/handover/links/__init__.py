@@ -1,1 +1,1 @@
-"""The links between prefill and decode instances, at both ends."""
+"""Both ends of the links between prefill and decode instances."""

@@ -1,4 +1,4 @@
-"""The open links of a worker from prefill instances; Imports and InLinks share them.
+"""The open links from prefill instances to this worker; Imports and InLinks share them.
 
 Knows nothing of how a link opens, rests or closes.
 """
@@ -36,7 +36,7 @@ class InLanes:
         self._closed_nbytes = self._closed_dropped = 0  # totals of closed links
 
     def counts(self) -> tuple[int, int]:
-        """Returns the bytes received so far, and the number of KV frames that did not belong to their link."""
+        """Returns the numbers of received bytes and of KV frames that did not belong to the link they came over."""
         received_nbytes, num_dropped = self._closed_nbytes, self._closed_dropped
         for lanes in list(self.lanes.values()):
             for _, end in lanes:
@@ -65,14 +65,14 @@ class InLanes:
     def precision(self, conn: str) -> str:
         """Returns the precision of a link.
 
-        All lanes of a group have the same precision, and one of them ends in this process.
+        All lanes of a group have the same precision, so this process's lanes suffice.
         """
         return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
 
     def begin(
         self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
     ) -> None:
-        """Begins a landing: passes the same blocks of a group to every rank."""
+        """Begins a landing. Every rank gets the same blocks of a group."""
         self.limit.use(conn)
         for group, end in self.lanes.get(conn, []):
             layout = self._layouts[group]

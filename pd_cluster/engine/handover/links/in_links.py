@@ -1,7 +1,7 @@
-"""The links of a worker from prefill instances. State × event table in docs/protocol/pairs.md.
+"""The links from prefill instances to a worker. State × event table in docs/protocol/pairs.md.
 
-Runs on the engine's thread, except for `route` and `meet`, which pass on the mailbox's messages, and the lanes'
-reports: a landed transfer is confirmed without waiting for a step.
+Runs on the engine's thread, with two exceptions: `route` and `meet` run on the mailbox's thread and pass on its
+messages; the lanes' threads report events, and so ask to confirm a landed transfer without waiting for a step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class InLinkUsers(Protocol):
-    """The transfers that links carry: Imports."""
+    """The transfers that use the links. Imports implements it."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Ends the landings of a link that went down, while its threads still acknowledge that they write no more."""
+        """Ends the landings of a link that went down. Its threads still run, to acknowledge that they write no more."""
 
 
 class InLinks:
-    """D's end of every link. Fills the table that it shares with its users.
+    """D's end of every link. It shares a table of open links with the users, and fills it.
 
-    The lanes' threads call the context's `report`, once for an event of a whole link.
+    The context's `report` is called on the lanes' threads, once for each event of a whole link.
     """
 
     def __init__(self, context: HandoverContext, table: InLanes, users: InLinkUsers) -> None:
@@ -76,7 +76,7 @@ class InLinks:
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             for each in lanes:
-                each.end.start()  # a thread ends only after its start
+                each.end.start()  # a thread must start before it can end
                 each.end.close()
             return
         if needs_place:
@@ -101,19 +101,19 @@ class InLinks:
             self._ask_to_rest()
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
-        """Handles that P has closed its end; no transfer is under way."""
+        """Closes this end, because P has closed its own; no transfer is under way."""
         if self._link_ids.get(conn) == rest.link_id:
             self.on_down(conn, "it is at rest")
             self._post.send(conn, rest)
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
-        """Passes a frame to its lane, on the mailbox's thread."""
+        """Passes a frame to its lane. Runs on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= frame.lane < len(lanes):
             lanes[frame.lane].end.put(frame)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Passes P's value to its lane, on the mailbox's thread."""
+        """Passes P's value to its lane. Runs on the mailbox's thread."""
         lanes = self._lanes.get(conn, [])
         if 0 <= value.lane < len(lanes):
             lanes[value.lane].end.meet(value)
@@ -137,7 +137,10 @@ class InLinks:
         return [partial(self._of_lane, conn, barrier, lane) for lane in range(num_lanes)]
 
     def _of_lane(self, conn: str, barrier: LaneBarrier, lane: int, event: LinkEvent) -> None:
-        """Reports an event, on a lane's thread. `Landed` is reported first: the engine reads it before P's answer."""
+        """Reports an event, on a lane's thread.
+
+        `Landed` is reported before Confirm is sent, so the engine reads it before P's answer.
+        """
         whole = barrier.add(lane, event)
         if whole is None:
             return

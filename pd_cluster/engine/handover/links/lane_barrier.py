@@ -1,4 +1,4 @@
-"""Determines when all lanes of a link have reported the same event of a transfer. Any thread may report; no sockets."""
+"""Determines when all lanes of a link have reported the same event of a transfer. Any thread may report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
 
 
 class LaneBarrier:
-    """A transfer has arrived, landed or drained when it has done so in every lane. A fault in one lane is a fault of
-    the transfer.
+    """A transfer has arrived, landed or drained once all lanes have reported that. One lane's fault fails it.
 
-    Each lane reports `Arrived`, if at all, then `Landed` or `LandFault`, then `Drained`, and nothing of the transfer
-    afterwards.
+    For each transfer, a lane may report `Arrived`, then `Landed` or `LandFault`, then `Drained`, and then nothing more.
     """
 
     def __init__(self, num_lanes: int) -> None:
@@ -28,7 +26,7 @@ class LaneBarrier:
         return len(self._arrived.keys() | self._landed.keys() | self._drained.keys())
 
     def add(self, lane: int, event: LinkEvent) -> LinkEvent | None:
-        """Returns the event of the whole link, if this lane's completes it."""
+        """Returns the event of the whole link if this lane's report completes it."""
         with self._lock:
             return self._add(lane, event)
 

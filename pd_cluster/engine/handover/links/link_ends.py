@@ -28,8 +28,8 @@ class Post(Protocol):
     def beat_soon(self) -> None: ...
 
 
-AfterSteps = Annotated[None, "after steps"]  # another rank runs the call once it has made the caller's progress
-AtOnce = Annotated[None, "at once"]  # another rank runs the call before earlier calls, one of which may wait for it
+AfterSteps = Annotated[None, "after steps"]  # another rank runs the call once its steps are as far as the caller's
+AtOnce = Annotated[None, "at once"]  # another rank runs the call at once: an earlier call may wait for it
 
 
 class SendEnd(Protocol):
@@ -41,7 +41,7 @@ class SendEnd(Protocol):
 
     @property
     def offers(self) -> list[wire.TransportOffer] | None:
-        """The transports on offer; None: not known yet, `Offered` will follow."""
+        """The transports that this end offers; None: not known yet, `Offered` will follow."""
 
     def open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout, /) -> None: ...
     def meet(self, value: wire.LinkValue, /) -> AtOnce: ...
@@ -131,13 +131,13 @@ class LocalLanes:
         return self._threads.receive_thread(conn, opened, key, partial(self._send, conn), report, note)
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Decides by the first lane, which ends in this process; the link's other lanes are like it."""
+        """Decides by the first lane, which ends in this process; the link's other lanes need the same."""
         return self._threads.needs_pair(opened)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalEndpoint:
-    """Properties of this process that a link needs: its identity and its pools, one for each group of layers."""
+    """This process's properties that a link needs: its identity, and its pools, one for each group of layers."""
 
     own: str  # name@epoch
     secret: bytes
@@ -153,7 +153,7 @@ class LocalEndpoint:
 
 
 def joined_precision(precisions: Iterable[str]) -> str:
-    """Joins the losses of precision of several lanes, each loss once; "" if there is none."""
+    """Joins the descriptions of several lanes' losses of precision, each once; "" if there is no loss."""
     return ", ".join(dict.fromkeys(each for each in precisions if each))
 
 
@@ -170,7 +170,7 @@ class PeerProgress:
             self._seen[conn] = (load.progress, self._clock())
 
     def moved(self, conn: str, nbytes: int) -> None:
-        """Records the bytes received over the connection so far: data from the peer is progress, too."""
+        """Records how many bytes have been received over the connection. Data from the peer counts as progress, too."""
         if self._moved.get(conn, (0, 0.0))[0] != nbytes:
             self._moved[conn] = (nbytes, self._clock())
 

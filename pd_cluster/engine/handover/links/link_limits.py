@@ -1,4 +1,4 @@
-"""Chooses which links with communicators may be open, at both ends. Tables in docs/protocol/pairs.md, "Links at rest".
+"""Chooses which links with communicators may be open, for both ends. Tables in docs/protocol/pairs.md, "Links at rest".
 
 out_links.py and in_links.py open, rest and close the links.
 """
@@ -21,18 +21,17 @@ class OutLinkLimit:
     most: int = 0
 
     def wish(self, link: OutLink, links: Iterable[OutLink]) -> wire.PairWish | None:
-        """Returns what to request in the link's LinkOpen; None: it must wait for capacity."""
+        """Returns the wish to send in the link's LinkOpen; None: the link must wait for capacity."""
         has_capacity = not self.most or sum(each.has_pair for each in links) < self.most
         if link.awaited_s is None and not link.is_unproven:
             return "free" if has_capacity else "none"
         return "now" if has_capacity else None
 
     def choose(self, links: Iterable[OutLink], now_s: float, uses: Callable[[str], bool]) -> None:
-        """Marks links that must rest so that waiting links get capacity: idle links first, the least recently used
-        first.
+        """Marks links that must rest so that waiting links get capacity: idle ones first, then the least recently used.
 
-        A link in use takes no more transfers, and rests when its own have ended. `uses(conn)`: whether a transfer is
-        under way over it.
+        A marked link that is in use takes no further transfers and rests once its current ones have ended.
+        `uses(conn)`: whether a transfer is under way over the link.
         """
         if not self.most:
             return
@@ -53,7 +52,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class InLinkLimit:
-    """D's links with communicators: those that may open them, and those that wait, in the order of their LinkOpen."""
+    """D's links with communicators: those that have capacity, and a queue of those that wait for it."""
 
     most: int = 0
     queue: list[Queued] = field(default_factory=list)
@@ -82,7 +81,7 @@ class InLinkLimit:
         self.queue[:] = [each for each in self.queue if each.conn != conn]
 
     def to_ask(self) -> list[str]:
-        """Returns one link to ask to rest for each link that waits. Each link is returned only once."""
+        """Returns links that should be asked to rest, one for each waiting link; returns no link twice."""
         able = sorted(self._used.keys() - self._asked, key=self._used.__getitem__)
         chosen = able[: max(0, len(self.queue) - len(self._asked))]
         self._asked.update(chosen)

@@ -1,4 +1,4 @@
-"""Keeps KV cache over gloo within a host, unless an operator trusts the network between hosts.
+"""Forbids sending KV cache between hosts over gloo unless an operator trusts the network.
 
 The table is in docs/protocol/pairs.md, "gloo between hosts".
 """
@@ -17,7 +17,7 @@ from ranktable_tools.host_addresses import is_one_host
 
 
 class NetworkPolicy:
-    """Stores the hosts of the workers that the scheduler has announced; allows everything with other workers.
+    """Stores the hosts of the workers that the scheduler has announced; does not restrict links with other workers.
 
     `own`: this worker's name@epoch.
     """
@@ -31,14 +31,14 @@ class NetworkPolicy:
         self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
 
     def problem(self, peer: str) -> str:
-        """Returns why gloo must not be used with this peer; "" if it may be."""
+        """Returns why gloo must not be used with this peer; "" if it may be used."""
         own, other = self._hosts.get(self._own, ""), self._hosts.get(peer, "")
         if self._trusts_network or not own or not other or is_one_host(own, other):
             return ""
         return why_not(own, other)
 
     def kept(self, peer: str, opened: wire.LinkOpen) -> wire.LinkOpen:
-        """Returns the LinkOpen without offers that must not be used between this worker's host and the peer's host.
+        """Returns a LinkOpen without offers that must not be used between this worker's host and the peer's.
 
         Raises LinkError if a lane has no offer left.
         """
@@ -56,7 +56,7 @@ class NetworkPolicy:
 
 
 def why_not(own: str, other: str) -> str:
-    """Returns why gloo is not used between two hosts, and the way out."""
+    """Returns why gloo is not used between two hosts, and what the operator can change."""
     return (
         f"KV cache would travel between hosts over gloo ({own}, {other}), checked but not encrypted: give all workers "
         f"{called('kv_transport')} auto or curve, which is encrypted, or {called('trust_network')} if nobody else can "
@@ -65,7 +65,7 @@ def why_not(own: str, other: str) -> str:
 
 
 def why_no_unit(name: str, hosts: Sequence[str]) -> str:
-    """Returns why the members of a unit do not exchange rows over gloo between these hosts, and the way out."""
+    """Returns why a unit's members do not exchange rows over gloo between hosts, and what the operator can change."""
     return (
         f"{called('data_parallel_size')}: the members of {name} would exchange activations between hosts over gloo "
         f"({', '.join(dict.fromkeys(hosts))}), which is unencrypted: give all {called('trust_network')} if nobody else "

@@ -16,9 +16,10 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 
 @dataclass(slots=True)
 class OutLane:
-    """`answered`: the transports that D's rank has chosen so far; `ready`: set once a probe has passed over one.
+    """P's end of one lane.
 
-    `peer`: the layout of the pool of D's rank, once it has answered.
+    `answered`: the transports that D's rank has chosen so far. `ready`: set once a probe has passed over one of them.
+    `peer`: the layout of D's pool on that rank, set once it has answered.
     """
 
     lane: Lane
@@ -39,15 +40,15 @@ class OutLink:
     is_announced: bool = False  # LinkOpen has been sent
     due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
     backoff_s: float = FIRST_BACKOFF_S
-    used_s: float = 0.0  # when data was last sent over it
+    used_s: float = 0.0  # when KV cache was last sent over it
     probed_s: float = 0.0
-    timeout_s: float = 0.0  # opening: how long it may take until `due_s`
+    timeout_s: float = 0.0  # opening: the time limit, which ends at `due_s`
     pair: wire.PairWish = "free"
     has_pair: bool = False  # it has an open communicator, which counts toward the limit
     must_rest: bool = False  # it will rest once no transfer is under way
-    is_unproven: bool = False  # its communicator has failed: requests are routed to it once a new one works
-    is_rested: bool = False  # it rests, and opens again only for a transfer
-    over: tuple[str, ...] = ()  # its latest transports
+    is_unproven: bool = False  # its communicator has failed; no requests are routed to it until a new one works
+    is_rested: bool = False  # it is at rest, and opens again only for a transfer
+    over: tuple[str, ...] = ()  # the transports that it used last
     awaited_s: float | None = None  # since when a transfer waits for it
 
     @property
@@ -56,16 +57,16 @@ class OutLink:
 
     @property
     def shown(self) -> LinkState:
-        """Returns the state that peers must know: a link at rest counts as such while it wakes."""
+        """Returns the state to show others. A link at rest is shown as resting until it is up again."""
         return LinkState("resting", self.over) if self.is_rested else self.state
 
     @property
     def is_closing(self) -> bool:
-        """Whether this end rests, but the other end has not confirmed that."""
+        """Whether this end is at rest and waits for the other end to confirm that."""
         return self.state.phase == "resting" and bool(self.conn)
 
     def to_open(self, endpoint: LocalEndpoint) -> wire.LinkOpen:
-        """Returns the first message, once all ranks have reported their offers."""
+        """Returns the link's first message. All ranks must have reported their offers."""
         return wire.LinkOpen(
             link_id=self.link_id,
             model_identity=endpoint.model_identity,
@@ -92,9 +93,10 @@ class OutLink:
 
     @property
     def precision(self) -> str:
-        """Returns the losses of precision of all groups of layers, "" for none, once all lanes are ready.
+        """Returns the losses of precision of all groups of layers, or "" if there are none.
 
-        Raises LinkError if lanes of a group differ, because D would not know the precision of its blocks.
+        All lanes must be ready. Raises LinkError if the lanes of a group differ, because D could not tell the precision
+        of its blocks.
         """
         found: dict[int, set[str]] = {}
         for each in self.lanes:
@@ -104,7 +106,7 @@ class OutLink:
         return joined_precision(each for of_group in found.values() for each in of_group)
 
     def close_lanes(self) -> int:
-        """Closes this end of all lanes, and gives up the capacity. Returns the bytes that were sent over them."""
+        """Closes this end of all lanes and releases the link's capacity. Returns the number of bytes sent over them."""
         sent_nbytes = self.sent_nbytes
         for lane in self.lanes:
             lane.end.close()
@@ -124,7 +126,7 @@ class OutLink:
 
 
 def lane_of(link: OutLink | None, index: int) -> OutLane | None:
-    lanes = link.lanes if link is not None else []  # read once: another thread may close the link meanwhile
+    lanes = link.lanes if link is not None else []  # read once: another thread may close the link at any time
     return lanes[index] if 0 <= index < len(lanes) else None
 
 

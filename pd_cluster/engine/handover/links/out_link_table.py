@@ -1,4 +1,4 @@
-"""The links of a worker to decode instances; Exports and OutLinks share them.
+"""The links from a worker to decode instances; Exports and OutLinks share them.
 
 Knows nothing of how a link opens, rests or closes.
 """
@@ -47,7 +47,7 @@ class OutLinkTable:
         return True
 
     def is_waking(self, peer: str, conn: str) -> bool:
-        """Whether the link to this peer opens over this connection, because a transfer waits for it."""
+        """Whether the link to this peer is opening over this connection, because a transfer waits for it."""
         link = self.by_peer.get(peer)
         return link is not None and link.conn == conn and link.awaited_s is not None
 

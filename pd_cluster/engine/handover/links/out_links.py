@@ -1,6 +1,6 @@
-"""The links of a worker to decode instances. State × event table in docs/protocol/pairs.md.
+"""The links from a worker to decode instances. State × event table in docs/protocol/pairs.md.
 
-Runs on the engine's thread, except for `meet`, which passes on the mailbox's messages.
+Runs on the engine's thread, except for `meet`, which runs on the mailbox's thread and passes on its messages.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 
 class OutLinkUsers(Protocol):
-    """The transfers that links carry: Exports."""
+    """The transfers that use the links. Exports implements it."""
 
     def uses(self, conn: str) -> bool:
         """Whether a transfer is under way over this connection."""
 
     def link_up(self, peer: str, conn: str) -> None:
-        """Handles that a link is up, for which transfers wait."""
+        """Called when a link is up for which transfers wait."""
 
     def link_lost(self, peer: str, reason: str) -> None:
-        """Handles that a link for which transfers wait will not open."""
+        """Called when a link for which transfers wait will not open."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Ends the transfers of a link that went down, while the link's state still exists."""
+        """Ends the transfers of a link that went down. Its state still exists during the call."""
 
 
 class OutLinks:
-    """P's end of every link. Fills the table that it shares with its users."""
+    """P's end of every link. It shares a table of links with the users, and fills it."""
 
     def __init__(self, context: HandoverContext, table: OutLinkTable, users: OutLinkUsers) -> None:
         self.table = table
@@ -102,7 +102,7 @@ class OutLinks:
             self._announce(link)
 
     def on_offered(self, conn: str) -> None:
-        """Announces the link if only this rank's offers were missing."""
+        """Announces the link if a rank's offers have arrived and no others are missing."""
         link = self._by_conn.get(conn)
         if link is not None:
             self._announce(link)
@@ -130,7 +130,7 @@ class OutLinks:
         lane.end.open(answer.transport, own, peer)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Passes D's value to its lane, on the mailbox's thread."""
+        """Passes D's value to its lane. Runs on the mailbox's thread."""
         lane = lane_of(self._by_conn.get(conn), value.lane)
         if lane is not None:
             lane.end.meet(value)
@@ -147,7 +147,7 @@ class OutLinks:
             self._is_ready(link, tuple(sorted({each.transport for each in chosen})))
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
-        """Handles that D has closed its end, or does not open it until a transfer needs it."""
+        """Handles D's answer that it has closed its end, or does not open it until a transfer needs it."""
         link = self._find(conn, rest.link_id)
         if link is None or link.state.is_open:
             return
@@ -156,9 +156,9 @@ class OutLinks:
         self._leave(link)
 
     def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
-        """Handles that D needs this link's capacity for another link."""
+        """Marks the link as one that must rest, because D needs its capacity for another link."""
         link = self._find(conn, wish.link_id)
-        if link is not None and link.has_pair:  # the link may still be opening: its waiting transfers are sent first
+        if link is not None and link.has_pair:  # if it is still opening, waiting transfers are sent first
             link.must_rest = True
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
@@ -176,7 +176,7 @@ class OutLinks:
             self._refuse(link, refused.reason)
 
     def on_down(self, conn: str, reason: str) -> None:
-        """Retries after the connection was lost or this end's thread failed."""
+        """Schedules another attempt after the connection was lost or this end's thread failed."""
         link = self._by_conn.get(conn)
         if link is not None:
             (self._leave if link.is_closing else partial(self._retry, reason=reason))(link)
@@ -204,7 +204,7 @@ class OutLinks:
         link.link_id = secrets.token_hex(8)
         link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link
-        # Until this attempt ends, the reason for the end of the previous one is worth showing.
+        # Keep the reason why the previous attempt ended: it is shown until this attempt ends.
         link.state = LinkState("opening", reason=link.state.reason)
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)
         peer = peer_key(info.name, info.epoch)
@@ -216,7 +216,7 @@ class OutLinks:
             (self._retry if error.retry else self._refuse)(link, error.text)
 
     def _is_ready(self, link: OutLink, over: tuple[wire.TransportName, ...]) -> None:
-        """Starts to use a link: the probe has passed over all its lanes."""
+        """Starts to use a link, because the probe has passed over all its lanes."""
         try:
             precision = link.precision
         except LinkError as error:
@@ -252,7 +252,7 @@ class OutLinks:
         link.timeout_s, link.due_s = seconds, self._clock() + seconds
 
     def _rest(self, link: OutLink) -> None:
-        """Closes this end, and asks D to close its end. The connection stays open until D has done so."""
+        """Closes this end, and asks D to close its own. The connection stays open until D has answered."""
         self._set_at_rest(link)
         link.due_s = self._clock() + self._timeouts.connect_timeout_s
         self._post.send(link.conn, wire.LinkRest(link.link_id))

@@ -1,8 +1,8 @@
-// What the pages ask of the scheduler's admin port, or of its public port. Sessions: see dashboard_sessions.py.
+// Sends the pages' requests to the scheduler's admin port, or to its public port. Sessions: see dashboard_sessions.py.
 
 const DATA = "api";
 let commandToken = null;
-export const view = { isWhole: true, takesKeys: false }; // what this port shows, and whether API keys let one in
+export const view = { isWhole: true, takesKeys: false }; // takesKeys: users may log in with API keys
 
 export class Refused extends Error {
   constructor(message, status) {
@@ -16,7 +16,7 @@ async function failure(answer) {
   try {
     message = (await answer.json()).error.message;
   } catch {
-    // the body is no error of ours: the status is all there is
+    // the body is not one of our errors, so only the status is known
   }
   return new Refused(message, answer.status);
 }
@@ -46,7 +46,7 @@ function heed(told) {
   view.takesKeys = told.takes_keys;
 }
 
-// Begins a session with what lets one in: a code or an API key.
+// Begins a session with a code or an API key.
 export async function login(proof) {
   heed(await (await send("/session", { method: "POST", body: proof })).json());
 }
@@ -61,7 +61,7 @@ export async function begin() {
       return true;
     } catch (error) {
       heed(await get("/session"));
-      if (commandToken === null) throw error; // otherwise a used link is no reason to end a session
+      if (commandToken === null) throw error; // with a session that is still valid, a used link does no harm
     }
   } else heed(await get("/session"));
   return commandToken !== null;

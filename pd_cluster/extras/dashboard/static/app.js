@@ -1,4 +1,4 @@
-// Starts the dashboard: a session, the pages, and one question to the scheduler twice a second, while somebody looks.
+// Starts the dashboard: a session, the pages, and, while the page is visible, two queries of the scheduler a second.
 
 import { begin, get, login, view } from "./api.js";
 import { ClusterPage } from "./cluster.js";
@@ -42,7 +42,7 @@ class App {
   async look() {
     const since = this.samples.at(-1)?.at_s, mark = this.marks.at(-1)?.number ?? 0;
     const overview = await get(`/overview?since_mark=${mark}${since ? `&since=${since}` : ""}`);
-    if (this.started !== undefined && this.started !== overview.started_s) { // another scheduler: its marks begin again
+    if (this.started !== undefined && this.started !== overview.started_s) { // a restarted scheduler, whose marks begin again
       this.samples = [];
       this.marks = [];
       this.before = null;
@@ -59,7 +59,7 @@ class App {
     this.show();
   }
 
-  // Rates between two looks that are at least a second apart, so that they do not flicker.
+  // Computes rates from two answers that are at least a second apart, so that the rates do not flicker.
   measure(overview) {
     if (this.before === null || overview.now_s - this.before.now_s >= 1) {
       this.rate = rates(overview.instances, this.before?.instances, overview.now_s - (this.before?.now_s ?? 0));
@@ -84,7 +84,7 @@ class App {
         await this.look();
       } catch (error) {
         if (error.status === 401) return closed(error.message);
-        if (error.status === 429) { // other tabs of this session have looked, too
+        if (error.status === 429) { // this session's other tabs have used up the query rate
           await pause(PERIOD_MS);
           continue;
         }
@@ -92,14 +92,14 @@ class App {
         connection.className = "lost";
       }
       await pause(PERIOD_MS);
-      await seen(); // a hidden tab asks nothing
+      await seen(); // a hidden tab sends no queries
     }
   }
 }
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// Resolves once the page can be seen.
+// Resolves once the page is visible.
 function seen() {
   if (!document.hidden) return Promise.resolve();
   return new Promise((resolve) => {

@@ -1,4 +1,4 @@
-// Time lines of the last minutes, with deaths and returns of instances as marks. uPlot draws.
+// Charts of the last minutes, with marks where instances died and returned; uPlot draws them.
 
 import { clock, h } from "./dom.js";
 

@@ -1,10 +1,10 @@
-// The page "Cluster": what is wrong, the picture, figures, time lines, events.
+// The page "Cluster": problems, the picture, figures, charts, events.
 
 import { Chart } from "./charts.js";
 import { clock, count, h, seconds, table, update, withCode } from "./dom.js";
 import { isDown, picture } from "./picture.js";
 
-// [name, blocks with content in all instances] of each tier but the first, which is the pool itself.
+// Returns [name, number of used blocks in all instances] of each tier below the first, which is the pool itself.
 function tiersBeyondThePool(instances) {
   const found = new Map();
   for (const tier of instances.flatMap((each) => each.tiers.slice(1))) {
@@ -48,7 +48,7 @@ export class ClusterPage {
     this.charts[3].goal = overview.slo_ttft_s && overview.slo_ttft_s * 1000;
     this.charts[4].goal = overview.slo_tpot_s && overview.slo_tpot_s * 1000;
     const newestS = overview.samples.at(-1)?.at_s;
-    if (newestS === undefined || newestS !== this.drawnS) { // once a second, not at each look
+    if (newestS === undefined || newestS !== this.drawnS) { // once a second, not after each query
       this.drawnS = newestS;
       for (const chart of this.charts) chart.show(overview.samples);
     }
@@ -60,7 +60,7 @@ export class ClusterPage {
 
   showProblems(problems) {
     const told = JSON.stringify(problems);
-    if (told === this.told) return; // a screen reader would say it again
+    if (told === this.told) return; // a screen reader would read it aloud again
     this.told = told;
     this.problems.className = `problems ${problems[0]?.severity ?? ""}`;
     this.problems.replaceChildren(problems.length

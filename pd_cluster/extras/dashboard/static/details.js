@@ -1,4 +1,4 @@
-// An instance's details, its log, and commands for it, each with what it will do.
+// An instance's details, its log, and its commands, each with a description of its effect.
 
 import { command, get, view } from "./api.js";
 import { bytes, h, seconds, table, tierText, update } from "./dom.js";
@@ -91,7 +91,7 @@ export class Details {
     if (!view.isWhole) return;
     const wanted = isDown(each) ? ["remove"] : each.service === "in" ? ["drain", ...(each.role === "encode" ? [] : ["role"]), "remove"] : ["undrain", "remove"];
     const key = `${wanted} ${each.role}`;
-    if (key === this.shown) return; // a button under somebody's finger stays
+    if (key === this.shown) return; // keeps a button that is being pressed
     this.shown = key;
     this.actions.replaceChildren(
       ...wanted.map((name) => h("button", { type: "button", class: name === "remove" ? "bad" : "", onclick: () => this.ask(name, each) }, COMMANDS[name][0])),

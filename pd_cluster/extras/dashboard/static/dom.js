@@ -1,10 +1,10 @@
-// Elements without markup in strings: whatever a name or an answer contains is text.
+// Makes elements without markup in strings: any content of a name or an answer stays text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element[name] = value; // a property, so that update() can pass it on
+    if (name.startsWith("on")) element[name] = value; // a property, which update() can copy
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
@@ -17,8 +17,8 @@ export const s = (tag, attributes = {}, ...children) => fill(document.createElem
 
 const HANDLERS = ["onclick", "onkeydown", "onchange"];
 
-// Gives an element these children, and changes only what differs: a button under somebody's finger, the focus and the
-// place that a list is scrolled to stay. Children with a data-key are told apart by it, others by their place.
+// Gives an element these children, and changes only what differs, so that a pressed button, the focus and the scroll
+// position of a list are kept. Children with a data-key are matched by it, others by their position.
 export function update(element, ...children) {
   const next = children.flat().filter((child) => child !== null && child !== undefined)
     .map((child) => (child instanceof Node ? child : document.createTextNode(child)));
@@ -43,7 +43,7 @@ export function update(element, ...children) {
   }
 }
 
-// Makes one node like another, or puts the other in its place. Returns the one that is there.
+// Makes the old node equal to the next one, or replaces it. Returns the node that is now in the document.
 function change(old, next) {
   if (old === next) return old;
   if (old.nodeName !== next.nodeName) {
@@ -83,7 +83,7 @@ export function count(value) {
   return value >= 1000 ? Math.round(value).toLocaleString("en") : String(Math.round(value * 10) / 10);
 }
 
-// What a tier of KV blocks has, such as "12 of 64 blocks, 320 tokens found there".
+// Describes a tier of KV blocks, such as "12 of 64 blocks, 320 tokens found there".
 export function tierText(tier) {
   const size = tier.num_blocks === null ? "" : ` of ${count(tier.num_blocks)}`;
   const hits = tier.num_hit_tokens === null ? "" : `, ${count(tier.num_hit_tokens)} prompt tokens found there`;
@@ -103,5 +103,5 @@ export function table(headings, rows, caption) {
   );
 }
 
-// A text whose parts between backticks are code.
+// Shows the parts of a text between backticks as code.
 export const withCode = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));

@@ -1,10 +1,10 @@
-// The cluster as a living picture: scheduler, prefill and decode instances, and what flows between them.
+// The live picture of the cluster: the scheduler, its instances, and the data that flows between them.
 
 import { bytes, h, s, tierText } from "./dom.js";
 
 const BOX = { height: 74, gap: 18 }, TOP = 34, MARGIN = 20, GUTTER = 44;
 const WIDE = 1000, NARROW = 400, NUM_NARROW_PX = 560;
-const ROLES = ["encode", "prefill", "decode"]; // in the order in which a request passes them
+const ROLES = ["encode", "prefill", "decode"]; // in the order in which a request uses them
 const DOWN = new Set(["failed", "unreachable"]);
 
 export const isDown = (instance) => DOWN.has(instance.state);
@@ -54,7 +54,7 @@ function instanceBox(instance, { x, y }, width, rate, open) {
   );
 }
 
-// Where everything is: stages side by side, or, on a narrow page, one below the other with the links beside them.
+// Computes positions: stages are side by side or, on a narrow page, one below the other with links beside them.
 function layout(stages, isNarrow) {
   const places = new Map(), titles = [];
   if (isNarrow) {
@@ -79,7 +79,7 @@ function layout(stages, isNarrow) {
   return { places, titles, width, height };
 }
 
-// A link between two boxes; on a narrow page on their left side, or on their right.
+// The path of a link between two boxes. On a narrow page, it runs on their left or right side.
 function curve(from, to, width, side) {
   const y1 = from.y + BOX.height / 2, y2 = to.y + BOX.height / 2;
   if (side) {

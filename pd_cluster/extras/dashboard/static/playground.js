@@ -1,12 +1,12 @@
-// The page "Playground": chats, alone or with two settings side by side, and the path of each answer.
-// Texts stay in this page. The API key stays in it, too, and goes to the public port with each question.
+// The page "Playground": a chat, or two with different settings side by side, and the path of each answer.
+// Texts and the API key are kept only in this page; the key is sent to the public port with each question.
 
 import { get, send } from "./api.js";
 import { h, seconds } from "./dom.js";
 import { drawTimeline } from "./timeline.js";
 
 const TIMELINE_TRIES = 10, TIMELINE_PAUSE_MS = 200;
-const LEAST_RATED_TOKENS = 8, LEAST_RATED_S = 0.05; // of fewer, or in less time, a rate says nothing
+const LEAST_RATED_TOKENS = 8, LEAST_RATED_S = 0.05; // with fewer tokens, or in less time, a rate means nothing
 
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -70,7 +70,7 @@ class Pane {
       this.talk, this.path);
   }
 
-  // Lists models, and each one's adapters in a group below it.
+  // Lists the models, each with its adapters in a group below it.
   offer(models, chosen) {
     const before = this.model.value;
     const option = (each) => h("option", { value: each.id }, each.id);
@@ -160,7 +160,7 @@ class Pane {
       } catch (error) {
         this.path.replaceChildren(h("p", { class: "quiet" }, error.message));
       }
-      await new Promise((resolve) => setTimeout(resolve, TIMELINE_PAUSE_MS)); // workers report with their heartbeat
+      await new Promise((resolve) => setTimeout(resolve, TIMELINE_PAUSE_MS)); // workers report events with their heartbeats
     }
   }
 }
@@ -209,7 +209,7 @@ export class PlaygroundPage {
     try {
       const { data } = await (await send("/models", { headers: this.key() })).json();
       const adapters = data.filter((each) => each.parent);
-      this.panes.forEach((pane, at) => pane.offer(data, adapters[at - 1]?.id)); // beside the model its first adapter
+      this.panes.forEach((pane, at) => pane.offer(data, adapters[at - 1]?.id)); // the second pane selects the first adapter
       this.note.textContent = adapters.length ? "Adapters are in the list of models; compare two settings to see one beside its model." : "";
     } catch (error) {
       this.note.textContent = error.message;

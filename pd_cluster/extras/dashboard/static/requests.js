@@ -1,4 +1,4 @@
-// The page "Requests": the last ones, and the path of one. The scheduler keeps no prompts and no answers.
+// The page "Requests": the last requests, and the path of a selected one. The scheduler keeps no prompts or answers.
 
 import { get } from "./api.js";
 import { h, seconds, table, update } from "./dom.js";

@@ -1,4 +1,4 @@
-// One request's path: where it was prefilled, what moved, what was cached, where each token came from.
+// One request's path: where its prompt was computed, how much KV cache was found or moved, where tokens came from.
 
 import { bytes, h, s } from "./dom.js";
 

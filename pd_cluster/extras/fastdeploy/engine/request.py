@@ -17,8 +17,8 @@ class CompletionOutput(shapes.CompletionOutput):
 class RequestMetrics(shapes.RequestMetrics):
     """Times in seconds. `arrival_time` and `inference_start_time` are Unix times, the others durations.
 
-    `first_token_time` and `model_forward_time` begin with the inference, `time_in_queue` and `model_execute_time` with
-    the request's arrival. None: unknown.
+    `first_token_time` and `model_forward_time` count from the start of inference, `time_in_queue` and
+    `model_execute_time` from the request's arrival. None: unknown.
     """
 
     @classmethod

@@ -29,8 +29,8 @@ class LLM:
     `arguments`: FastDeploy's documented parameters, those of `pd_cluster.LLM`, or flags of `pd-cluster serve` by their
     Python names. Each is honoured, ignored with one warning if it cannot matter, or refused with the reason.
 
-    The number of KV cache blocks is written to log/fastdeploy.log (`FD_LOG_DIR` names another folder), as FastDeploy
-    does. Raises ConfigError or ModelError, in one line that names the argument.
+    The number of KV cache blocks is written to log/fastdeploy.log, as FastDeploy does; `FD_LOG_DIR` names another
+    folder. Raises ConfigError or ModelError, in one line that names the argument.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:

@@ -42,10 +42,10 @@ class ErnieBotTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """Returns the chat template's prompt, or its token ids. A message's parts are texts,
-        and images if the model takes them; the prompt has a placeholder for each image.
+        """Returns the prompt that the chat template makes, or its token ids. A message may consist of texts and, if the
+        model takes images, of images, each of which becomes a placeholder.
 
-        `variables` are the template's, such as `enable_thinking`. Raises RequestError.
+        `variables`: variables for the template, such as `enable_thinking`. Raises RequestError.
         """
         template = self._tokenizer.template
         if template is None:

@@ -1,1 +1,1 @@
-"""The C kernels of the CPU forward pass: their source, build and calls."""
+"""The C kernels of the CPU forward pass: source, build and calls."""

@@ -1,7 +1,7 @@
-"""Computes a step's decoder layers in one call of the C kernels, with the same bits as layer by layer, without Python
-between.
+"""Computes a step's decoder layers in one call of the C kernels, with the same bits as one call per operation.
 
-Supports layers whose four products are packed, with a norm before each half: no adapters, no experts, no other ranks.
+Supports layers whose four products are packed and that have a norm before each half; no adapters, no experts, and no
+other ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pd_cluster.model.layers.gated_mlp import Activation, GatedMLP
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from pd_cluster.native.packed_products import PackedProduct, ProductCall
 
-MOST_ROWS = 64  # with more rows, the time of the calls does not matter
-LAYERS_AT_ONCE = 4  # if the number of threads may change between layers
+MOST_ROWS = 64  # with more rows, the time of the calls themselves does not matter
+LAYERS_AT_ONCE = 4  # layers per call, if the number of threads may change between layers
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # row_kernels.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -50,8 +50,8 @@ class _Layers(ctypes.Structure):
 
 
 class BoundLayer(Protocol):
-    """A layer in one pool: the address of Layer (attention_step.h), valid while this object lives, and the pool's
-    kernels.
+    """A layer in one pool: the address of Layer (attention_step.h), which is valid while this object lives, and the
+    attention kernels for the pool.
     """
 
     address: int
@@ -59,17 +59,17 @@ class BoundLayer(Protocol):
 
 
 class StepViews(Protocol):
-    """Gives C its views of a step and its layers."""
+    """Returns the addresses of C structs that describe a step and its layers."""
 
     def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
-        """Returns the address of Step (attention_step.h), valid while the batch lives, for torch's thread count."""
+        """Returns the address of Step (attention_step.h), with torch's thread count; valid while the batch lives."""
 
     def bound(self, heads: Heads, pool: KVPool) -> BoundLayer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One layer: C's view of it, and the objects that must live as long."""
+    """One layer: the C struct that describes it, and the objects that must live as long."""
 
     call: _DecoderLayer
     heads: Heads
@@ -87,7 +87,7 @@ class DecoderLayers:
         self._library, self._parts, self._views = library, parts, views
         self._layers = (_Pointer * len(parts))(*(ctypes.addressof(part.call) for part in parts))
         self._width = int(parts[0].call.qkv.inputs)
-        self._kinds: dict[tuple[str, int], int] = {}  # rope and group of a layer -> the width of its heads
+        self._kinds: dict[tuple[str, int], int] = {}  # rope and group of a layer -> its head_dim
         self._kind_of: list[tuple[str, int]] = []
         self._windows = {part.heads.sliding_window for part in parts}
         self._bound_to: tuple[KVPool, ...] = ()
@@ -95,7 +95,7 @@ class DecoderLayers:
         self._pools = (_Pointer * len(parts))()
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it supports this batch, all of whose rows must be sampled: it computes each row in every layer."""
+        """Whether it supports this batch. All rows must be sampled, because every layer computes every row."""
         return (
             batch.num_tokens <= MOST_ROWS
             and len(batch.sample_rows) == batch.num_tokens
@@ -105,7 +105,7 @@ class DecoderLayers:
         )
 
     def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Updates x [num_tokens, hidden_size]; returns the last layer's pending addition to x."""
+        """Updates x [num_tokens, hidden_size] in place; returns what the last layer still has to add to x."""
         assert x.shape == (batch.num_tokens, self._width)
         assert x.dtype == torch.float32
         assert x.is_contiguous()
@@ -137,13 +137,13 @@ class DecoderLayers:
             if at_once < num_layers:
                 for part in self._parts[first : first + at_once]:
                     batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
-        if at_once == num_layers:  # no callback needs a call per layer
+        if at_once == num_layers:  # otherwise `layer_written` has recorded them
             batch.layers_written += [part.heads.layer_idx for part in self._parts]
             batch.windows |= self._windows
         return delta
 
     def _steps(self, ropes: dict[str, Rope], batch: ForwardBatch) -> ctypes.Array[ctypes.c_void_p]:
-        """Returns the address of the batch's view for each layer."""
+        """Returns, for each layer, the address of the Step that describes the batch to it."""
         addresses = {
             (rope, group): self._views.step_address(ropes[rope], batch.of_group(group), head_dim)
             for (rope, group), head_dim in self._kinds.items()
@@ -151,7 +151,7 @@ class DecoderLayers:
         return (_Pointer * len(self._kind_of))(*(addresses[kind] for kind in self._kind_of))
 
     def _bind(self, batch: ForwardBatch, pools: tuple[KVPool, ...]) -> None:
-        """Records each layer's address in these pools, one per group of the batch and all of one dtype."""
+        """Records each layer's address in its pool. There is one pool per group of layers, and all have one dtype."""
         assert len({pool.layout.dtype for pool in pools}) == 1
         own = [batch.of_layer(part.heads.layer_idx).pool for part in self._parts]
         self._bound = [self._views.bound(part.heads, pool) for part, pool in zip(self._parts, own, strict=True)]
@@ -164,7 +164,7 @@ class DecoderLayers:
 
 
 def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: StepViews) -> DecoderLayers | None:
-    """Returns all layers as one function; None if a layer is not supported."""
+    """Returns a function that computes all layers; None if a layer is not supported."""
     parts = [_part(layer) for layer in layers]
     found = [part for part in parts if part is not None]
     widths = {int(part.call.qkv.inputs) for part in found}
@@ -172,7 +172,7 @@ def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: St
 
 
 def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCall, down: ProductCall) -> bool:
-    """Whether each product's output is as wide as the input of the next: C allocates and reads by these sizes."""
+    """Whether each product's output is as wide as the next one's input; C allocates and reads by these sizes."""
     width = heads.num_heads * heads.head_dim
     needed = (
         (qkv.outputs, width + 2 * heads.num_kv_heads * heads.head_dim),

@@ -1,6 +1,6 @@
 """The C kernels as `Ops`. Checks everything that C relies on: dtypes, shapes, contiguity.
 
-Block ids were checked against the pool when the batch was built.
+Block ids are not checked here, but against the pool when the batch is built.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 MAX_HEAD_DIM = 256
 MAX_LATENTS = (512, 128)  # widths of the latent and of the rotated part
 MAX_INDEX_HEADS = 256
-LEAST_SLAB = 16  # tokens whose scores are held at once, in addition to one per thread
+LEAST_SLAB = 16  # tokens whose scores are computed at once, besides one per thread
 HEAD_DIM_MULTIPLE = 16
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool_vectors.h
 
@@ -83,7 +83,7 @@ class _Index(ctypes.Structure):
 
 @dataclass(slots=True)
 class _BatchState:
-    """C's view of a batch with one kind of rope, and the objects that must live as long."""
+    """The C struct that describes a batch with one kind of rope, and the objects that must live as long."""
 
     step: _Step
     address: int
@@ -94,7 +94,7 @@ class _BatchState:
 
 @dataclass(slots=True)
 class _Bound:
-    """C's view of a layer in one pool, and the attention kernels for the pool's dtype."""
+    """The C struct that describes a layer in one pool, and the attention kernels for the pool's dtype."""
 
     pool: KVPool
     layer: _Layer
@@ -115,7 +115,7 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 @functools.cache
 def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
-    """Returns the kernels for pools of this dtype; each dtype has its own library, compiled on first use."""
+    """Returns the kernels for pools of this dtype. Each dtype has its own library, compiled at first use."""
     library = build.load((*flags, *_chosen(pool_dtype)))
     library.pd_attend.argtypes = [_Pointer] * 5
     library.pd_attend.restype = None
@@ -124,7 +124,7 @@ def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
 
 @functools.cache
 def _latents_in_pools(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
-    """Returns the kernels of latent attention for pools of this dtype, also compiled on first use."""
+    """Returns the kernels of latent attention for pools of this dtype, compiled at first use."""
     library = build.load((*flags, *_chosen(pool_dtype), "-DLATENTS"))
     library.pd_latents.argtypes = [_Pointer] * 7
     library.pd_choose.argtypes = [*[_Pointer] * 7, *[_Int] * 3, *[_Pointer] * 4]
@@ -140,7 +140,7 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
     """Whether the attention kernels support a pool. `latent_values`: with latents, the widths of the heads' values."""
     if layout.dtype not in POOLS:
         return False
-    multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half fills whole vectors
+    multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half of a vector fills whole registers
     if layout.has_latents:
         widths = (*(plane.width for plane in layout.planes), *latent_values)
         most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in widths[len(MAX_LATENTS) :]))
@@ -149,9 +149,9 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
 
 
 class CpuOps:
-    """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded.
+    """`Ops` in C. Raises KernelsUnavailable if the kernels cannot be built or loaded.
 
-    `pool_dtype`: the dtype of the pool that will be served; attention for other dtypes is compiled on first use.
+    `pool_dtype`: the dtype of the pool that will be used; attention for other dtypes is compiled at first use.
     `has_latents`: the pool holds latents.
     """
 
@@ -283,11 +283,11 @@ class CpuOps:
         return NativeStates.of(convolution, recurrence, self._flags)
 
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
-        """Returns all layers as one function; None if they are not supported."""
+        """Returns a function that computes all layers; None if the kernels do not support them."""
         return decoder_layers(_library(self._flags), layers, self)
 
     def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
-        """Returns the address of C's view of a batch, valid while the batch lives, for torch's number of threads."""
+        """Returns the address of the C struct for a batch, with torch's thread count; valid while the batch lives."""
         states = batch.kernel_state
         if not isinstance(states, dict):
             states = batch.kernel_state = {}
@@ -299,7 +299,7 @@ class CpuOps:
         return address
 
     def bound(self, heads: Heads, pool: KVPool) -> _Bound:
-        """Returns C's view of a layer in a pool."""
+        """Returns the C struct of a layer in a pool."""
         found = self._layers.get(heads)
         return self._bind(heads, pool) if found is None or found.pool is not pool else found
 
@@ -342,8 +342,8 @@ class CpuOps:
 
 
 def _choosing(batch: ForwardBatch, most: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Returns the tokens that see more keys than `most`, their sequences, and the largest number of keys that
-    one sees.
+    """Returns the tokens that see more than `most` keys, their sequences, and the largest number of keys that a token
+    sees.
     """
     seqs = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), batch.query_lens)
     ends = np.cumsum(batch.query_lens)
@@ -353,7 +353,7 @@ def _choosing(batch: ForwardBatch, most: int) -> tuple[npt.NDArray[np.int32], np
 
 
 def _latents_in(latents: Latents, pool: KVPool, chosen: torch.Tensor | None) -> _Latents:
-    """Returns C's view of a layer in a pool. In each block the planes are consecutive, layer by layer."""
+    """Returns the C struct of a layer in a pool. In each block the layers are consecutive, and each has its planes."""
     layout, planes = pool.layout, pool.layer(latents.layer_idx)
     first = pool.data_ptr()
     assert [plane.width for plane in layout.planes[:2]] == [latents.width, latents.rope_width]
@@ -408,9 +408,10 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
 
 
 def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Returns the sequences, longest first, and for each the number of successive sequences that share its table, or 0.
+    """Returns the sequences, longest first, and for each the number of sequences from it on that share its block table.
 
-    Sequences that share a table are consecutive, shortest first; all but the first have 0. None: no table is shared.
+    Sequences that share a table are consecutive, shortest first; all but the first of them have 0. None instead of the
+    numbers: no table is shared.
     """
     lens, leaders = batch.host_context_lens, batch.leaders
     if leaders is None:

@@ -1,1 +1,1 @@
-"""The model's kernels on CUDA, in Triton. Outside this package only kv/copy_kernel imports triton."""
+"""The model's kernels on CUDA, in Triton. Outside of this package only kv/copy_kernel imports triton."""

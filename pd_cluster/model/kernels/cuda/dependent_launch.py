@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel's programs start while the previous kernel ends, and wait for its end here.
+"""Programmatic dependent launch: a kernel's programs start before the previous kernel has ended, and wait for its end.
 
-Every kernel launched in this way waits before it reads or writes anything that another kernel may have written or read:
-its own end then implies the end of all earlier kernels. It lets the next kernel start at once, because that one waits,
-too. Other kernels are launched as usual, after the end of the previous one.
+Every kernel launched in this way waits before it reads or writes anything that another kernel may use. So when it ends,
+all earlier kernels have ended. After the wait it lets the next kernel start at once, because that kernel waits, too.
+Other kernels are launched as usual, after the end of the previous one.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def begin(PDL: tl.constexpr):
 
 
 def launched(pdl: bool) -> dict[str, bool]:
-    """Returns the arguments of a launch. Without `pdl` Triton's option is omitted: the interpreter does not know it."""
+    """Returns the launch arguments. Without `pdl`, Triton's option is omitted, because the interpreter rejects it."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -1,7 +1,7 @@
-"""The CUDA path of `--deterministic`: a row's bits depend neither on its batch, nor on how its prompt was chunked.
+"""The CUDA path of `--deterministic`: a row's bits depend neither on its batch nor on how its prompt was chunked.
 
-Every kernel uses one tile for all numbers of rows. Single tokens attend through the prefill kernel, because a token
-that is recomputed after a preemption is part of a prompt. Contexts are not split over programs.
+Every kernel uses one tile for all numbers of rows. Single tokens attend through the prefill kernel, because after a
+preemption a token is recomputed as part of a prompt. Contexts are not split over programs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 
 class DeterministicOps(CudaOps):
-    """`CudaOps` with the same launch configuration for every number of rows; norms and rotations already have it."""
+    """`CudaOps` with the same launch configuration for every number of rows; norms and rotations need no change."""
 
     name = "deterministic Triton"
     few_gated = sys.maxsize
     has_one_tile = True
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Multiplies by the weight's codes if it is quantized, otherwise by the weight itself."""
+        """Multiplies by the codes of a quantized weight, otherwise by the weight itself."""
         return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
     def experts(
@@ -77,8 +77,8 @@ def configs_of(shape: AttentionShape, dtype_bits: int, device: Device, has_codes
 
 
 def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:
-    """Plans all sequences as tiles. If each has one query, the tiles are made on the device, as a graph's capture
-    requires.
+    """Plans all sequences as tiles. If each has one query, the tiles are made on the device, because a graph may be
+    being captured.
     """
     plan = plan_tiles(batch.query_lens, batch.host_context_lens, group, configs)
     if (batch.query_lens == 1).all():
@@ -93,7 +93,7 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
             batch.context_lens,
             batch.block_table,
             batch.table_starts,
-            batch.table_starts[:0],  # no sequence decodes separately
+            batch.table_starts[:0],  # no sequence is planned for the decode kernel
             there,
             batch.table_starts[:0],
             batch.key_limits,

@@ -1,7 +1,7 @@
 """Triton kernels between a decoder's linear layers: norms, the gate, and the preparation of heads from QKV rows.
 
-All arithmetic is float32; values are rounded to the activations' dtype wherever transformers' modules round them. Knows
-nothing of launch sizes: see `pd_cluster.model.kernels.cuda.ops`.
+All arithmetic is float32; values are rounded to the activations' dtype wherever transformers' modules round them.
+Launch sizes are chosen in `pd_cluster.model.kernels.cuda.ops`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 
 @triton.jit
 def scaled(normed, weight, dtype: tl.constexpr):
-    """Scales by the weight.
+    """Multiplies by the weight.
 
-    Llama rounds before it multiplies by a weight of its own dtype; Gemma's weight is float32.
+    Llama rounds first and multiplies by a weight of the activations' dtype; Gemma's weight is float32.
     """
     if weight.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
@@ -65,7 +65,7 @@ def rms_norm(
 def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Returns activation(gate) * up, with float32 in and out; the activation is rounded before the product.
 
-    swigluoai (2) clamps both first, and multiplies by up + 1, which is also rounded.
+    swigluoai (2) first clamps both, and multiplies by up + 1, which is also rounded.
     """
     if ACTIVATION == 2:
         gate = tl.minimum(gate, 7.0)
@@ -106,14 +106,14 @@ def rotated(
     source,  # [HEADS, HALF] pointers to the left halves
     inside,
     weight,
-    cos,  # pointer to a row, like sin
+    cos,  # pointer to a row, as is sin
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Returns the left and right halves of some heads, normed and rotated, as float32 values rounded to the dtype."""
+    """Returns the left and right halves of some heads after norm and rotation, as float32 rounded to the dtype."""
     dtype: tl.constexpr = source.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def turned(left, right, cos, sin, inside, dtype: tl.constexpr):
 @triton.jit
 def prepare_heads(
     qkv,  # [num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
-    cos,  # [num_tokens, HEAD_DIM]; both halves are the same
+    cos,  # [num_tokens, HEAD_DIM]; the two halves are equal
     sin,
     q_weight,
     k_weight,

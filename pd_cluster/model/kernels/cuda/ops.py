@@ -1,7 +1,7 @@
-"""The Triton kernels as `Ops`, with attention passed in. Nothing here waits for the device.
+"""The Triton kernels as `Ops`; the attention is passed in. No operation waits for the device.
 
-Checks the kernels' preconditions: dtypes, shapes, strides. Knows nothing of graphs or streams: a launch goes to the
-current stream, and its sizes depend on shapes only.
+Checks the kernels' preconditions: dtypes, shapes, strides. Does not deal with graphs or streams: every launch uses the
+current stream, and launch sizes depend only on shapes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pd_cluster.model.layers.states.recurrent_kernels import RecurrentKernel, St
 from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
 
-MAX_FEATURES = 32768  # the most features of a norm: a row stays in one program's registers
+MAX_FEATURES = 32768  # the most features that a norm supports: a row stays in one program's registers
 ROW_ELEMENTS_PER_WARP = 512  # elements of a norm: 16 per thread
-FEW_GATED = 1 << 20  # elements; this many fill the device with small programs
+FEW_GATED = 1 << 20  # elements; up to this many, programs are small, so that they fill the device
 HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 
 
@@ -49,7 +49,8 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    # Products of latents have the same tile for every number of rows; with an indexer, all tokens attend to lists.
+    # Whether products of latents have the same tile for every number of rows and, with an indexer, all tokens attend to
+    # lists of keys.
     has_one_tile = False
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
@@ -161,7 +162,7 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) ->
 
 
 def _check_weight(norm: Norm, num_features: int, dtype: torch.dtype) -> None:
-    """Asserts that the weight has the activations' dtype (Llama's order of rounding) or is float32 (Gemma's)."""
+    """Asserts that the weight has the activations' dtype (rounding as in Llama) or is float32 (as in Gemma)."""
     assert norm.weight.shape == (num_features,)
     assert norm.weight.dtype in (dtype, torch.float32)
     assert norm.weight.is_contiguous()
@@ -177,7 +178,7 @@ def prepare(
     pdl: bool = False,
     pool_dtype: str = "",
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys, and writes keys and values to their slots, in the pool's dtype.
+    """Applies norms and rope to queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
     `pool_dtype`: the pool's dtype if it is quantized. Returns the queries, [num_tokens, num_heads, head_dim],
     contiguous; qkv is unchanged.

@@ -1,1 +1,1 @@
-"""Computation on Ascend NPUs: torch-npu's operators, which `device` registers with torch; there are no own kernels."""
+"""Computation on Ascend NPUs with torch-npu's operators, which `device` registers with torch; there are no kernels."""

@@ -1,8 +1,8 @@
 """A sparse block on NPUs: rows are sorted by expert, and one operator multiplies them by all experts' matrices.
 
-The host never knows which experts were chosen, so a graph can capture it. Rows for other ranks' experts come after the
-last group. The operator's description requires the last group to end with the last row; vllm-ascend relies on further
-rows being accepted, with undefined results for them only.
+The host never learns which experts were chosen, so a graph can capture the block. Rows for other ranks' experts come
+after the last group. The operator's description requires the last group to end with the last row; but vllm-ascend
+relies on the operator to accept further rows, whose own results are then undefined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Gates
 
 
 class NpuGroupedExperts:
-    """Sends each row through its router's `top_k` experts, or through those of them in this rank's share."""
+    """Passes each row through the `top_k` experts that its router chose; with a share, only this rank's experts."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class NpuGroupedExperts:
         share: ExpertShare | None = None,
     ) -> None:
         """`share`: see `Experts`."""
-        assert share is None or weights.rows is None  # a share has whole experts
+        assert share is None or weights.rows is None  # the experts of a share are whole
         self._ops, self._activation = ops, activation
         weight = router.weight.float() if router.routing.in_float32 else router.weight
-        self._router = weight.clone()  # [experts that the router knows, hidden_size]
+        self._router = weight.clone()  # [number of experts the router chooses from, hidden_size]
         self._router_bias = router.bias
         self._routing = router.routing
         self._own = None if share is None else RankExperts(share, len(weight))
@@ -57,7 +57,7 @@ class NpuGroupedExperts:
         order = flat.argsort(stable=True)
         experts = torch.arange(self._num_experts, device=x.device)
         ends = (flat[:, None] == experts).sum(0).cumsum(0)  # [num_experts] int64
-        # index_select gathers; indexing by tensors may make the host wait for the device.
+        # Indexing by tensors may make the host wait for the device; index_select does not.
         chosen_in_order = flat.index_select(0, order)
         others = None
         if self._own is not None:
@@ -70,7 +70,7 @@ class NpuGroupedExperts:
         down = self._down(inner if self._rows is None else self._rows.gathered(inner), ends)
         if self._down_bias is not None:
             down = down + self._down_bias.index_select(0, chosen_in_order)
-        if others is not None:  # a weight of 0 would not suffice: undefined results may be NaN
+        if others is not None:  # a weight of 0 is not enough: undefined results may be NaN
             down = down.masked_fill(others, 0)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), top_k, -1)
         summed = (added * weights[..., None]).sum(1).to(x.dtype)

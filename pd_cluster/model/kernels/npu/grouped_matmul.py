@@ -1,4 +1,4 @@
-"""Products of sorted rows by all experts' matrices, floats or codes, with one operator of torch-npu."""
+"""Products of sorted rows and all experts' matrices, as floats or codes, with one operator of torch-npu."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pd_cluster.model.layers.linear_weight import LinearWeight
 from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 
 ROWS = 0  # group_type: the rows of x are grouped
-ONE_TENSOR = 2  # split_item: all groups' results in one tensor
-RUNNING_SUMS = 0  # group_list_type
+ONE_TENSOR = 2  # split_item: one tensor for the results of all groups
+RUNNING_SUMS = 0  # group_list_type: the ends of the groups
 
-# (x [num_rows, in_features], ends [num_experts]) to [num_rows, out_features]: rows [ends[i - 1], ends[i]) by expert i
+# Maps x [num_rows, in_features], ends [num_experts] to [num_rows, out_features]; expert i has rows ends[i-1] to
+# ends[i].
 Grouped = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def grouped_of(weight: LinearWeight) -> Grouped:
-    """Returns the product without the bias. `weight` has a leading dimension of experts."""
+    """Returns the product, without the bias. `weight` has a leading dimension of experts."""
     if isinstance(weight, Int8Weight) and weight.inputs is None:
         return _int8(weight)
     if isinstance(weight, CodedWeight) and takes(weight):
@@ -31,7 +32,7 @@ def grouped_of(weight: LinearWeight) -> Grouped:
 
 def _int8(weight: Int8Weight) -> Grouped:
     codes, scales, dtype = _by_inputs(weight.codes), [weight.scales.to(torch.bfloat16)], weight.dtype
-    if dtype != torch.bfloat16:  # for results in bfloat16 the operator takes bfloat16 scales
+    if dtype != torch.bfloat16:  # for bfloat16 results the operator takes bfloat16 scales
         scales = [weight.scales.to(torch.float32)]
 
     def product(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

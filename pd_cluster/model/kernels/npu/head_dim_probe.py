@@ -1,7 +1,7 @@
-"""Tests packed attention on this device with head sizes outside its description, before a model uses it.
+"""Tests packed attention on this device, before a model uses it, with head sizes outside the operator's description.
 
-For `--npu-head-dims wide`. Random prompts, first in chunks and then decoded, go through the same write and call as a
-model's, and are compared with float32 attention on the host. Knows nothing of models.
+For `--npu-head-dims wide`. Random sequences, computed in chunks and then decoded, pass through the same write and call
+as a model's, and the results are compared with float32 attention on the host. Independent of models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from pd_cluster.types import Request, RequestSpec, Sampling
 
-STEPS = ((130, 60, 1), (3, 1, 1), (1, 1, 1))  # tokens of three sequences in each step: chunks, then decoded tokens
-BLOCK_TABLES = ((3, 0), (1,), (2,))  # the first sequence crosses a block boundary, with blocks in descending order
-WINDOW = 37  # one key more or less changes a row by a sixth
-# The largest error of a head's row, relative to its size: weights and results are rounded once each.
+STEPS = ((130, 60, 1), (3, 1, 1), (1, 1, 1))  # tokens of three sequences per step: chunks, then decode
+BLOCK_TABLES = ((3, 0), (1,), (2,))  # the first sequence has two blocks, in descending order
+WINDOW = 37  # a window that is wrong by one key changes a row by a sixth
+# The largest error of a head's row, relative to the row's size; weights and results are each rounded once.
 TOLERANCE = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 SEED = 11
 
@@ -39,9 +39,9 @@ class _Numbers(NamedTuple):
 
 
 def why_not(device: Device, layout: KVLayout, num_heads: int, has_window: bool, has_sinks: bool) -> str:
-    """Returns why this device does not compute packed attention with such heads correctly; "" if it does.
+    """Returns what is wrong with this device's packed attention for such heads; "" if its results are correct.
 
-    `has_window`: tests both layers without and layers with a window.
+    `has_window`: tests layers with a window in addition to layers without.
     """
     small = replace(layout, num_layers=1)
     dtype = TORCH_DTYPES[layout.dtype]
@@ -55,7 +55,7 @@ def why_not(device: Device, layout: KVLayout, num_heads: int, has_window: bool, 
         try:
             with torch.inference_mode():
                 found = _found(device, small, numbers, scoring)
-        except RuntimeError as error:  # from torch-npu, or from asynchronous launches
+        except RuntimeError as error:  # raised by torch-npu, or later by an asynchronous launch
             return f"the operator rejects it: {first_line(error)}"
         for actual, each in zip(found, numbers, strict=True):
             expected = expected_of(*each, scoring)
@@ -89,7 +89,7 @@ def _numbers(num_tokens: int, num_heads: int, layout: KVLayout, dtype: torch.dty
 
 
 def _found(device: Device, layout: KVLayout, numbers: Sequence[_Numbers], scoring: Scoring) -> list[torch.Tensor]:
-    """Computes the sequences together in STEPS; returns each one's [num_tokens, num_heads, head_dim] float32."""
+    """Computes the sequences together, in STEPS; returns for each [num_tokens, num_heads, head_dim] float32."""
     pool = KVPool(layout, num_blocks=sum(map(len, BLOCK_TABLES)), device=device)
     try:
         attention = NpuAttention(device, "TND")
@@ -111,7 +111,7 @@ def _found(device: Device, layout: KVLayout, numbers: Sequence[_Numbers], scorin
                 for kind in range(3)
             )
             found = attention.write_and_attend(0, query.transpose(0, 1), keys, values, batch, scoring)
-            synchronize(device)  # raises what the launches raised
+            synchronize(device)  # raises the errors of launches
             for part, rows in zip(parts, torch.split(found.cpu().float(), list(step)), strict=True):
                 part.append(rows)
             for request, count in zip(requests, step, strict=True):

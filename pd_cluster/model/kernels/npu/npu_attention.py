@@ -1,10 +1,10 @@
 """Paged attention and KV writes on NPUs, with torch-npu's fused operators.
 
-A step's sequences go in one packed call (layout TND), both prompts and decode. If the operator does not support a
-model's heads in this layout, decode steps go as a batch of one token each (BSND), and steps with prompts through
-layers/attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
-neither supports; head_dim_probe.py tests other head sizes. Operators and their limits follow torch-npu 2.13's schemas
-and CANN's descriptions; nothing here has run on hardware.
+All sequences of a step, prompts and decode, are computed in one packed call (layout TND). If the operator does not
+support a model's heads in this layout, decode steps are computed as a batch of one token each (BSND), and steps with
+prompts by layers/attention/sdpa.py. Lengths are on the host, block tables on the device. `problem` reports at load what
+neither layout supports; head_dim_probe.py tests other head sizes. The operators and their limits are taken from
+torch-npu 2.13's schemas and CANN's descriptions; nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.model.layers.attention.sdpa import Scoring
 
 DTYPES = ("float16", "bfloat16")
-PACKED_HEAD_DIM = 128  # 192 is supported only without blocks
+PACKED_HEAD_DIM = 128  # 192 is supported only for keys without blocks
 PACKED_HEAD_DIM_ALONE = 64  # supported only if every query head has its own key head
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
-BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of this
+BATCHED_STEP = 16  # in decode steps, head dims and block sizes are multiples of this
 MAX_BATCHED_HEAD_DIM = 512
 MAX_BATCHED_BLOCK_SIZE = 512
 MAX_GROUP = 64  # query heads per key head
 MAX_WIDTH = 65535  # key heads times head dim
-MASK_SIZE = 2048  # the operator derives every causal or banded mask from this one
-CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
+MASK_SIZE = 2048  # the operator derives every causal or windowed mask from one of this size
+CAUSAL, BAND = 3, 4  # sparse_mode: both masks are aligned to the last query and key
 
 Way = Literal["TND", "BSND"]
 
@@ -42,8 +42,8 @@ Way = Literal["TND", "BSND"]
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str], way: Way | None = None) -> str:
     """Returns why these operators do not support this pool and model; "" if they do.
 
-    `traits`: the model's traits: "softcap", "sinks", "window". `way`: by default `way_of`; with TND the result tells
-    whether only the head size prevents it.
+    `traits`: those of "softcap", "sinks", "window" that the model has. `way`: None means `way_of`. Given as TND, the
+    result tells whether anything besides the head size prevents it.
     """
     if layout.dtype not in DTYPES:
         return f"{called('dtype')} {layout.dtype}: attention on NPUs supports {' or '.join(DTYPES)}"
@@ -72,7 +72,7 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
 
 
 def way_of(layout: KVLayout, num_heads: int) -> Way:
-    """Returns the layout that the operators' descriptions allow."""
+    """Returns the input layout that the operators' descriptions allow."""
     return "BSND" if _why_not_packed(layout, num_heads) else "TND"
 
 
@@ -99,15 +99,15 @@ def _why_no_dim(dim: int) -> str:
 
 
 class PlannedStep(NamedTuple):
-    """A step's plan, for all its layers."""
+    """The arguments of a step's attention, the same in all its layers."""
 
-    tables: torch.Tensor  # [num_seqs, width] int32: blocks, then arbitrary valid ids
+    tables: torch.Tensor  # [num_seqs, width] int32: blocks, padded with arbitrary valid ids
     query_ends: list[int]  # [num_seqs] running sums of the query lengths
     context_lens: list[int]  # [num_seqs]
 
 
 class NpuAttention:
-    """Attention for fused layers and transformers' modules, which call `write_and_attend`."""
+    """Attention for fused layers and transformers' modules; both call `write_and_attend`."""
 
     def __init__(self, device: Device, way: Way) -> None:
         self.way: Way = way
@@ -139,7 +139,7 @@ class NpuAttention:
         options: dict[str, Any] = {"block_table": planned.tables, "input_layout": self.way}
         if self.way == "TND":
             options |= {"atten_mask": self._mask, "sparse_mode": CAUSAL}
-            # A band counts the keys before the token itself, which is also visible: W - 1 for a window of W.
+            # A band counts the keys before the token itself, so a window of W tokens is a band of W - 1.
             if scoring.sliding_window is not None:
                 options |= {"sparse_mode": BAND, "pre_tokens": scoring.sliding_window - 1, "next_tokens": 0}
         keys, values = (pool.flatten(2) for pool in batch.pool.layer(layer_idx))
@@ -147,7 +147,7 @@ class NpuAttention:
         return found if self.way == "TND" else found[:, 0]
 
     def _uses_sdpa(self, batch: ForwardBatch) -> bool:
-        """Whether prompts have unsupported head sizes, or tokens see later tokens."""
+        """Whether the step has prompts with unsupported head sizes, or tokens that see later tokens."""
         is_batched = self.way == "BSND" and len(batch.query_lens) != batch.num_tokens
         return is_batched or batch.key_limits is not None
 
@@ -159,7 +159,7 @@ def causal_mask(device: Device) -> torch.Tensor:
 
 
 def write_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-    """Writes [num_tokens, num_kv_heads, head_dim] to the step's slots, which are distinct."""
+    """Writes [num_tokens, num_kv_heads, head_dim] to the step's slots; no two are the same."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     torch.ops.npu.npu_scatter_pa_kv_cache(keys, values, key_pool, value_pool, batch.slot_mapping, cache_mode="Norm")
 
@@ -172,7 +172,7 @@ def _call(
     scoring: Scoring,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Calls the first operator, or for sinks the second, which names the same arguments differently."""
+    """Calls the first operator, or with sinks the second, which has other names for the same arguments."""
     num_heads, head_dim = query.shape[-2:]
     num_kv_heads, block_size = keys.shape[2] // head_dim, keys.shape[1]
     options |= {"block_size": block_size, "num_key_value_heads": num_kv_heads}
@@ -205,7 +205,7 @@ def _call(
 
 
 def planned_step(batch: ForwardBatch) -> PlannedStep:
-    """Plans in a step's first layer, so that a graph plans again at each replay from its buffers."""
+    """Makes the plan in a step's first layer. A graph repeats this at each replay, from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
     batch.host_values = _host_values
     return PlannedStep(tables_of(batch), np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
@@ -216,18 +216,18 @@ def tables_of(batch: ForwardBatch) -> torch.Tensor:
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
-    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no id: all must be valid
-    # index_select gathers; indexing by a tensor may make the host wait for the device, which no graph supports.
+    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no ids, so all must be valid
+    # Indexing by a tensor may make the host wait for the device, which a graph cannot do; index_select does not.
     return batch.block_table.index_select(0, at.flatten()).view(at.shape)
 
 
 def _host_values(lens: Ints) -> HostValues:
-    """Returns the values that a graph's attention receives at replay, under either operator's names."""
+    """Returns the values that a graph's attention receives at replay, under the names that both operators use."""
     context_lens = _at_least_one(lens)
     return {"actual_seq_lengths_kv": context_lens, "actual_seq_kvlen": context_lens}
 
 
 def _at_least_one(lens: Ints) -> list[int]:
-    """Lets a padding row see one arbitrary token: the operator's result for zero tokens is undefined."""
+    """Makes a padding row see one arbitrary token, because the operator's result for zero tokens is undefined."""
     found: list[int] = np.maximum(lens, 1).tolist()
     return found

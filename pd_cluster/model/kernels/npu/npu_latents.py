@@ -1,9 +1,9 @@
-"""Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries, latents as keys and as values.
+"""Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The pool's two planes are what the operator reads: latents, and the rotated parts beside them. It takes one width of
-each, and a power of two of heads; further heads are zeros, whose results are dropped. A step's sequences are packed
-(TND); a longer chunk of a prompt goes as several sequences of 16 tokens, the most that all versions of the operator
-take. A step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
+The operator reads the pool's two planes as they are: latents, and their rotated parts. It supports one width of each,
+and only powers of two of heads, so heads of zeros are added and their results dropped. Sequences of a step are packed
+(TND). A chunk of a prompt is split into sequences of at most 16 tokens, the most that all versions of the operator
+support; a step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
 operator does not support. Nothing here has run on hardware.
 """
 
@@ -27,11 +27,11 @@ from pd_cluster.model.layers.ops import Latents, Rope
 WIDTHS = (512, 64)  # of the latent and its rotated part
 BLOCK_SIZES = (16, 128)
 MAX_HEADS = 128
-MAX_QUERIES = 16  # tokens of one sequence in a call
+MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator takes a model's latents, if the settings fit."""
+    """Whether the operator supports the widths of a model's latents; `problem` checks the rest."""
     return tuple(plane.width for plane in layout.planes[:2]) == WIDTHS
 
 
@@ -97,7 +97,7 @@ class NpuLatentOps(NpuOps):
         self, latents: Latents, absorbed: torch.Tensor, turned: torch.Tensor, batch: ForwardBatch, step: PlannedStep
     ) -> torch.Tensor:
         latent_pool, rope_pool = (pool.flatten(2) for pool in batch.pool.layer(latents.layer_idx))
-        # Without a mask single tokens see all keys: some versions of the operator take no mask for them.
+        # For single tokens some versions of the operator accept no mask; without one, they see all keys.
         is_decode = len(step.query_ends) == len(absorbed)
         found: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
             absorbed,
@@ -120,7 +120,7 @@ class NpuLatentOps(NpuOps):
 
 
 def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to `whole`."""
+    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros added up to `whole`."""
     num_tokens, num_heads, width = x.shape
     if whole == num_heads:
         return x.contiguous()
@@ -130,14 +130,14 @@ def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
 
 
 def _in_calls(step: PlannedStep, batch: ForwardBatch) -> tuple[PlannedStep, ...]:
-    """Returns the calls of a step whose sequences with more than MAX_QUERIES tokens are cut."""
+    """Returns the calls of a step, with sequences of more than MAX_QUERIES tokens split into pieces."""
     lens = np.asarray(batch.query_lens)
     if lens.max() <= MAX_QUERIES:
         return (step,)
     counts = -(-lens // MAX_QUERIES)
     owners = np.repeat(np.arange(len(lens)), counts)  # [num_pieces]
     stops = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + 1) * MAX_QUERIES
-    stops = np.minimum(stops, lens[owners])  # in tokens of the piece's sequence
+    stops = np.minimum(stops, lens[owners])  # counted in tokens of the sequence that the piece belongs to
     ends = stops + (np.cumsum(lens) - lens)[owners]
     context_lens = np.asarray(step.context_lens)[owners] - lens[owners] + stops
     tables = step.tables.index_select(0, on_device({"owners": owners}, batch.pool.device)["owners"])

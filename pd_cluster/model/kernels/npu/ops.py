@@ -1,4 +1,4 @@
-"""`Ops` with torch-npu's operators. Nothing here waits for the device. Knows nothing of graphs or streams."""
+"""`Ops` with torch-npu's operators. No operation waits for the device. Does not deal with graphs or streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 
 class NpuOps(TorchOps):
-    """Uses torch-npu's operators if they exist, and torch otherwise."""
+    """Uses torch-npu's operators where they exist, otherwise torch."""
 
     name = "NPU"
     is_capturable = True
@@ -32,7 +32,7 @@ class NpuOps(TorchOps):
         return linear_of(weight) or weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        if norm.weight.dtype != x.dtype:  # a weight with a float32 offset (Gemma)
+        if norm.weight.dtype != x.dtype:  # float32, for norms that multiply by 1 + w (Gemma)
             return super().norm(x, norm)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x, norm.weight, norm.eps)[0]
         return normed

@@ -1,7 +1,8 @@
-"""Products of quantized weights with torch-npu's operators: int8 with int8 activations, and weight-only 8 and 4 bits.
+"""Products of quantized weights with torch-npu's operators: int8 weights and activations, or only weights, in 8 or 4
+bits.
 
-The operators' descriptions limit shapes and groups; weights beyond these limits are dequantized. Nothing here waits for
-the device while a step runs.
+The operators' descriptions limit shapes and groups; weights outside these limits are dequantized. No operation waits
+for the device while a step runs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 
 MOST_FEATURES = 65535
 GROUP_MULTIPLE = 32  # inputs in a group
-WORD_CODES = 8  # 4-bit codes of adjacent outputs in a word
+WORD_CODES = 8  # 4-bit codes of adjacent outputs in one word
 
 
 def linear_of(weight: LinearWeight) -> Linear | None:
-    """Returns a layer that multiplies the weight's codes; None if the weight has none, or the operators do not support
-    it.
+    """Returns a layer that multiplies by the weight's codes; None if there are no codes, or the operators do not
+    support them.
     """
     if isinstance(weight, Int8Weight) and max(weight.codes.shape) <= MOST_FEATURES:
         return NpuInt8Linear(weight)
@@ -36,9 +37,7 @@ def takes(weight: CodedWeight) -> bool:
 
 
 class NpuInt8Linear:
-    """Multiplies x and the weight as int8, with one scale per row of x, or with the scale and zero point in the
-    file.
-    """
+    """Multiplies x and the weight as int8. x gets one scale per row, or the scale and zero point stored in the file."""
 
     def __init__(self, weight: Int8Weight) -> None:
         self._codes = weight.codes.transpose(0, 1).contiguous()  # [in_features, out_features]
@@ -53,9 +52,9 @@ class NpuInt8Linear:
         self._inverse = (1 / step).expand(num_inputs).contiguous()
         self._zeros = zero.expand(num_inputs).contiguous()
         sums = weight.codes.sum(-1, dtype=torch.int64)
-        self._whole = (-sums * zero.to(torch.int64)).to(torch.int32)  # the zero point's contribution to each output
+        self._whole = (-sums * zero.to(torch.int64)).to(torch.int32)  # what the zero point adds to each output
         self._scales = self._scales * step
-        if weight.dtype == torch.float16:  # the operator's own form of a scale, for float16 results
+        if weight.dtype == torch.float16:  # the operator has a special form of scales for float16 results
             self._scales = torch.ops.npu.npu_trans_quant_param(self._scales)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +75,7 @@ class NpuInt8Linear:
 
 
 class NpuQuantizedLinear:
-    """Multiplies unquantized x by a weight of 8 or 4 bits: (code + offset) * scale, in the operator's form."""
+    """Multiplies x, not quantized, by a weight of 8 or 4 bits in the operator's form: (code + offset) * scale."""
 
     def __init__(self, weight: CodedWeight) -> None:
         codes, offsets, has_four = signed(weight)
@@ -106,7 +105,7 @@ class NpuQuantizedLinear:
 
 
 def signed(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Returns codes as int8, the offset added to them (None: no offset), and whether four bits hold each code."""
+    """Returns codes as int8, the offset added to them (None: no offset), and whether every code fits four bits."""
     least, most = (int(each) for each in weight.codes.aminmax())
     shift = 8 if least >= 0 and most <= 15 else 128 if most > 127 else 0
     codes = (weight.codes.to(torch.int16) - shift).to(torch.int8)

@@ -1,9 +1,9 @@
-"""Latent attention (MLA) over the paged pool, absorbed: keys and values of heads are never materialized.
+"""Latent attention (MLA) over the paged pool, in absorbed form: the keys and values of heads are never computed.
 
 A head's key is W_k times a latent, followed by the rotated part that all heads share; its value is W_v times the
-latent. So the query times W_k is compared with the latents directly, and W_v is applied to their weighted sum: per
-sequence, with scores and sums in float32. With transformers' modules, `LatentCache` replaces their cache and writes the
-latents, and `attend_latents` replaces their attention.
+latent. Instead, the query times W_k is compared with the latents directly, and W_v is applied to their weighted sum.
+This is done for each sequence, with scores and sums in float32. In models that keep transformers' modules,
+`LatentCache` replaces their cache and writes the latents, and `attend_latents` replaces their attention.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from pd_cluster.kv.kv_vectors import decode, encode, write_kv
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 
-MOST_SCORES = 1 << 24  # held at once: 64 MiB of float32
+MOST_SCORES = 1 << 24  # computed at once: 64 MiB of float32
 
 
 class UpProjection(torch.nn.Module):
     """The weights of `kv_b_proj`, split into keys [num_heads, width, C] and values [num_heads, C, value_width].
 
-    As a module it computes the plain projection of latents, which transformers' modules use without a cache in the
-    proof at load.
+    As a module it computes the plain projection of latents. transformers' modules use that in the proof at load, when
+    they have no cache.
     """
 
     def __init__(self, weight: torch.Tensor, widths: tuple[int, int]) -> None:
-        """`weight` [num_heads * sum(widths), C]: for each head the rows of its keys, then those of its values."""
+        """`weight` [num_heads * sum(widths), C]: for each head the rows for keys, then the rows for values."""
         super().__init__()
         apart = weight.detach().view(-1, sum(widths), weight.shape[1])
         self.keys = apart[:, : widths[0]].contiguous()
         self.values = apart[:, widths[0] :].transpose(1, 2).contiguous()
-        self.is_absorbed = False  # `attend_latents` does its work
+        self.is_absorbed = False  # True while `attend_latents` does the work
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         if self.is_absorbed:
@@ -40,7 +40,7 @@ class UpProjection(torch.nn.Module):
 
 
 class LatentCache:
-    """Replaces transformers' cache in a step; has the methods that modules and masks call."""
+    """Replaces transformers' cache in a step; has the methods that transformers' modules and masks call."""
 
     is_compileable = False
 
@@ -64,8 +64,8 @@ class LatentCache:
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a step's latents to the pool; returns only the first, because the module would expand all that
-        it gets.
+        """Writes a step's latents to the pool. Returns only the first one, because the module expands all latents that
+        it receives.
         """
         write_latents(layer_idx, latent[0].transpose(0, 1), rope[0].transpose(0, 1), self._batch)
         return latent[:, :, :1], rope[:, :, :1]
@@ -86,7 +86,7 @@ def attend_latents(
     batch: ForwardBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Attends to the latents of each sequence in the pool, either all or those in `batch.chosen`.
+    """Attends to the latents of each sequence in the pool: to all, or to the ones that `batch.chosen` selects.
 
     Returns [num_tokens, num_heads, Dv].
     """
@@ -106,11 +106,11 @@ def attend_latents(
             for plane in planes
         )
         most_rows = max(1, MOST_SCORES // (num_heads * context_len))
-        behind = context_len - stop  # keys before the first row's own; each row also sees itself and the rows before it
+        behind = context_len - stop  # row r of the step sees behind + r + 1 keys
         dense = stop if batch.chosen is None else min(stop, max(first, batch.chosen.shape[1] - behind))
         for row in range(first, dense, most_rows):
             rows = slice(row, min(row + most_rows, dense))
-            num_seen = behind + rows.stop  # keys that the last of these rows sees
+            num_seen = behind + rows.stop  # the number of keys visible to the last of these rows
             absorbed = _absorbed(queries[:, rows].float(), to_keys)
             weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
             output[rows] = torch.bmm(weighted, to_values).transpose(0, 1).to(output.dtype)
@@ -124,7 +124,7 @@ def attend_latents(
 
 
 def workspace_nbytes(max_model_len: int, width: int) -> int:
-    """Returns the bytes of a step over a long past: `width` values per token, gathered and in float32."""
+    """Returns the bytes that a step over a long context needs: `width` values per token, gathered and in float32."""
     return 3 * 4 * MOST_SCORES + max_model_len * width * 8
 
 
@@ -135,7 +135,7 @@ def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _attend(
-    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: queries of the last positions among the keys
+    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: queries at the last positions of the keys
     rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
     latents: torch.Tensor,  # [num_keys, C]
     ropes: torch.Tensor,  # [num_keys, Dr]

@@ -1,8 +1,8 @@
-"""Paged attention for CPU: per sequence, gathers its blocks and calls scaled_dot_product_attention.
+"""Paged attention for CPU: gathers the blocks of each sequence and calls scaled_dot_product_attention.
 
-It is registered with transformers as `NAME`; a model's attention modules call `forward` with the step's ForwardBatch as
-a keyword. It first writes the step's keys and values to the pool, then attends through the pool. If a module requests a
-feature that this file does not support, the proof at load raises an error.
+It is registered with transformers as `NAME`; a model's attention modules call `forward` and pass the step's
+ForwardBatch as a keyword. `forward` first writes the step's keys and values to the pool, then attends through the pool.
+If a module requests a feature that this file does not support, the proof at load raises an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.attention.latent_attention import UpProjection, attend_latents
 
-NAME = "pd_cluster"  # transformers interprets names that contain "sdpa" or "paged|"
+NAME = "pd_cluster"  # transformers would interpret a name that contains "sdpa" or "paged|"
 
-# Arguments of modules that have no effect here: the batch holds the positions, and there is no training.
+# Arguments without effect here, which modules may pass: the batch holds the positions, and there is no training.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
 
 
@@ -31,7 +31,7 @@ class Scoring:
     scaling: float
     sliding_window: int | None = None  # a token attends to this many tokens, including itself
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key with value zero (gpt-oss)
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of an additional key whose value is zero (gpt-oss)
 
     @property
     def is_plain(self) -> bool:
@@ -39,11 +39,11 @@ class Scoring:
 
 
 class WindowOfModule:
-    """The default of `sliding_window`: take the window from the module's attribute."""
+    """The default of the argument `sliding_window`: the window is the module's attribute."""
 
 
 def window_of(module: torch.nn.Module, given: int | type[WindowOfModule] | None) -> int | None:
-    """Returns the module's sliding window, from the argument or its attribute; None: it attends to all tokens."""
+    """Returns a module's sliding window, from the argument or the module's attribute; None: no window."""
     window = getattr(module, "sliding_window", None) if isinstance(given, type) else given
     assert window is None or isinstance(window, int)
     return window
@@ -65,9 +65,9 @@ def forward(
 ) -> tuple[torch.Tensor, None]:
     """Returns ([1, num_tokens, num_heads, head_dim], None).
 
-    Raises ModelError for arguments that it would have to ignore.
+    Raises ModelError for arguments that would have to be ignored.
     """
-    dropout = others.pop("dropout", None) or None  # treats 0 like None
+    dropout = others.pop("dropout", None) or None  # 0 is the same as None
     unknown = {name: given for name, given in others.items() if name not in HARMLESS}
     _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout})
     window = window_of(module, sliding_window)
@@ -122,13 +122,15 @@ def read_and_attend(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attends for a layer without own keys and values to those that layer `layer_idx` has written in the same step.
+    """Attends to the keys and values that layer `layer_idx` has written in the same step, for a later layer that has no
+    keys and values of its own.
 
-    Returns [num_tokens, num_heads, head_dim]. Raises ModelError if the attention only attends to what it writes.
+    Returns [num_tokens, num_heads, head_dim]. Raises ModelError if the attention in use cannot do this.
     """
     if batch.write_and_attend is not None:
         raise ModelError(
-            f"layer {layer_idx} is read by other layers, which only the attention on CPUs supports; use cpu"
+            f"layer {layer_idx}: other layers read its keys and values, which only the attention on CPUs supports; use "
+            f"cpu"
         )
     batch.windows.add(scoring.sliding_window)
     _, seen = _as_stored(keys, values, batch, query.dtype)
@@ -139,7 +141,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 def _as_stored(keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, dtype: torch.dtype) -> tuple[Pair, Pair]:
-    """Returns keys and values in the pool's dtype, and as attention reads them: rounded to the pool's dtype."""
+    """Returns keys and values in the pool's dtype, and rounded to that dtype as attention reads them."""
     own = batch.pool.layout.dtype
     if TORCH_DTYPES[own] == keys.dtype:
         return (keys, values), (keys, values)
@@ -168,7 +170,7 @@ def _attend_each(
         query_len = rows.stop - rows.start
         table = batch.block_table[table_starts[i] : table_starts[i + 1]]
         first = 0 if window is None else max(0, context_len - query_len - window + 1) // block_size
-        seen = context_len - first * block_size  # number of keys; the last query_len of them belong to the queries
+        seen = context_len - first * block_size  # number of gathered keys; the last query_len belong to the queries
         if seen == query_len:
             k, v = (each[rows] for each in written)
         else:
@@ -187,7 +189,7 @@ def _attend(
     v: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
-    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: the query itself
+    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: up to its own
 ) -> torch.Tensor:
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
@@ -198,7 +200,7 @@ def _attend(
     if not scoring.is_plain:
         mask = _mask(batch, query_len, seen, window, limits)
         return _attend_step_by_step(q, k[0], v[0], mask, scoring)
-    if query_len == 1:  # query heads of a group become rows of one matrix
+    if query_len == 1:  # the query heads that share a key head become rows of one matrix
         if window:
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -213,7 +215,7 @@ def _attend(
 def _attend_step_by_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Attends with the features that scaled_dot_product_attention lacks: a softcap (Gemma 2), sinks (gpt-oss)."""
+    """Attends with a softcap (Gemma 2) or sinks (gpt-oss), which scaled_dot_product_attention does not support."""
     num_heads, query_len, head_dim = q.shape
     num_kv_heads = k.shape[0]
     grouped = q.reshape(num_kv_heads, -1, query_len, head_dim)  # [num_kv_heads, group, query_len, head_dim]
@@ -221,7 +223,7 @@ def _attend_step_by_step(
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    if scoring.sinks is not None:  # the sink takes its share of the weights and adds nothing
+    if scoring.sinks is not None:  # a sink takes a share of the weights; its value is zero
         sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(q.dtype)
@@ -231,7 +233,7 @@ def _attend_step_by_step(
 def _mask(
     batch: ForwardBatch, query_len: int, seen: int, window: int, limits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns [query_len, seen] bool: key j is visible to query i unless it is later or outside the window."""
+    """Returns [query_len, seen] bool: whether query i sees key j, that is, j is not later and inside the window."""
     found = batch.masks.get((query_len, seen, window)) if limits is None else None
     if found is None:
         device = batch.slot_mapping.device

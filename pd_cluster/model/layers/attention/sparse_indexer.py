@@ -1,8 +1,8 @@
-"""Chooses the keys that a token attends to in sparse latent attention (DSA), with the indexer's own keys.
+"""Chooses the keys that a token attends to in sparse latent attention (DSA), by separate keys of an indexer.
 
 A key's score is the sum over the indexer's heads of the head's weight times relu(query · key), in float32. A token
-attends to the `index_topk` keys with the highest scores; of equal scores the first wins. With at most `index_topk` keys
-it attends to all.
+attends to the `index_topk` keys with the highest scores; if scores are equal, to the earlier key. A token with at most
+`index_topk` visible keys attends to all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 @dataclass(slots=True, eq=False)
 class Indexer:
-    """The indexer of one layer. The first features of its queries and keys are rotated as halves."""
+    """The indexer of one layer. The first features of its queries and keys are rotated, as halves."""
 
     layer_idx: int
     queries: Linear  # from the input of the attention's query projection, to [num_rows, num_heads * width]
@@ -27,12 +27,12 @@ class Indexer:
     weights: Linear  # from the layer's normed rows, to [num_rows, num_heads]
     norm: IndexNorm
     scaling: float
-    index_topk: int  # smaller during the proof at load
+    index_topk: int  # the proof at load sets a smaller value
     weighs_in_float32: bool  # `weights` has float32 weights, beside 16 bits in other layers
     ops: SparseOps
 
     def choose(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:
-        """Sets `batch.chosen` for the attention of this layer, and of later layers without an indexer.
+        """Sets `batch.chosen` for this layer's attention, and for later layers without an indexer.
 
         `residual` [num_tokens, …]: the input of the attention's query projection.
         """

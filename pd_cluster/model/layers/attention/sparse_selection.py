@@ -1,7 +1,7 @@
-"""Chooses the `most` best keys of each row with the index keys in the paged pool, in torch; returns them ascending.
+"""Chooses the `most` best keys of each row by the index keys in the paged pool, in torch; returns them ascending.
 
 `ForwardBatch.chosen` [num_tokens, most] holds the positions, within the sequence, of the keys that each token attends
-to. Rows of tokens with at most `most` keys are not read: these tokens attend to all keys. In sparse latent attention a
+to. A token that sees at most `most` keys attends to all of them; its row is not read. In sparse latent attention a
 layer stores the index keys as its third plane; see layers/attention/sparse_indexer.py.
 """
 
@@ -37,11 +37,11 @@ class IndexRows:
     queries: torch.Tensor  # [num_tokens, num_heads, width]
     weights: torch.Tensor  # [num_tokens, num_heads] float32
     keys: torch.Tensor  # [num_tokens, width]
-    most: int  # keys that a token attends to
+    most: int  # the number of keys that a token attends to
 
 
 def choose_keys(rows: IndexRows, batch: ForwardBatch) -> torch.Tensor | None:
-    """Writes the keys to the pool; returns the chosen keys, or None if no token has more than `most` keys."""
+    """Writes the index keys to the pool; returns the chosen keys, or None if no token sees more than `most` keys."""
     queries, weights, most = rows.queries.float(), rows.weights.float(), rows.most
     plane = batch.pool.planes(rows.layer_idx)[2]
     size = plane.shape[1]

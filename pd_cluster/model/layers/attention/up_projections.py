@@ -12,9 +12,9 @@ from pd_cluster.model.layers.linear_weight import weight_of
 
 
 def split_up_projections(model: torch.nn.Module) -> list[UpProjection]:
-    """Splits the `kv_b_proj` of each layer, unless it is split already; returns the results.
+    """Splits each layer's `kv_b_proj` unless it is already split; returns the results.
 
-    Raises ModelError if it has a bias.
+    Raises ModelError if a projection has a bias.
     """
     found = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The rotary positions that a loaded model accepts from requests. Knows nothing of tensors."""
+"""The rotary positions that requests may specify for a loaded model. Does not use tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pd_cluster.types import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class RopeLimit:
-    """How many rows of positions the model distinguishes, and how many positions it has.
+    """How many rows of positions the model uses, and how many different positions it supports.
 
-    `why_not`: why requests cannot have their own positions, phrased to follow the model's name; "" if they can.
+    `why_not`: a clause that says why requests cannot specify positions; "" if they can.
     """
 
     num_rows: int = 1
@@ -19,7 +19,7 @@ class RopeLimit:
     why_not: str = ""
 
     def problem(self, order: RequestSpec) -> str | None:
-        """Returns in one line why the model cannot compute the request's rotary positions, or None."""
+        """Returns one line that says why the model cannot use the request's rotary positions, or None if it can."""
         own = order.rope_positions
         if own is None:
             return None

@@ -1,7 +1,7 @@
-"""Handles positions that depend on a request's length, dynamic NTK and longrope, for each request separately.
+"""Rope scaling that depends on a request's length (dynamic NTK and longrope), for each request separately.
 
-transformers decides for a whole forward pass, by its largest position. Here each request gets the frequencies for its
-own length, so that its results depend neither on other requests nor on its progress.
+transformers chooses the scaling for a whole forward pass, by its largest position. Here each request gets the
+frequencies for its own length, so that its results depend neither on other requests nor on its own progress.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_d
 
 
 class LengthRotary(torch.nn.Module):
-    """Replaces a model's rotary embedding. `batch` is the current step, or None outside of steps."""
+    """Replaces a model's rotary embedding. `batch`: the current step; None outside of steps."""
 
     def __init__(self, rotary: Any, rope: RopeScaling) -> None:
         super().__init__()
         self.rotary = rotary
         self.batch: ForwardBatch | None = None
-        self.uses_transformers_rule = False  # transformers decides, in whole forward passes that serve as a reference
+        self.uses_transformers_rule = False  # True in passes that serve as a reference
         self._rope = rope
         self._short: torch.Tensor = rotary.original_inv_freq
-        self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
+        self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own choice
         self._known: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
-        """Takes `position_ids` [1, num_tokens]. Outside of a step, they all belong to one short request."""
+        """Takes `position_ids` [1, num_tokens]. Outside of a step, all belong to a single short request."""
         if self.uses_transformers_rule:
-            self.rotary.inv_freq = self._short.to(x.device, copy=True)  # some code writes to it
+            self.rotary.inv_freq = self._short.to(x.device, copy=True)  # a copy, because some code writes to it
             self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
             found: Turns = self.rotary(x, position_ids)
             return found
@@ -79,7 +79,7 @@ class LengthRotary(torch.nn.Module):
         return self._turn(self.rotary, x, position_ids)
 
     def _frequencies(self, length: int, device: torch.device) -> torch.Tensor:
-        """Returns [head_dim / 2] float32."""
+        """Returns the frequencies for a length, [head_dim / 2] float32."""
         found = self._known.get(length)
         if found is None or found.device != device:
             found = self._short
@@ -111,14 +111,14 @@ class LogN:
 def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool) -> RopeLimit:
     """Returns the rotary positions, or rows of a position table, that requests may choose for their tokens.
 
-    The rotary embeddings and position tables of transformers accept any positions. `model` is loaded, but not fused
-    yet. Raises ModelError for a rope type that the model cannot scale.
+    transformers' rotary embeddings and position tables do not check positions. `model` is loaded, but not fused yet.
+    Raises ModelError for a rope type that the model cannot scale.
     """
     name, why_not = f"model_type {checkpoint.model_type}", ""
     rotaries = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     has_table = any(path.rpartition(".")[2] in TABLES for path, _ in model.named_modules())
     if checkpoint.is_unproven:
-        why_not = f"{name} is unproven, and no check covers own positions"
+        why_not = f"{name} is unproven, and no check covers positions from requests"
     elif checkpoint.rope.kind:
         why_not = f"rope_type {checkpoint.rope.kind} derives its frequencies from a request's number of tokens"
     elif has_logn:
@@ -134,13 +134,13 @@ def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool
 
 
 def _kinds(rotary: Any) -> tuple[str, ...]:
-    """Returns the rope types of a rotary embedding, which may have one per kind of layer."""
+    """Returns the rope types of a rotary embedding; it may have one for each kind of layer."""
     found = getattr(rotary, "rope_type", "")
     return tuple(found.values()) if isinstance(found, dict) else (str(found),)
 
 
 def install_length_rotary(model: torch.nn.Module, rope: RopeScaling) -> None:
-    """Replaces the rotary embeddings that depend on the length. Raises ModelError if that is impossible."""
+    """Replaces the rotary embeddings that depend on the length. Raises ModelError if the model has none to replace."""
     if not rope.kind:
         return
     places = [

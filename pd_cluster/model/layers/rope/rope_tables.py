@@ -1,9 +1,9 @@
-"""Converts an architecture's rotary embedding to the form that kernels expect: all features of a head rotated, as
-halves.
+"""Converts an architecture's rotary embedding to the form that kernels expect: all features of a head are rotated, each
+with the feature half a head away.
 
-Other forms differ only in the order of a head's features. Some rotate neighbours instead of halves, some rotate only
-the first features. Reordering the rows of the query and key projections gives the form of `Rope`: scores do not change,
-since queries and keys are reordered alike. Features that are not rotated get the angle zero.
+Other forms differ only in the order of a head's features: some rotate neighbours, some rotate only the first features.
+Reordering the rows of the query and key projections converts them. Scores do not change, because queries and keys are
+reordered alike. Features that are not rotated get the angle zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.ops import Rope
 from pd_cluster.model.layers.rope.rope_scaling import LengthRotary
 
-WHOLE_MODEL = ""  # a kind of layer: the architecture has one rotary embedding for all
+WHOLE_MODEL = ""  # a kind of layer: all layers use the one rotary embedding
 NO_ROPE = "no rope"  # a kind of layer: heads are not rotated
 MODELS_ORDER, HALVES_ORDER = "model", "halves"  # orders of a head's features in queries and keys
 
@@ -27,9 +27,7 @@ Turn = Callable[[Any, torch.Tensor, torch.Tensor, str], tuple[torch.Tensor, torc
 
 
 def turn(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls a rotary embedding of transformers; `kind` selects one of several, if the module takes it as an
-    argument.
-    """
+    """Calls a rotary embedding of transformers; `kind` selects one of several, if the module has such an argument."""
     found: tuple[torch.Tensor, torch.Tensor]
     found = module(x, positions) if kind == WHOLE_MODEL else module(x, positions, kind)
     return found
@@ -38,7 +36,7 @@ def turn(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tu
 def doubled_tables(
     module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Doubles tables that contain each angle only once (gpt-oss)."""
+    """Calls a rotary embedding that returns each angle once (gpt-oss), and repeats the angles."""
     cos, sin = turn(module, x, positions, kind)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
@@ -46,7 +44,7 @@ def doubled_tables(
 def complex_tables(
     module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits tables that have one complex number per angle (DeepSeek-V2)."""
+    """Calls a rotary embedding that returns one complex number per angle (DeepSeek-V2), and splits them."""
     angles = module(x, positions)
     cos, sin = angles.real, angles.imag
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
@@ -56,7 +54,7 @@ class RopeTables:
     """Makes the tables of a step for each kind of layer. `order`: the order of a head's features; None: the model's
     own.
 
-    `key_order` names the order: keys in the KV pool have it, so both ends of a link need the same.
+    `key_order` names this order. Keys in the KV pool are in it, so both ends of a link need the same.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class RopeTables:
     ) -> None:
         """`heads`: the number of features of a head, and whether neighbours are rotated instead of halves.
 
-        `like`: a tensor with the dtype and device of the activations. The width of the tables of `module` shows how
-        many features are rotated.
+        `like`: a tensor with the dtype and device of the activations. The tables of `module` are as wide as the part of
+        the features that is rotated.
         """
         self._module, self._kinds, self._turn = module, sorted(set(kinds)), turn
         self._head_dim, pairs_neighbours = heads
@@ -97,9 +95,9 @@ class RopeTables:
 
 
 def half_order(head_dim: int, rotary_dim: int, pairs_neighbours: bool) -> torch.Tensor | None:
-    """Returns the order of features, [head_dim], that makes halves rotate; None: the model's own order.
+    """Returns the order of features, [head_dim], in which halves are rotated; None: the model's own order.
 
-    `pairs_neighbours`: the model rotates feature 2i with 2i + 1, otherwise i with i + rotary_dim / 2.
+    `pairs_neighbours`: the model rotates feature 2i with 2i + 1; otherwise i with i + rotary_dim / 2.
     """
     if rotary_dim == head_dim and not pairs_neighbours:
         return None
@@ -111,7 +109,7 @@ def half_order(head_dim: int, rotary_dim: int, pairs_neighbours: bool) -> torch.
 
 
 def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """Returns the order of rows of a joined QKV projection that reorders each head of queries and keys."""
+    """Returns the order of rows of a joined QKV projection that reorders the features of all query and key heads."""
     head_dim = len(order)
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
     rotated, values = rows[: num_heads + num_kv_heads], rows[num_heads + num_kv_heads :]
@@ -119,7 +117,7 @@ def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.T
 
 
 def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of rows if only the `first` features of each head are rotated, and the `last` ones follow."""
+    """Returns the order of rows if only the `first` features of each head are rotated, followed by the `last` ones."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)
@@ -127,7 +125,7 @@ def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: i
 
 
 def ends_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of rows if only the `last` features of each head are rotated, after the `first` ones."""
+    """Returns the order of rows if only the `last` features of each head are rotated, preceded by the `first` ones."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)

@@ -1,9 +1,9 @@
-"""transformers' own recurrent modules over a pool of states; each sequence of a step is computed separately.
+"""transformers' own recurrent modules with a pool of states; each sequence of a step is computed separately.
 
-The modules do not know where a sequence ends in a step's flat rows. So StateRows cuts the rows into segments, and the
-module computes each segment from the state in the segment's block. Segments of a single token from different sequences
-are computed together, as rows of a batch. This is the reference for fused layers, and serves models that have none; it
-promises equal tokens, not bits, since chunks and single tokens are summed in different ways.
+The modules cannot tell where a sequence ends in a step's flat rows. So StateRows cuts the rows into segments, and the
+module computes each segment from the state in the segment's block. Segments of one token from different sequences are
+computed together, as rows of a batch. These modules are the reference for fused layers, and serve models that have no
+fused layers. They promise equal tokens, not equal bits, since chunks and single tokens are summed differently.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # names in diffe
 
 
 class ModulesState(NamedTuple):
-    """States in the form of transformers' modules."""
+    """States in the shapes that transformers' modules use."""
 
-    convolved: torch.Tensor  # [num_seqs, num_channels, kernel_size]: the last inputs; the first is not read
+    convolved: torch.Tensor  # [num_seqs, num_channels, kernel_size]: the last inputs; the oldest is not read
     recurrent: torch.Tensor | None  # [num_seqs, num_heads, num_rows, num_columns] float32
 
 
 class SequenceCache:
     """Replaces transformers' cache in one call of a recurrent module, for rows [num_seqs, num_tokens, …].
 
-    It has the methods that such modules call. A previous state always exists: zeros at the start of a sequence.
+    Has the methods that such modules call. There is always a previous state: zeros at the start of a sequence.
     """
 
     def __init__(self, state: ModulesState) -> None:
@@ -54,7 +54,7 @@ class SequenceCache:
         return self.recurrent
 
     def update_conv_state(self, inputs: torch.Tensor, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Returns the kept inputs followed by these, [num_seqs, num_channels, kernel_size + num_tokens]."""
+        """Returns the stored inputs followed by the new ones, [num_seqs, num_channels, kernel_size + num_tokens]."""
         whole = torch.cat((self.convolved.to(inputs.dtype), inputs), dim=-1)
         self.convolved = whole[..., -self.convolved.shape[-1] :]
         return whole
@@ -65,12 +65,12 @@ class SequenceCache:
 
 
 class RecurrentForward:
-    """Replaces a recurrent module's forward; `batch` None calls the original, for transformers without a pool."""
+    """Replaces a recurrent module's forward. With `batch` None it calls the original: transformers without a pool."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.parts: StateParts = parts_of(module)
         self.batch: ForwardBatch | None = None
-        self._module = weakref.ref(module)  # the module holds this object
+        self._module = weakref.ref(module)  # weak, because the module refers to this object
         self._forward: Any = type(module).forward
         named = inspect.signature(self._forward).parameters
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in named)
@@ -103,7 +103,7 @@ class RecurrentForward:
         planes: Sequence[torch.Tensor],
         segments: Sequence[Segment],
     ) -> None:
-        """Computes one segment, or several of one token each; reads and writes the states in their blocks."""
+        """Computes one segment, or several of one token each; reads and writes their states in the pool."""
         if len(segments) == 1:
             at: Any = slice(segments[0].first, segments[0].stop)
             inputs = hidden[:, at]
@@ -125,7 +125,7 @@ class RecurrentForward:
 def drive(model: torch.nn.Module) -> list[RecurrentForward]:
     """Replaces the forward of each recurrent module by a RecurrentForward; returns these in layer order.
 
-    A module whose forward is replaced already keeps its RecurrentForward.
+    Modules whose forward is already replaced keep theirs.
     """
     found = []
     for module in state_modules(model).values():
@@ -136,7 +136,7 @@ def drive(model: torch.nn.Module) -> list[RecurrentForward]:
 
 
 def _together(rows: StateRows) -> Iterator[Sequence[Segment]]:
-    """Yields the segments to compute in one call: single tokens of different sequences together, others alone."""
+    """Yields the segments to compute in one call: all single tokens of different sequences, or one other segment."""
     num_of = Counter(each.block for each in rows.segments)
     single: list[Segment] = []
     for each in rows.segments:
@@ -149,10 +149,8 @@ def _together(rows: StateRows) -> Iterator[Sequence[Segment]]:
 
 
 def load(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StateParts, dtype: torch.dtype) -> ModulesState:
-    """Reads the states in these blocks; `dtype`: the dtype of the modules' inputs. `planes`: the layer's,
-    `parts.planes`.
-
-    A plane is [num_blocks, 1, num_heads, width].
+    """Reads the states in these blocks. `planes`: the layer's planes, as described by `parts.planes`, each
+    [num_blocks, 1, num_heads, width]. `dtype`: the dtype of the modules' inputs.
     """
     recurrent, num_seqs = None, len(blocks)
     found = [plane.index_select(0, blocks)[:, 0] for plane in planes]  # each [num_seqs, num_heads, width]
@@ -182,9 +180,9 @@ def store(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StatePart
 
 @contextmanager
 def _no_shorter_steps(module: torch.nn.Module, least: float) -> Iterator[None]:
-    """Bounds the time step of Mamba-2 for single tokens as for chunks, where transformers omits it.
+    """Applies the lower bound of Mamba-2's time step to single tokens, where transformers omits it, as to chunks.
 
-    The step is softplus(dt + bias); dt are the last outputs of `in_proj`, one per head: so dt is bounded.
+    The time step is softplus(dt + bias), and dt are the last outputs of `in_proj`, one per head. So dt is bounded.
     """
     if least <= 0:
         yield

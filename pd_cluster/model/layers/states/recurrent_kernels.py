@@ -1,8 +1,7 @@
-"""Kernels that advance the states of a recurrent layer over the rows of a step: the interface, and its C
-implementation.
+"""Kernels that advance the states of a recurrent layer over the rows of a step: their interface, and the C kernels.
 
-kernels/cuda/states/triton_states.py implements it in Triton. Layers that neither can compute run as transformers'
-modules (model/layers/states/module_states.py).
+kernels/cuda/states/triton_states.py implements the interface in Triton. Layers that neither supports run as
+transformers' modules (model/layers/states/module_states.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pd_cluster.native.state_kernels import StateKernel
 
 
 class StateShape(NamedTuple):
-    """The sizes that kernels limit. `width`: the width of a key, or of B and C; 0: the layer has only a convolution."""
+    """The sizes that kernels limit. `width`: the width of a key, or of B and C; 0: the layer is only a convolution."""
 
     kernel_size: int
     num_parts: int  # parts of the convolution
@@ -28,17 +27,17 @@ class StateShape(NamedTuple):
 
 
 class RecurrentKernel(Protocol):
-    """Computes one layer between its projections: convolution, recurrence, and the norm after it."""
+    """Computes what is between a layer's projections: the convolution, the recurrence, and the norm after it."""
 
     @property
     def num_features(self) -> int:
-        """Returns the number of features of the result."""
+        """Returns the number of output features."""
 
     def __call__(self, inputs: StateInputs, planes: Sequence[torch.Tensor], rows: StateRows) -> torch.Tensor:
         """Returns [num_rows, num_features]; afterwards `planes` hold the states after the last rows.
 
-        `planes`: the recurrent state's, if there is one, then those of the convolution's parts, each [num_blocks,
-        …] float32, with strided blocks.
+        `planes`: the plane of the recurrent state, if there is one, then one plane per part of the convolution. Each is
+        [num_blocks, …] float32; the blocks are strided.
         """
 
 

@@ -1,7 +1,8 @@
-"""Recurrent layers of a fused model: they replace the attention, and keep one state per sequence.
+"""Recurrent layers of a fused model, which replace the attention and keep one state per sequence.
 
-Their projections are packed; everything between them is one kernel call (layers/states/recurrent_kernels.py), which
-reads and writes the states in their blocks. This file also has the layers that combine a state and an attention.
+Their projections are packed. One kernel call (layers/states/recurrent_kernels.py) computes everything between the
+projections, and reads and writes the states in their blocks. This file also has layers that combine a state and an
+attention.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class GatedState:
-    """The gated delta rule by heads, or Mamba-2: one projection computes all inputs.
+    """The gated delta rule with decays per head, or Mamba-2: one projection computes all inputs.
 
-    `widths`: the parts of its rows, in order: convolution inputs, gate, decays (or Mamba-2's time steps), and betas if
-    there are any. `input_multiplier` scales its input, `multipliers` [num_features] its rows. `norm`: norms the
-    kernels' result with the gate, if the kernels cannot because other ranks have parts of it.
+    `widths`: the parts of its rows, in order: convolution inputs, gates, decays (or Mamba-2's time steps), and betas if
+    there are any. `input_multiplier` scales the projection's input, `multipliers` [num_features] its output. `norm`:
+    norms the kernels' result and applies the gate, if the kernels cannot because the norm spans several ranks.
     """
 
     layer: RecurrentLayer
@@ -64,9 +65,9 @@ class GatedState:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaState:
-    """The gated delta rule by channels, with decays and gates computed in two steps each (KDA).
+    """The gated delta rule with decays per channel (KDA); two projections compute decays and gates.
 
-    `widths`: the parts of the projection's rows: convolution inputs, betas, and the inputs of decays and gates.
+    `widths`: the parts of the first projection's rows: convolution inputs, betas, and the inputs of decays and gates.
     """
 
     layer: RecurrentLayer
@@ -84,8 +85,8 @@ class KimiDeltaState:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvState:
-    """A convolution alone (LFM2): its input is the product of two parts of a row, its output is multiplied by
-    the third.
+    """A layer that is only a convolution (LFM2). Each row has three parts: the product of two is the convolution's
+    input, and the third multiplies its output.
     """
 
     layer: RecurrentLayer
@@ -103,7 +104,7 @@ class RecurrentWithAttention:
 
     state: LayerAttention
     attention: LayerAttention
-    num_features: int  # of the recurrent layer's rows
+    num_features: int  # the width of the recurrent layer's rows
     attention_multiplier: float  # scales the attention's input
     output_multipliers: tuple[float, float]
 

@@ -1,7 +1,7 @@
-"""The heads of recurrent layers on each rank, as features of their weights. Knows names and sizes, but no weights.
+"""Assigns the heads of recurrent layers to ranks, as features of weights. Uses names and sizes, but no weights.
 
 A key head stays together with its value heads, and with its part of everything between the two projections: decays,
-betas, gates, channels of the convolution. Heads are replicated if there are fewer heads than ranks. Ranks sum their
+betas, gates, channels of the convolution. With fewer heads than ranks, heads are replicated. The ranks add up their
 outputs once, after the output projection. transformers' own plans do not split such layers.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.kv_layout import can_split_heads, heads_of_rank
 
-CHANNELS = 16  # channels of a short convolution that stay together, since it has no heads
-RECURRENT = ("linear_attention", "conv", "hybrid")  # types of layers with a state in transformers
+CHANNELS = 16  # a short convolution has no heads, so it is split by this many channels
+RECURRENT = ("linear_attention", "conv", "hybrid")  # transformers' types of layers with a state
 
 
 class HeadRun(NamedTuple):
@@ -40,11 +40,11 @@ def all_of(num_heads: int, width: int = 1) -> HeadRun:
 class StateHeads:
     """The recurrent layers of one architecture, before they are split.
 
-    `module`: the name of the recurrent module in a layer. `outputs`: for each tensor in it, by name, the runs of heads
-    at which it can be cut. `summed`: the projection that takes heads and is followed by the sum over ranks.
-    `num_heads`: heads of each plane of the state. `fields`: numbers of heads, groups or features, by config field.
-    `num_norm_groups`: groups of heads that are normed together, with `num_norm_features` in total; 0: each head is
-    normed alone, or not at all.
+    `module`: the name of the recurrent module in a layer. `outputs`: for each tensor of the module, by name, the runs
+    of heads between which it can be cut. `summed`: the projection whose input is split by heads and whose output is
+    summed over ranks. `num_heads`: heads of each plane of the state. `fields`: numbers of heads, groups or features, by
+    config field. `num_norm_groups`: groups of heads that are normed together, with `num_norm_features` in total; 0:
+    heads are normed separately or not at all.
     """
 
     module: str
@@ -111,7 +111,7 @@ def _kimi_delta(config: Any) -> StateHeads:
 
 
 class _MambaSizes(NamedTuple):
-    """Heads, their width, groups of heads that share B and C, and the width of B and C."""
+    """The number of heads, their width, the number of groups that share B and C, and the width of B and C."""
 
     heads: int
     width: int
@@ -158,7 +158,7 @@ def _short_conv(config: Any) -> StateHeads:
     return StateHeads("conv", outputs, "out_proj", {"conv": config.hidden_size // CHANNELS})
 
 
-# model_type -> its recurrent layers, from transformers' config
+# model_type -> the function that describes its recurrent layers, from transformers' config
 LAYERS: Mapping[str, Callable[[Any], StateHeads]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),
     "kimi_linear": _kimi_delta,
@@ -169,7 +169,7 @@ LAYERS: Mapping[str, Callable[[Any], StateHeads]] = {
 
 
 def state_heads(config: Any, size: int) -> StateHeads | None:
-    """Returns an architecture's recurrent layers for `size` ranks; None: it has none that are split.
+    """Returns an architecture's recurrent layers for `size` ranks; None: it has none to split.
 
     Raises ModelError if the heads cannot be spread over the ranks.
     """
@@ -195,8 +195,8 @@ def state_heads(config: Any, size: int) -> StateHeads | None:
 
 
 def expand_for(num_features: int, hidden_size: int) -> float:
-    """Returns the least factor with which transformers' Mamba-2, which truncates, gets `num_features` from
-    hidden_size.
+    """Returns the smallest `expand` with which transformers' Mamba-2 computes `num_features` from hidden_size, although
+    it truncates the product.
     """
     factor = num_features / hidden_size
     return factor if int(factor * hidden_size) == num_features else math.nextafter(factor, math.inf)

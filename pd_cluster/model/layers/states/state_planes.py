@@ -1,7 +1,7 @@
 """The planes of a state, read from the module of a recurrent layer: everything that the layer keeps per sequence.
 
-A recurrent state is one plane. The last inputs of a convolution are one plane for each part that ranks cut separately.
-Knows nothing of pools, and no config except through the modules.
+A recurrent state is one plane. The last inputs of a convolution form one plane for each part that is split over ranks
+separately. Does not use pools, and reads configs only through modules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ConvPart(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """A state's matrix for each head, [num_heads, num_rows, num_columns], in the form of transformers' modules."""
+    """The matrices of a state, [num_heads, num_rows, num_columns], as transformers' modules arrange them."""
 
     num_heads: int
     num_rows: int
@@ -45,11 +45,11 @@ class Recurrent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """The state that one layer keeps per sequence, on this rank; `kernel_size` is that of the convolution.
+    """The state that one layer keeps per sequence on this rank; `kernel_size`: the convolution's.
 
-    `convolved`: the parts of the convolution, in the order of its channels. A pool's plane holds, for each head of its
-    part, the last kernel_size - 1 inputs [kernel_size - 1, channels], oldest first; transformers keeps one more, which
-    is never read. `recurrent` None: the layer has only a convolution.
+    `convolved`: the parts of the convolution, in the order of its channels. For each head of its part, a plane in the
+    pool holds the last kernel_size - 1 inputs [kernel_size - 1, channels], oldest first. transformers keeps one more
+    input, which is never read. `recurrent` None: the layer is only a convolution.
     """
 
     recurrence: Recurrence
@@ -59,23 +59,23 @@ class StateParts:
 
     @property
     def num_kept(self) -> int:
-        """Counts the inputs of the convolution that are kept."""
+        """Returns how many inputs of the convolution are kept."""
         return self.kernel_size - 1
 
     @property
     def num_channels(self) -> int:
-        """Counts the convolution's channels."""
+        """Returns the number of the convolution's channels."""
         return sum(part.num_channels for part in self.convolved)
 
     @property
     def num_heads(self) -> int:
-        """Returns the largest number of heads of any plane."""
+        """Returns the number of heads of the plane that has the most."""
         own = 0 if self.recurrent is None else self.recurrent.num_heads
         return max(own, *(part.num_heads for part in self.convolved))
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Returns the layer's planes in the pool: first that of the recurrent state, then those of the convolution."""
+        """Returns the layer's planes in the pool: the recurrent state first, then the parts of the convolution."""
         most, found = self.num_heads, list[Plane]()
         if self.recurrent is not None:
             heads, rows, columns = self.recurrent
@@ -137,7 +137,7 @@ def _parts(
     return found
 
 
-# class in transformers -> the state that it keeps
+# class in transformers -> the function that describes its state
 MODULES: Mapping[str, Callable[[Any], StateParts]] = {
     "Qwen3NextGatedDeltaNet": _gated_delta,
     "Qwen3_5GatedDeltaNet": _gated_delta,
@@ -166,5 +166,5 @@ def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def parts_of(module: torch.nn.Module) -> StateParts:
-    """Returns the state parts of a module in `state_modules`. Raises ModelError if its convolution has other parts."""
+    """Returns the state parts of a module from `state_modules`. Raises ModelError if the convolution's parts differ."""
     return MODULES[type(module).__name__](module)

@@ -1,4 +1,4 @@
-"""The places in a request of Anthropic's format up to which the client wants its prompt cached: `cache_control`.
+"""Finds the places in a request of Anthropic's format up to which the client wants its prompt cached (`cache_control`).
 
 Knows nothing of templates or tokens: `extended` returns a request whose prompt first differs at such a place.
 """
@@ -13,12 +13,12 @@ from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt,
 
 Json = dict[str, Any]
 Part = Literal["tools", "system", "messages"]
-TTLS = ("5m", "1h")  # the default first
-ADDED = "\ue000"  # a private-use character, which ordinary texts do not continue with
+TTLS = ("5m", "1h")  # the default comes first
+ADDED = "\ue000"  # a private-use character: ordinary texts do not continue with it
 
 
 class Breakpoint(NamedTuple):
-    """The end of a tool, of a block of the system prompt, or of a block of a message."""
+    """The end of a tool, of a block of the system prompt, or of a block of a message. `ttl`: how long to cache."""
 
     part: Part
     at: int  # the tool, the system block, or the message
@@ -58,9 +58,9 @@ def longest(breakpoints: Iterable[Breakpoint]) -> str | None:
 
 
 def extended(request: MessagesPrompt, place: Breakpoint) -> MessagesPrompt:
-    """Returns the request with something added at a breakpoint: until there, both prompts are the same.
+    """Returns the request with something added at a breakpoint: up to there, both prompts are the same.
 
-    A call is extended within its arguments, because nothing may follow a call's text in its own turn.
+    A call is extended within its arguments, because nothing may follow a call in its turn.
     """
     if place.part == "tools":
         tools = (request.tools or [])[: place.at + 1]
@@ -79,7 +79,7 @@ def extended(request: MessagesPrompt, place: Breakpoint) -> MessagesPrompt:
 
 
 def _with_more(blocks: list[Json], at: int) -> list[Json]:
-    """Returns blocks of which the one at this place has more text."""
+    """Returns the blocks with more text in the one at this place."""
     block, text = blocks[at], {"type": "text", "text": ADDED}
     more: list[Json] = []
     match block.get("type"):

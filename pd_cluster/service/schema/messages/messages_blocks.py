@@ -1,4 +1,4 @@
-"""The types of blocks in /v1/messages. Knows nothing of chats."""
+"""Defines the types of blocks in /v1/messages. Knows nothing of chats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_TOOLSET = unless_empty("this server has no toolsets; leave it out")
 
 
 class TextBlock(TypedFields):
-    """A text. `citations` of a text from another server have no effect."""
+    """A text. `citations`, which other servers add to a text, have no effect."""
 
     type: Literal["text"]
     text: str
@@ -86,7 +86,9 @@ UNSUPPORTED_BLOCKS = {
     **dict.fromkeys(("code_execution_tool_result", "bash_code_execution_tool_result"), NOT_RUN),
     **dict.fromkeys(("text_editor_code_execution_tool_result", "tool_search_tool_result"), NOT_RUN),
     **dict.fromkeys(("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"), NOT_RUN),
-    **dict.fromkeys(("tool_addition", "tool_removal", "tool_reference"), "the model has all of tools; leave it out"),
+    **dict.fromkeys(
+        ("tool_addition", "tool_removal", "tool_reference"), "the model has all of `tools`; leave this out"
+    ),
     "browser_state": "send it as text",
     "compaction": "compaction is not supported; send the messages that it replaces, or a summary as text",
     "container_upload": "files are not kept here; send its text",

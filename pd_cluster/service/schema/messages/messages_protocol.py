@@ -1,4 +1,4 @@
-"""The schema of /v1/messages and /v1/messages/count_tokens: Anthropic's requests.
+"""Defines the schema of /v1/messages and /v1/messages/count_tokens: Anthropic's requests.
 
 Knows nothing of chats; messages_to_chat.py converts a request to a chat.
 """
@@ -33,7 +33,7 @@ class MessageTool(BaseModel):
     """A tool that a model may call; the client runs it. `eager_input_streaming`: its input is streamed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["custom"] | None = None  # first, so that errors name it for tools that a server would run
+    type: Literal["custom"] | None = None  # first, so that errors about a server's tools name it
     name: Name
     input_schema: dict[str, Any]
     description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
@@ -53,8 +53,8 @@ class MessageToolChoice(BaseModel):
 
 
 class ThinkingConfig(BaseModel):
-    """`budget_tokens` has no effect: max_tokens bounds thinking and answer together. Neither has `block_binding`,
-    because earlier thinking is not signed.
+    """`budget_tokens` has no effect: max_tokens limits thinking and answer together. `block_binding` has no effect
+    either, because earlier thinking is not signed.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")

@@ -45,9 +45,10 @@ FIELD_NAMES = {
 
 
 def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> ChatCompletionRequest:
-    """`variables`: the chat template's variables. `reads_reasoning`: the server can separate the model's thinking.
+    """Returns the chat. `variables`: the chat template's variables. `reads_reasoning`: the server can separate the
+    model's thinking.
 
-    Raises RequestError, with a chat's field name if chats have the same field: see `with_field_names`.
+    Raises RequestError; a field that chats also have is named as in chats: see `with_field_names`.
     """
     if request.thread is not None:
         raise RequestError(
@@ -87,7 +88,9 @@ def _system(request: MessagesPrompt) -> list[Json]:
 
 
 def _messages(turns: list[MessageTurn]) -> list[Json]:
-    """Joins adjacent turns of one role, as the API defines and some chat templates require."""
+    """Returns the turns as messages. Joins adjacent turns of one role, as the API defines and some chat templates
+    require.
+    """
     found: list[Json] = []
     for at, turn in enumerate(turns):
         for message in _of_turn(turn, f"messages[{at}]"):
@@ -139,7 +142,7 @@ def _text(block: TextBlock) -> Json:
 
 
 def _image(block: ImageBlock, place: str) -> Json:
-    """Returns an image as a chat's part. `place` is kept for errors when the image is read."""
+    """Returns an image as a part of a chat. The part keeps `place`, for errors when the image is read."""
     match SOURCES.read(block.source, f"{place}.source"):
         case Base64Source(media_type=kind, data=data):
             url = f"data:{kind};base64,{data}"
@@ -166,7 +169,7 @@ def _result(block: ToolResultBlock, place: str) -> Json:
         raise RequestError(f"{place}.content: must be a string or a list of blocks", param="messages")
     parts = [_part(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
     if block.is_error and not any(part.get("text", True) for part in parts):
-        parts = [{"type": "text", "text": "error"}]  # otherwise the model would not learn of the error
+        parts = [{"type": "text", "text": "error"}]  # otherwise the model would not see that there was an error
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
 
 

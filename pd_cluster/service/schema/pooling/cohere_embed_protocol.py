@@ -1,4 +1,4 @@
-"""The schema of /v2/embed, Cohere's embeddings."""
+"""Defines the schema of /v2/embed, Cohere's embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CohereInput(BaseModel):
 
 
 class CohereEmbedRequest(BaseModel):
-    """`input_type`: the model's prompt to put before each text. `truncate`: the side of a text to cut off."""
+    """`input_type`: selects the model's prompt that precedes each text. `truncate`: the side of a text to cut off."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -59,7 +59,7 @@ class CohereEmbedRequest(BaseModel):
 
 
 def _text(at: int, given: CohereInput) -> str:
-    """Raises RequestError for content other than text."""
+    """Returns an input's text. Raises RequestError for other content."""
     for part, each in enumerate(given.content):
         if each.type != "text" or each.text is None:
             raise RequestError(f"inputs[{at}].content[{part}]: only texts can be embedded; send texts", param="inputs")

@@ -1,4 +1,4 @@
-"""The schema of /generative_scoring: the probabilities of given tokens after a query and each item."""
+"""Defines the schema of /generative_scoring: the probabilities of given tokens after a query and each item."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GenerativeScoringRequest(BaseModel):
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
 
     def check(self, vocab_size: int) -> None:
-        """Raises RequestError."""
+        """Checks the number of items and the label token ids. Raises RequestError."""
         if not self.items:
             raise RequestError("items: empty; give a list of texts, or of lists of token ids", param="items")
         if len(self.items) > MAX_PAIRS:

@@ -1,4 +1,4 @@
-"""The schema of pooling requests: embeddings, scores, reranking.
+"""Defines the schema of pooling requests: embeddings, scores, reranking.
 
 Fields are OpenAI's and vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
@@ -23,7 +23,9 @@ Texts = Annotated[list[str], FAIL_FAST]
 
 
 class PoolingRequest(BaseModel):
-    """The common fields. `REFUSED`: field -> the values that ask for nothing, and what to do instead."""
+    """The fields that these requests share. `REFUSED`: field -> the values that ask for nothing, and what to do
+    instead.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -50,7 +52,7 @@ OF_PAIRS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class PairsRequest(PoolingRequest):
-    """Fields of scores and reranking. Each limit truncates a text to this many tokens; 0: no limit."""
+    """The fields of scores and reranking. Each limit truncates texts to this many tokens; 0: no limit."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
@@ -126,7 +128,7 @@ class ClassifyRequest(InputRequest):
 
 
 class ScoreRequest(PairsRequest):
-    """vLLM's scores: one text with several, or texts in pairs, under any of four pairs of field names."""
+    """vLLM's scores of a text with several, or of pairs of texts. Clients may use any of four pairs of field names."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -172,7 +174,7 @@ class RerankRequest(PairsRequest):
     return_documents: bool | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Raises RequestError."""
+        """Returns (query, document) of each pair. Raises RequestError."""
         if not self.documents:
             raise RequestError("documents: empty; give a list of texts", param="documents")
         _check_pairs(len(self.documents), "documents")

@@ -1,4 +1,4 @@
-"""The types of items in /v1/responses and of the parts of their contents. Knows nothing of chats."""
+"""Defines the types of items in /v1/responses and of the parts of their contents. Knows nothing of chats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_FILES = "files are not kept or read here; send its text"
 class TextPart(TypedFields):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Harmless = None  # sources of a text from another server
+    annotations: Harmless = None  # the sources of a text that another server wrote
     logprobs: Harmless = None
     prompt_cache_breakpoint: Harmless = None  # has no effect: prompts are always cached
 
@@ -58,9 +58,8 @@ class MessageItem(TypedFields):
 
 
 class ReasoningItem(TypedFields):
-    """Reasoning. `encrypted_content` is another server's, and ignored; the same reasoning may be readable in `content`.
-
-    Clients send it back at every turn, so a conversation that began at another server can continue here.
+    """Reasoning. `encrypted_content` comes from another server, and is ignored; `content` may have the same reasoning
+    as text. Clients return it in every turn, so a conversation that began at another server can continue here.
     """
 
     type: Literal["reasoning"]
@@ -84,7 +83,7 @@ class FunctionCallItem(TypedFields):
 
 
 class FunctionOutputItem(TypedFields):
-    """The output of a call. `name` and `namespace` repeat the call's."""
+    """The output of a call. `name` and `namespace` are the same as the call's."""
 
     type: Literal["function_call_output"]
     call_id: str

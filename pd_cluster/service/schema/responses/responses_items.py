@@ -1,4 +1,4 @@
-"""The items of /v1/responses: the input of a request, and the list of a stored response's items.
+"""Reads the input items of a request to /v1/responses, and lists a stored response's items.
 
 Every refusal is a RequestError that names the item.
 """
@@ -23,8 +23,8 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functio
 
 
 def items_of(request: ResponsesRequest) -> list[Json]:
-    """Returns the input as items; a text becomes a user's message. Without an input, returns no items after a previous
-    response, otherwise an empty message.
+    """Returns the input as items; a text becomes a user's message. A request without input has no items if it continues
+    a response; otherwise it has an empty message.
     """
     given = request.input
     if given is None:
@@ -35,12 +35,12 @@ def items_of(request: ResponsesRequest) -> list[Json]:
 
 
 def listed(items: list[Json]) -> list[Json]:
-    """Returns a chat's items in the form of a list: each item has an id, and contents are lists of parts."""
+    """Returns items in the form that lists of items show: each item has an id, and contents are lists of parts."""
     return [_listed(item) for item in items]
 
 
 def without_logprobs(items: list[Json]) -> list[Json]:
-    """Returns a stored response's items without logprobs, for the responses that continue it."""
+    """Returns a stored response's items without logprobs, for responses that continue it."""
     return [
         {**item, "content": [{**part, "logprobs": []} if part.get("logprobs") else part for part in item["content"]]}
         if item.get("type") == "message"

@@ -1,4 +1,4 @@
-"""The schema of /v1/responses: OpenAI's requests.
+"""Defines the schema of /v1/responses: OpenAI's requests.
 
 Fields of unsupported features accept only values that ask for nothing.
 Knows nothing of chats; responses_to_chat.py converts a request to a chat.
@@ -84,7 +84,7 @@ class TextConfig(BaseModel):
 
 class ResponseReasoning(BaseModel):
     """Reasoning is shown as the model wrote it, never summarized. `context` has no effect: the chat template decides
-    which turns' reasoning the model sees again.
+    which turns' reasoning the model sees.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")

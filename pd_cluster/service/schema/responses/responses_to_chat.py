@@ -38,9 +38,9 @@ FIELD_NAMES = {  # a chat's field names -> this API's
 
 
 def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset[str]) -> ChatCompletionRequest:
-    """`earlier`: the items before the request's. `variables`: the chat template's variables.
+    """Returns the chat. `earlier`: the items before the request's. `variables`: the chat template's variables.
 
-    Raises RequestError, with a chat's field name if chats have the same field: see `with_field_names`.
+    Raises RequestError; a field that chats also have is named as in chats: see `with_field_names`.
     """
     messages = [{"role": "system", "content": text_parts(request.instructions)}] if request.instructions else []
     _add_messages(earlier, "previous_response_id", messages)
@@ -68,7 +68,7 @@ def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset
 
 
 def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
-    """Appends the items' messages to `found`. Consecutive items of the model become one message."""
+    """Appends the items' messages to `found`. Consecutive items from the model become one message."""
     for at, item in enumerate(items):
         place = f"{name}[{at}]"
         match read_as(ITEMS.check(kind_of(item), place), item, place):
@@ -130,7 +130,7 @@ def _tools(request: ResponsesRequest) -> Json:
 
 
 def _effort(request: ResponsesRequest, variables: frozenset[str]) -> Json:
-    """Returns the effort as the template's variable, if the template has one."""
+    """Returns the effort as a variable of the template, if the template has such a variable."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
         return {}

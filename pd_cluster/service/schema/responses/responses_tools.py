@@ -1,4 +1,4 @@
-"""Converts tools of /v1/responses to functions of a chat, and back. The namespace's name prefixes its functions' names.
+"""Converts tools of /v1/responses to functions of a chat, and back. Names of functions get their namespace as a prefix.
 
 Every refusal is a RequestError that names the tool.
 """
@@ -21,7 +21,7 @@ def known_as(name: str, namespace: str | None) -> str:
 
 
 def names_of(request: ResponsesRequest) -> dict[str, Json]:
-    """Returns a function's name for the model -> the fields that name it in calls, for functions in namespaces."""
+    """Returns for functions in namespaces: the name that the model uses -> the fields that name it in calls."""
     return {
         known_as(function.name, namespace.name): {"name": function.name, "namespace": namespace.name}
         for _, function, namespace in _functions(request)

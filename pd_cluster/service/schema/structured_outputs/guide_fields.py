@@ -1,6 +1,6 @@
-"""Converts a request's fields, vLLM's old and new ones or OpenAI's, to the guide that they ask for.
+"""Converts a request's fields (vLLM's old and new ones, and OpenAI's) to the guide that they ask for.
 
-Every refusal is a RequestError that names the field. guide_check decides whether a guide is usable.
+Every refusal is a RequestError that names the field. guide_check.py decides whether a guide can be used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_WHITESPACE_NUM_CHARS = 256
 NO_WHITESPACE = ""
 OPTIONS = "x-guidance"  # llguidance's key for a schema's whitespace; not for clients
 NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # of structured_outputs: name -> values that ask for nothing
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # parameters of structured_outputs -> the values that ask for nothing
     "disable_fallback": (False, True),  # there is only one library
     "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False, True),  # read beforehand
+    "disable_any_whitespace": (False, True),  # handled separately
     "whitespace_pattern": (),
 }
 
@@ -55,7 +55,7 @@ _NAMES = frozenset(GuideFields.__annotations__)
 
 
 def guide_of(request: GuideFields) -> Asked | None:
-    """Returns the guide of the output, and the field that asks for it. Raises RequestError."""
+    """Returns the guide that the output must follow, and the field that asks for it. Raises RequestError."""
     if _NAMES.isdisjoint(request.model_fields_set):
         return None
     backend = request.guided_decoding_backend
@@ -143,7 +143,7 @@ def _response_format(request: GuideFields) -> list[Asked]:
 
 
 def compact(asked: Asked) -> Asked:
-    """Returns the guide without whitespace between the parts of JSON, unless the request gives a pattern for it."""
+    """Returns a guide without whitespace between the parts of JSON, unless the request gives a pattern for it."""
     if asked.guide.kind not in ("json", "json_object"):
         return asked
     schema = msgspec.json.decode(asked.guide.text or '{"type":"object"}')
@@ -223,7 +223,7 @@ MAKERS: dict[str, Callable[[str, Any, str | None], Guide]] = {
 
 
 def structured_outputs_of(guide: Guide) -> dict[str, Any]:
-    """Returns the field `structured_outputs` that asks for this guide. Raises RequestError if no value can."""
+    """Returns the value of `structured_outputs` that asks for this guide. Raises RequestError if none does."""
     if guide.kind not in MAKERS:
         raise RequestError(
             "tools: sampling_params cannot express a guide for calls or text after reasoning; leave out tool_choice "
@@ -248,7 +248,7 @@ def _decoded(field: str, value: Any) -> Any:
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _wrong(field, f"no JSON: {str(error)[:120]}") from None
+        raise _wrong(field, f"not JSON: {str(error)[:120]}") from None
 
 
 def _encoded(value: Any) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# Formats that describe a text's purpose without constraining it; pydantic writes some of them.
+# Formats that state the purpose of a text without constraining it; pydantic writes some of them.
 REMARKS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
 OTHER_NAMES = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string"}
-OTHER_NAMES |= {"dict": "object", "list": "array"}  # names of types in programs that write schemas
+OTHER_NAMES |= {"dict": "object", "list": "array"}  # names that some programs write for JSON schema's types
 OF_SCHEMA = (
     *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
     *("contains", "propertyNames", "not", "if", "then", "else"),

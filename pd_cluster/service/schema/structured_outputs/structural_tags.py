@@ -32,7 +32,7 @@ class _Reader:
         self._num_formats = 0
 
     def node(self, field: str, form: Any, depth: int, end: str | None = None) -> Node:
-        """Returns the node of a format and of the text `end` after it."""
+        """Returns the node of a format, followed by the text `end` if there is one."""
         self._num_formats += 1
         if depth > MAX_DEPTH or self._num_formats > MAX_FORMATS:
             raise _wrong(field, f"more than {MAX_DEPTH} deep, or more than {MAX_FORMATS} formats")

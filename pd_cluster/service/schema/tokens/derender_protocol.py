@@ -1,4 +1,4 @@
-"""The schema of vLLM's derender routes, which convert whole answers from token ids to text."""
+"""Defines the schema of vLLM's derender routes, which convert whole answers from token ids to text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OtherLogprob(BaseModel):
 
     @property
     def id(self) -> int:
-        """Raises RequestError if it names no token."""
+        """The token's id. Raises RequestError if there is none."""
         if self.token_id is not None:
             return self.token_id
         if self.token is None:
@@ -36,7 +36,7 @@ class OtherLogprob(BaseModel):
 
 
 class DerenderedLogprob(OtherLogprob):
-    """The logprob of a chosen token, with those of alternatives."""
+    """The logprob of a chosen token, and the logprobs of alternatives."""
 
     top_logprobs: Annotated[list[OtherLogprob], FAIL_FAST] = []
 

@@ -1,4 +1,5 @@
-"""The schema of vLLM's /inference/v1/generate (tokens in, tokens out), of rendered requests, and of batches of chats.
+"""Defines the schema of vLLM's /inference/v1/generate (tokens in, tokens out), of rendered requests, and of batches of
+chats.
 
 A request of tokens becomes a completion with the same parameters, so that one place checks them all.
 """
@@ -91,7 +92,9 @@ class TokensRequest(BaseModel):
     parse_context: dict[str, Any] | None = None
 
     def completion(self) -> TokensCompletionRequest:
-        """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""
+        """Returns a completion request for these tokens. Without max_tokens, it may fill the context. Raises
+        RequestError.
+        """
         if (self.model_extra or {}).get("features") is not None:
             raise RequestError("features: images, audio and video are not supported; leave it out", param="features")
         name = "prompt_logprob_token_ids"
@@ -185,7 +188,7 @@ def rendered(
     prefix: str,
     offsets: list[list[int]] | None = None,
 ) -> RenderedPrompt:
-    """Returns the body of /inference/v1/generate with the same answer as the request.
+    """Returns the body for /inference/v1/generate that gets the same answer as this request.
 
     Without a request id, makes one that begins with `prefix`. `offsets`: the tokens' ranges in the text.
 

@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels: one table, by head size, precision and GPU generation.
 
-The choice depends on nothing else, so every process and every run computes the same results. Knows nothing of batches.
+The choice depends on nothing else, so every process and every run computes the same results. Independent of batches.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32  # query heads per KV head
 MIN_ROWS = 16  # the minimum for a matrix product
-MAX_SUMS_OF_4_WARPS = 4096  # sums in a decode tile, rows times padded head_dim: with more, four warps spill registers
+MAX_SUMS_OF_4_WARPS = 4096  # sums in a decode tile, rows times padded head_dim: above it, four warps spill registers
 Arch = Literal[80, 90]
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A tile of `rows` queries and `keys` keys of the context. Both are powers of two."""
+    """A tile of `rows` queries and `keys` keys of the context; both numbers are powers of two."""
 
     rows: int
     keys: int
@@ -27,8 +27,8 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentTile:
-    """Latent attention: `group` query heads of a program read the same latents, of `width` numbers, which are also
-    the values, and the rotated parts of keys, of `rope_width`.
+    """Latent attention: the `group` query heads of a program read the same latents, which have `width` numbers and are
+    also the values, and the same rotated parts of keys, which have `rope_width` numbers.
     """
 
     group: int
@@ -38,7 +38,7 @@ class LatentTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfigs:
-    """`is_uniform`: prefill masks every tile of keys, so that all queries run the same instructions."""
+    """`is_uniform`: prefill masks every tile of keys, so that all queries execute the same instructions."""
 
     prefill: TileConfig
     decode: TileConfig
@@ -48,7 +48,7 @@ class AttentionConfigs:
 
 # (padded head_dim, bits of an element, arch) -> rows, keys, warps, stages of prefill; keys, warps, stages of decode
 # Chosen from ptxas output, not from measurements yet: no spills, at least eight decode warps per multiprocessor. Two
-# stages are used only where more do not fit, because no load then overlaps the computation of a tile.
+# stages are used only where more do not fit: with two, no load overlaps the computation of a tile.
 _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (64, 16, 90): ((128, 64, 8, 3), (64, 4, 4)),
     (128, 16, 90): ((128, 128, 8, 3), (64, 4, 3)),
@@ -73,8 +73,8 @@ def padded(size: int) -> int:
 def configs_for(
     head_dim: int, dtype_bits: int, group: int, compute_capability: tuple[int, int], has_codes: bool = False
 ) -> AttentionConfigs:
-    """Returns the configs; `group`: query heads per KV head. `has_codes`: the pool is quantized, so decoding takes
-    registers.
+    """Returns the configs; `group`: query heads per KV head. `has_codes`: the pool is quantized, and decoding codes
+    needs registers.
 
     Raises ValueError for shapes that the kernels do not support.
     """
@@ -82,7 +82,7 @@ def configs_for(
         raise ValueError(f"head_dim {head_dim}: the Triton attention supports multiples of 8 up to {MAX_HEAD_DIM}")
     if not 0 < group <= MAX_GROUP:
         raise ValueError(f"{group} query heads per KV head: the Triton attention supports 1 to {MAX_GROUP}")
-    # Consumer GPUs, even newer than Hopper, have 99 KiB of shared memory; the table for 80 stays within that.
+    # Consumer GPUs, even those newer than Hopper, have 99 KiB of shared memory; the configs for arch 80 fit in that.
     arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
     (rows, *of_prefill), of_decode = _TABLE[max(64, padded(head_dim)), dtype_bits, arch]
     keys, num_warps, num_stages = of_decode
@@ -94,8 +94,8 @@ def configs_for(
     return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), decode)
 
 
-# The same for latents, by (bits of an element, arch). The sums of 16 heads times 512 numbers take a quarter of
-# the registers of eight warps; the sums of 64 rows take all of them.
+# The same table for latents, by (bits of an element, arch). The sums of 16 heads with 512 numbers each take a quarter
+# of the registers of eight warps; the sums of 64 rows take all of them.
 MAX_LATENT, MAX_LATENT_ROPE, MAX_LATENT_GROUP = 512, 128, 16
 _LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (16, 90): ((64, 32, 8, 2), (32, 8, 2)),
@@ -106,7 +106,7 @@ _LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int
 
 
 def latent_group(num_heads: int) -> int:
-    """Returns how many query heads a program has: the largest divisor of `num_heads` that is at most 16."""
+    """Returns the number of query heads per program: the largest divisor of `num_heads` that is at most 16."""
     return largest_divisor(num_heads, MAX_LATENT_GROUP)
 
 
@@ -121,7 +121,7 @@ def latent_configs_for(
     compute_capability: tuple[int, int],
     has_codes: bool = False,
 ) -> AttentionConfigs:
-    """Returns the configs; `widths`: of a latent and of its rotated part. `has_codes`: the pool is quantized.
+    """Returns the configs; `widths`: of a latent, and of its rotated part. `has_codes`: the pool is quantized.
 
     Raises ValueError for shapes that the kernels do not support.
     """

@@ -1,9 +1,9 @@
 """The Triton kernel for decode: one query per sequence, with its keys split by position.
 
-A row's splits depend on its own context only, so its bits depend on no other row. Each program takes splits in turn
-from the list of all rows' splits, which it derives from context_lens: a single long context occupies the whole device,
-and no program starts without work. The program that completes a row's last split merges all of them, in the order of
-their positions, in whatever order they were completed.
+A row's splits depend only on its own context, so its bits do not depend on other rows. The programs share the list of
+all rows' splits, which they derive from context_lens, and each takes every n-th split. So a single long context
+occupies the whole device, and no program starts without work. The program that completes a row's last split merges all
+of the row's splits, always in the order of their positions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 @triton.jit
 def _splits_of(context_len, window, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Returns (first split, end, keys per split), at least one split and at most MAX_SPLITS; scalars or vectors.
+    """Returns (first split, end, keys per split), scalars or vectors; at least one split and at most MAX_SPLITS.
 
-    Split i starts at key i * keys. Contexts too long for MAX_SPLITS have wider splits, in multiples of SPLIT_KEYS.
+    Split i starts at key i * keys. A context too long for MAX_SPLITS has wider splits, in multiples of SPLIT_KEYS.
     """
     seen_from = context_len * 0
     if HAS_WINDOW:
@@ -43,7 +43,7 @@ def _counts_at(
     HAS_WINDOW: tl.constexpr,
     ALL_DECODE: tl.constexpr,
 ):
-    """Returns the numbers of splits of SEARCHED rows from `base` on; 0 after the last row."""
+    """Returns the numbers of splits of SEARCHED rows from row `base` on; 0 after the last row."""
     at = base + tl.arange(0, SEARCHED)
     seqs = at
     if not ALL_DECODE:
@@ -69,9 +69,9 @@ def _merged(
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Returns [MERGED, D] float32: the merged splits of a KV head's query heads, CHUNK splits at a time.
+    """Returns [MERGED, D] float32: the merged splits of a KV head's query heads; reads CHUNK splits at a time.
 
-    Rows beyond GROUP repeat the last row. Other programs wrote the results, so they are not read through the L1 cache.
+    Rows after GROUP repeat the last row. Other programs wrote the partial results, so reads bypass the L1 cache.
     """
     d = tl.arange(0, D)
     heads = kv_head * GROUP + tl.minimum(tl.arange(0, MERGED), GROUP - 1)
@@ -90,7 +90,7 @@ def _merged(
         there = is_split[:, :, None] & (d < HEAD_DIM)[None, None, :]
         part_at = (at * HEAD_DIM)[:, :, None] + d[None, None, :]
         part = tl.load(partial + part_at, mask=there, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 1))  # finite: every written split has seen a key
+        new_top = tl.maximum(top, tl.max(lse, 1))  # finite, because every written split has seen a key
         weights = tl.exp2(lse - new_top[:, None])
         fade = tl.exp2(top - new_top)
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * part, 1)
@@ -108,7 +108,7 @@ def decode_kernel(
     out,
     partial,  # [num_decode, num_heads, max_splits, HEAD_DIM] float32
     partial_lse,  # [num_decode, num_heads, max_splits] float32: log2 of the sum of weights
-    arrivals,  # [num_decode, num_kv_heads] int32: 0 between launches
+    arrivals,  # [num_decode, num_kv_heads] int32: all 0 between launches
     key_pool,
     value_pool,
     query_starts,
@@ -154,9 +154,9 @@ def decode_kernel(
 ):
     """Grid: (num_kv_heads, workers). The tile's rows are the query heads of one KV head.
 
-    Worker w takes the splits w, w + workers, ... of all rows. A row with one split is complete. Otherwise the partial
-    result is stored and counted; the program that counts the last split merges, and resets the count to 0. ALL_DECODE:
-    all sequences decode, and the query of sequence i is row i.
+    Worker w takes the splits w, w + workers, ... of all rows. If a row has one split, its result is final. Otherwise
+    the partial result is stored and counted. The program that counts the last split merges all, and resets the count to
+    0. ALL_DECODE: all sequences decode, and the query of sequence i is row i.
     """
     begin(PDL)
     kv_head = tl.program_id(0)
@@ -177,8 +177,8 @@ def decode_kernel(
         head_at = tl.multiple_of(head_at, 4)
 
     for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
-        place = tl.program_id(1) * 0  # of the row that contains the current split
-        before = 0  # splits of the rows before it
+        place = tl.program_id(1) * 0  # index of the row that contains the current split
+        before = 0  # splits of all rows before that row
         passed = 0
         for base in range(0, num_decode, SEARCHED):
             counts = _counts_at(
@@ -231,8 +231,8 @@ def decode_kernel(
             tl.store(partial + (slot * HEAD_DIM)[:, None] + d[None, :], acc / total[:, None], mask=there)
             tl.store(partial_lse + slot, top + tl.log2(total), mask=r < GROUP)
             arrived = arrivals + place * tl.num_programs(0) + kv_head
-            # One thread counts: the barrier orders the other threads' stores before its release, and the atomic's own
-            # barrier orders their loads after its acquire.
+            # Only one thread counts. The barrier orders the other threads' stores before the count's release, and the
+            # atomic's own barrier orders their loads after its acquire.
             tl.debug_barrier()
             if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 merged = _merged(
@@ -248,6 +248,6 @@ def decode_kernel(
             if HAS_SINKS:
                 fade, total = add_sink(top, total, sinks, heads, r < GROUP)
                 acc *= fade[:, None]
-            acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
+            acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has no visible key
             out_at = row.to(tl.int64) * out_stride + (heads * HEAD_DIM)[:, None] + d[None, :]
             tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)

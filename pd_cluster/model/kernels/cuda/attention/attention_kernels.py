@@ -1,7 +1,7 @@
 """Triton kernels for paged attention: a sweep over keys, and the prefill kernel that uses it.
 
-Scores are in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles at the
-context's end, on the diagonal or at a window's edge are masked. Knows nothing of how the grid is planned;
+Scores are in units of log2, so that a weight takes one exp2. A program processes its keys tile by tile, and masks a
+tile only at the context's end, on the diagonal or at a window's edge. attention_plan.py plans the grid;
 attention_decode.py has the kernel for decode.
 """
 
@@ -16,9 +16,9 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SLOTS: tl.constexpr):
-    """Returns the block of a tile of keys, or the block or slot of each of its keys; 0 from `hi` on.
+    """Returns one block for the tile's keys, or one for each key; 0 for keys from `hi` on.
 
-    HAS_SLOTS: the table has a slot for each key.
+    HAS_SLOTS: the table has a slot for each key, which is returned instead.
     """
     if HAS_SLOTS:
         n = tl.arange(0, BLOCK_N)
@@ -86,7 +86,7 @@ def _rope_scores(
 
 @triton.jit
 def rope_of(query, rows, there, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, R: tl.constexpr):
-    """Returns the rotated parts [M, R] of queries at `rows`, which come after their first HEAD_DIM numbers."""
+    """Returns the rotated parts [M, R] of queries at `rows`; in a query they follow the first HEAD_DIM numbers."""
     d = tl.arange(0, R)
     at = rows[:, None] + (HEAD_DIM + d)[None, :]
     return tl.load(query + at, mask=there[:, None] & (d < ROPE_DIM)[None, :], other=0.0)
@@ -127,9 +127,9 @@ def _attend_tile(
     HAS_SLOTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Returns (acc, top, total) after BLOCK_N more keys.
+    """Returns (acc, top, total) after processing BLOCK_N more keys.
 
-    With ROPE_DIM the first plane has latents, which are also the values, and the second one the keys' rotated parts.
+    With ROPE_DIM the first plane has latents, which are also the values, and the second has the keys' rotated parts.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
@@ -137,7 +137,7 @@ def _attend_tile(
     if CODES > 0:
         rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes are loaded four at a time
     offsets = rows[:, None] + d[None, :]
-    if MASKED:  # masked values may be anything, even NaN, which a weight of zero would not cancel
+    if MASKED:  # masked values may be NaN, which a weight of zero would not remove
         is_seen = start + n < hi
         if HAS_WINDOW:
             is_seen = is_seen & (start + n >= seen_from)
@@ -172,7 +172,7 @@ def _attend_tile(
             q_rope, value_base, block, start, is_seen, value_block_stride, value_token_stride,
             ROPE_DIM, R, BLOCK_N, BLOCK_SIZE, PRECISION, CODES, HAS_SLOTS,
         )  # fmt: skip
-    if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the factors to and from log2
+    if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the conversion to and from log2
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
     if MASKED:
         at = (start + n)[None, :]
@@ -183,9 +183,9 @@ def _attend_tile(
     if HAS_SOFTCAP:
         factor = 1.0
     else:
-        factor = scale  # applied late, it fuses with the subtraction below into one multiply-add
+        factor = scale  # multiplied below, where it fuses with the subtraction into one multiply-add
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    if MASKED:  # a row without any key so far keeps weights of zero
+    if MASKED:  # weights stay zero while a row has not seen any key
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     else:
         shift = new_top
@@ -207,7 +207,7 @@ def sweep(
     ends,  # [M]: the last visible key of each query, at least its own position
     seen_from,  # the first key that is visible to any query
     lo,  # all keys are in [lo, hi); lo is a multiple of BLOCK_N
-    whole_lo,  # all queries see [whole_lo, whole_hi); multiples of BLOCK_N
+    whole_lo,  # all queries see the keys [whole_lo, whole_hi), both multiples of BLOCK_N
     whole_hi,
     hi,
     key_base,
@@ -233,9 +233,9 @@ def sweep(
     CODES: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
 ):
-    """Sweeps the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
+    """Processes the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
-    Blocks are looked up one tile ahead; otherwise loads of keys would wait for them, with fewer tiles in flight.
+    Blocks are looked up one tile ahead. Otherwise loads of keys would wait for them, with fewer tiles in flight.
     """
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -274,7 +274,7 @@ def sweep(
 
 @triton.jit
 def add_sink(top, total, sinks, heads, is_head):
-    """Adds one key with its own score and a value of zero. Returns (factor for the previous sums, total)."""
+    """Adds a key with its own score and the value zero. Returns (factor for the previous sums, total)."""
     sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)
@@ -333,10 +333,10 @@ def prefill_kernel(
     UNIFORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
+    """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, and query head r % GROUP of the KV head.
 
-    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries in its tile: tiles
-    start at multiples of BLOCK_N in every chunk, and a tile without visible keys leaves the query's sums unchanged.
+    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries in its tile. Tiles
+    start at multiples of BLOCK_N in every chunk, and a tile without visible keys does not change the query's sums.
     """
     begin(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -394,6 +394,6 @@ def prefill_kernel(
     if HAS_SINKS:
         fade, total = add_sink(top, total, sinks, heads, is_row)
         acc *= fade[:, None]
-    acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
+    acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has no visible key
     out_at = (token * out_stride + heads * HEAD_DIM)[:, None] + d[None, :]
     tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)

@@ -1,4 +1,4 @@
-"""Divides a step's attention into programs: integers from lengths, on the host. Knows nothing of tensors or kernels.
+"""Divides a step's attention into programs, on the host, from lengths only. Independent of tensors and kernels.
 
 The kernels derive each row's splits from context_lens. So a plan of `plan_decode` is valid for every batch of its size:
 a CUDA graph captured with it can be replayed with other contexts and tables in the same buffers.
@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
 
-# Splits of a context are fixed by position, so that a row's bits do not depend on the batch. In the shape of an 8B
-# model a split is 128 KiB of keys and values of one KV head: about 11 us of a program's share of an H100's bandwidth,
-# compared with 1 to 2 us until its first key arrives; its stored result is 1/64 of what it read. With 512 keys, a
-# context of 1,024 tokens would occupy only 16 programs.
+# The splits of a context are fixed by position, so that a row's bits do not depend on the batch. In an 8B model a split
+# is 128 KiB of keys and values of one KV head. With its share of an H100's bandwidth, a program reads a split in about
+# 11 us, and its first key arrives after 1 to 2 us; the result that it stores is 1/64 of what it reads. With 512 keys
+# per split, a context of 1,024 tokens would occupy only 16 programs.
 SPLIT_KEYS = 256
-MAX_SPLITS = 64  # the most splits of a context: bounds the workspace; contexts over 16,128 keys have wider splits
-PROGRAMS_PER_SM = 2  # programs that run concurrently, to keep enough bytes in flight
+MAX_SPLITS = 64  # per context; limits the workspace: contexts over 16,128 keys have wider splits
+PROGRAMS_PER_SM = 2  # programs that run concurrently, enough to keep many bytes in flight
 
 Ids = npt.NDArray[np.int32]
 NO_SEQS: Ids = np.empty(0, dtype=np.int32)
@@ -27,9 +27,9 @@ NO_SEQS: Ids = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Sequences with one query decode: `num_workers` programs per KV head take their splits. Others form tiles.
+    """Sequences with one query are decoded: `num_workers` programs per KV head take their splits. Others form tiles.
 
-    No context has more than `max_splits` splits, of `split_keys` keys or a multiple.
+    No context has more than `max_splits` splits; a split has `split_keys` keys or a multiple.
     `tiles` and `decode_seqs` are copied to the device with the batch (`BatchMetadata`).
     """
 
@@ -46,7 +46,7 @@ class AttentionPlan:
         return len(self.decode_seqs) == self.num_seqs
 
     def workspace_numel(self, num_heads: int, head_dim: int) -> int:
-        """Returns the float32 elements that the splits need: output and log-sum-exp of each."""
+        """Returns the number of float32 elements for the results of splits: an output and a log-sum-exp each."""
         return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_heads * self.max_splits * (head_dim + 1)
 
     def num_arrivals(self, num_kv_heads: int) -> int:
@@ -77,7 +77,7 @@ def plan_tiles(
     group: int,
     configs: AttentionConfigs,
 ) -> AttentionPlan:
-    """Plans a batch with tiles for all sequences, without splits. `group`: query heads per KV head."""
+    """Plans a batch with all sequences as tiles, without splits. `group`: query heads per KV head."""
     tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group)
     return AttentionPlan(configs, len(query_lens), 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
 
@@ -90,7 +90,7 @@ def plan_decode(
     num_sms: int,
     split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """Plans a padded batch with one query per sequence, and contexts from 0 (padding) to `max_context_len`."""
+    """Plans a batch with one query per sequence and contexts of 0 (padding) to `max_context_len` tokens."""
     max_splits = most_splits(max_context_len, split_keys)
     num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
     decode_seqs, no_tiles = np.arange(num_seqs, dtype=np.int32), np.empty((0, 2), dtype=np.int32)
@@ -107,10 +107,10 @@ def plan_padded(
     num_sms: int,
     split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """Plans for any step of fewer than `num_tokens` tokens, some of prompts, in up to `num_seqs` sequences.
+    """Makes a plan for any step of fewer than `num_tokens` tokens, including prompts, in up to `num_seqs` sequences.
 
-    One extra sequence has no tokens and no context. All entries of `decode_seqs` and `tiles` name it; a graph reads the
-    actual entries from its buffers. For padding, decode attention writes its result after the step's tokens.
+    An additional sequence has no tokens and no context. All entries of `decode_seqs` and `tiles` refer to it; a graph
+    reads the actual entries from its buffers. For padding, decode attention writes its result after the step's tokens.
     """
     max_splits = most_splits(max_context_len, split_keys)
     num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
@@ -126,7 +126,7 @@ def padded_items(
     group: int,
     configs: AttentionConfigs,
 ) -> tuple[Ids, Ids]:
-    """Returns a step's `decode_seqs` [num_seqs] and `tiles` [most_tiles, 2], padded with the sequence `num_seqs`."""
+    """Returns a step's `decode_seqs` [num_seqs] and `tiles` [most_tiles, 2], padded with the index `num_seqs`."""
     queries = configs.prefill.rows // group
     decode_seqs = np.full(num_seqs, num_seqs, dtype=np.int32)
     found = np.flatnonzero(query_lens == 1)
@@ -139,14 +139,15 @@ def padded_items(
 
 
 def most_tiles(num_tokens: int, num_seqs: int, queries: int) -> int:
-    """Returns the largest number of tiles of `queries` queries that sequences of two or more tokens can have."""
+    """Returns the most tiles of `queries` queries that a step's sequences of two or more tokens can have."""
     return num_tokens // queries + min(num_seqs, num_tokens // 2)
 
 
 def tiles_of(
     query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.integer], queries: int, least: int = 1
 ) -> Ids:
-    """Returns [num_tiles, 2], the sequence and the first query of each tile of `queries` queries; most keys first.
+    """Returns [num_tiles, 2]: the sequence and first query of each tile of `queries` queries, those with most keys
+    first.
 
     Sequences with fewer than `least` queries have no tiles.
     """
@@ -159,10 +160,10 @@ def tiles_of(
 
 
 def most_splits(longest_context: int, split_keys: int = SPLIT_KEYS) -> int:
-    """Returns the largest number of splits of any context up to `longest_context`, with or without a window."""
+    """Returns the most splits that a context of up to `longest_context` tokens can have, with or without a window."""
     return max(1, min(MAX_SPLITS, -(-longest_context // split_keys)))
 
 
 def workers_for(num_items: int, num_kv_heads: int, num_sms: int) -> int:
-    """Returns the programs per KV head that take `num_items` splits: no more than run concurrently."""
+    """Returns the number of programs per KV head that take `num_items` splits: at most as many as run concurrently."""
     return max(1, min(num_items, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads)))

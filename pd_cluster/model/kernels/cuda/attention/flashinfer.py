@@ -1,10 +1,9 @@
-"""A step's attention through FlashInfer: planned on the host once per step, then run in every layer with the same
-scoring.
+"""A step's attention through FlashInfer. The host plans it once per step, for all layers with the same scoring.
 
-It reads the pool's pages through their strides. A batch that only decodes uses the decode kernels; any other batch uses
-the prefill kernels for all its sequences. Knows nothing of when a graph is captured: a batch with `replay_lens` belongs
-to a graph, gets permanent buffers, and is planned again before each replay. `problem` reports in advance what
-FlashInfer does not support. Written for flashinfer-python 0.6.18.post1; importing this file imports it.
+FlashInfer reads the pool's pages through their strides. A batch of single tokens uses the decode kernels; any other
+batch uses the prefill kernels for all its sequences. This file does not know when a graph is captured: a batch with
+`replay_lens` belongs to a graph, gets permanent buffers, and is planned again before each replay. `problem` reports in
+advance what FlashInfer does not support. Written for flashinfer-python 0.6.18.post1; importing this file imports it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ VERSION: str = flashinfer.__version__
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float16", "bfloat16")
 LEAST_CAPABILITY = (8, 0)
-MAX_PAGE_ELEMENTS = 1 << 32  # the stride of a page, counted in 32 bits
-MAX_GROUP = 64  # query heads per KV head: they share a tile of rows
+MAX_PAGE_ELEMENTS = 1 << 32  # FlashInfer counts the stride of a page in 32 bits
+MAX_GROUP = 64  # query heads per KV head, which share a tile of rows
 LEAST_WORKSPACE_NBYTES = 128 << 20
 GRAPH_PLAN_NBYTES = 1 << 20  # a graph's plan has two tiles per sequence, about 13 bytes each
-PREFILL_ROWS = 128  # the most rows of a tile
+PREFILL_ROWS = 128  # rows of a tile, at most
 PROGRAMS_PER_SM = 2  # a plan splits contexts for this many programs on each multiprocessor
 
 
@@ -65,7 +64,7 @@ def problem(
 
 
 class _Shape(NamedTuple):
-    """The key of a plan: layers with equal shapes share a plan."""
+    """Identifies a plan: layers with equal shapes share one."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +77,7 @@ class _Shape(NamedTuple):
 
     @property
     def for_plan(self) -> dict[str, Any]:
-        """Returns the arguments with the same names in both wrappers."""
+        """Returns the arguments that have the same names in both wrappers."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -92,11 +91,11 @@ class _Shape(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """A step's sequences in FlashInfer's form: int32, on the host."""
+    """A step's sequences as FlashInfer expects them: int32, on the host."""
 
     query_starts: torch.Tensor  # [num_seqs + 1]
     page_starts: torch.Tensor  # [num_seqs + 1]
-    last_page_lens: torch.Tensor  # [num_seqs]; 0 if there is no page
+    last_page_lens: torch.Tensor  # [num_seqs]; 0 if the sequence has no page
     context_lens: torch.Tensor  # [num_seqs]
 
     @classmethod
@@ -116,7 +115,7 @@ class _Pages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Planner:
-    """One wrapper. Its plan is copied from its own host memory, which must not change until the copy is complete."""
+    """A wrapper with its plan. The plan is copied from host memory, which must not change until the copy is done."""
 
     wrapper: Any
     decodes: bool
@@ -126,7 +125,7 @@ class _Planner:
 
     def plan(self, pages: _Pages, table: torch.Tensor, shape: _Shape, step: object, device: Device) -> None:
         table = table[: int(pages.page_starts[-1])]
-        self.copied.wait()  # at most the step before last's: plans precede a step's layers
+        self.copied.wait()  # waits at most for the step before last: plans precede a step's layers
         if self.decodes:
             self.wrapper.plan(
                 indptr=pages.page_starts,
@@ -152,9 +151,9 @@ class _Planner:
 
 
 class _PlannedStep:
-    """The plans of a batch, starting with its first layer; the plans of a graph live as long as the graph.
+    """The plans of a batch, made from its first layer on. A graph's plans live as long as the graph.
 
-    It does not hold the batch, to avoid cycles.
+    Holds no reference to the batch, to avoid cycles.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
@@ -167,20 +166,20 @@ class _PlannedStep:
         self.planners[shape].plan(self.pages, batch.block_table, shape, self, batch.pool.device)
 
     def plan_again(self, batch: ForwardBatch) -> None:
-        """Plans again for the step now in the buffers, whose contexts are `replay_lens`."""
+        """Plans again, for the step that is now in the buffers; `replay_lens` are its context lengths."""
         self.pages = _Pages.of(batch)
         for shape in self.planners:
             self.plan(batch, shape)
 
 
 class FlashInfer:
-    """Attention on one device. Wrappers are kept between steps; all share one workspace, and so one stream."""
+    """Attention on one device. Wrappers are kept between steps. All share one workspace, so they share one stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_name)
-        self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of earlier shapes in a step
-        self._graph_plans: list[torch.Tensor] = []  # by that number, too: the plan of the graph that replays
+        self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of shapes planned before
+        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph that is being replayed
 
     def attend_batch(
         self,
@@ -232,7 +231,7 @@ class FlashInfer:
         if shape not in step.planners:
             step.planners[shape] = self._planner(batch, shape, len(step.planners))
         found = step.planners[shape]
-        if found.planned_for is not step:  # new, or used by another step meanwhile
+        if found.planned_for is not step:  # it is new, or another step has used it since
             step.plan(batch, shape)
         return found
 
@@ -240,7 +239,7 @@ class FlashInfer:
         nbytes = workspace_nbytes(
             batch.num_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, num_multiprocessors(self._device)
         )
-        if len(self._workspace) < nbytes:  # users of the old one keep it
+        if len(self._workspace) < nbytes:  # wrappers with the old one keep it
             self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_name)
         if batch.replay_lens is not None:
             return self._made(self._graph_wrapper(batch, slot), True)
@@ -258,7 +257,7 @@ class FlashInfer:
         return _Planner(wrapper, decodes, len(self._workspace), mark(self._device))
 
     def _graph_wrapper(self, batch: ForwardBatch, slot: int) -> Any:
-        """Makes a wrapper that reads the batch's own table. One graph replays at a time, so plans share one buffer."""
+        """Makes a wrapper that reads the batch's own table. One graph replays at a time, so plans share a buffer."""
         device = self._device.torch_name
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -276,9 +275,9 @@ class FlashInfer:
 
 
 def workspace_nbytes(num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:
-    """Returns the largest size of FlashInfer's split results: float32 output and log-sum-exp for each row of each tile.
+    """Returns the most bytes of FlashInfer's split results: float32 output and log-sum-exp for each row of each tile.
 
-    A split plan has no more tiles than can run concurrently, or two per decoding sequence.
+    A plan with splits has at most as many tiles as can run concurrently, or two per decoding sequence.
     """
     side_by_side = PROGRAMS_PER_SM * num_sms // num_kv_heads
     rows = 16 if num_heads // num_kv_heads <= 16 else 64  # of a decode tile

@@ -1,6 +1,7 @@
-"""Launches the kernels around attention to latents: queries become latent queries, results become values.
+"""Launches the kernels before and after attention to latents: they turn queries into latent queries, and results into
+values.
 
-Checks the kernels' preconditions. Nothing here waits for the device.
+Checks the kernels' preconditions. No launch waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pd_cluster.model.layers.ops import Latents, Rope
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
 
 FEW_ROWS = 16  # rows of the smaller tile of a product
-ROWS, COLUMNS, INNER = 64, 64, 64  # a tile of a product, not measured yet
+ROWS, COLUMNS, INNER = 64, 64, 64  # a tile of a product; not measured yet
 ROPE_ELEMENTS = 512  # elements of half heads that a program rotates, for two warps
 
 
@@ -37,7 +38,7 @@ def attend_latents(
     one_tile: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `LatentOps.attend_latents`. `one_tile`: products have the same tile for every number of rows."""
+    """See `LatentOps.attend_latents`. `one_tile`: products use the same tile for every number of rows."""
     num_tokens, num_heads = len(queries), latents.num_heads
     latent_pool, rope_pool = batch.pool.layer(latents.layer_idx)
     absorbed = queries.new_empty(num_tokens, num_heads, latents.width + latents.rope_width)

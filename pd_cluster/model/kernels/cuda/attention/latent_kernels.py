@@ -17,7 +17,7 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import rotated, scaled
 def _store_vector(
     target,  # [1, 1] pointer to a vector of the pool
     at,  # [1, HALF]
-    left,  # [1, HALF]: the vector's halves in the activations' dtype, padded with zeros
+    left,  # [1, HALF]: the first half of the vector, in the activations' dtype, padded with zeros
     right,
     WIDTH: tl.constexpr,
     CODES: tl.constexpr,
@@ -37,7 +37,7 @@ def _store_vector(
 def prepare_latents(
     queries,  # [num_tokens, NUM_HEADS * (QUERY_WIDTH + ROPE_WIDTH)], strided
     kept,  # [num_tokens, WIDTH + ROPE_WIDTH], strided
-    cos,  # [num_tokens, ROPE_WIDTH]; both halves are the same
+    cos,  # [num_tokens, ROPE_WIDTH]; the two halves are equal
     sin,
     weight,  # [WIDTH]
     absorbed,  # [num_tokens, NUM_HEADS, WIDTH + ROPE_WIDTH]
@@ -58,15 +58,15 @@ def prepare_latents(
     ROPE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # of a latent, padded
+    HALF: tl.constexpr,  # half of a latent, padded
     ROPE_HALF: tl.constexpr,
     CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
     PDL: tl.constexpr,
 ):
-    """Grid: (num_tokens, 1 + tiles of HEADS heads). A token's first program norms its latent, rotates the rest of its
-    row, and writes both to the pool.
+    """Grid: (num_tokens, 1 + tiles of HEADS heads). A token's first program applies the norm to its latent, rotates the
+    rest of its row, and writes both to the pool.
 
-    Each other program rotates the ends of HEADS queries, and writes them behind the first WIDTH numbers of `absorbed`.
+    Each other program rotates the ends of HEADS queries, and writes them after the first WIDTH numbers of `absorbed`.
     """
     begin(PDL)
     rope_half: tl.constexpr = ROPE_WIDTH // 2
@@ -129,7 +129,7 @@ def heads_product(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (row tiles, column tiles, heads). One program adds all elements of a sum, always in the same order."""
+    """Grid: (row tiles, column tiles, heads). A single program adds up each sum, always in the same order."""
     begin(PDL)
     head = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

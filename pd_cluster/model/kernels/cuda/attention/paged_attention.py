@@ -1,6 +1,6 @@
-"""Paged attention on CUDA: launches the kernels for a batch. Nothing here synchronizes with the device.
+"""Paged attention on CUDA: launches the kernels for a batch. No launch waits for the device.
 
-Launches go to the process's current device and stream. Importing this file imports Triton.
+Launches use the process's current device and stream. Importing this file imports Triton.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from pd_cluster.model.layers.attention.sdpa import Scoring
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
-MERGED_ELEMENTS = 4096  # results of splits that a program reads at once when it merges them: 32 per thread
+MERGED_ELEMENTS = 4096  # elements of split results that a program reads at once when it merges: 32 per thread
 SEARCHED = 128  # rows whose splits a decode program counts at once, one per thread
-WRITE_CHUNK = 1024  # elements of a token that a program writes
+WRITE_CHUNK = 1024  # elements of a token that one program writes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMetadata:
     """A batch's metadata on the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]).
 
-    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has context_len 0 and no blocks; its
-    output is zero. `has_slots`: the table has the slot of each key instead of blocks.
+    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has the context_len 0 and no blocks;
+    its output is zero. `has_slots`: the table has the slot of each key instead of blocks.
     """
 
     query_starts: torch.Tensor  # [num_seqs + 1]
     context_lens: torch.Tensor  # [num_seqs]
     block_table: torch.Tensor  # [total number of blocks]
     table_starts: torch.Tensor  # [num_seqs + 1]
-    decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
+    decode_seqs: torch.Tensor  # [num_decode], from the plan; not read if all sequences decode
     tiles: torch.Tensor  # [num_tiles, 2], from the plan
     # [plan.num_arrivals(num_kv_heads)]: counters of completed splits, 0 between launches. They belong to one plan,
-    # whose launches are consecutive; graphs use memory outside of their shared pool for them.
+    # whose launches run one after another; graphs keep them outside of the memory that they share.
     arrivals: torch.Tensor
-    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: up to its own
     has_slots: bool = False
 
 
 class _ValueHeads(NamedTuple):
-    """The heads that the kernels see.
+    """The heads as the kernels see them.
 
-    Query heads that read the same latents count as those of one KV head; all such KV heads have the same address.
+    Query heads that read the same latents count as the query heads of one KV head; all these KV heads have the same
+    address.
     """
 
     num_kv_heads: int
@@ -70,7 +71,7 @@ class _ValueHeads(NamedTuple):
 
 
 def attend(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]; the last dimension is contiguous
     key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim or stored width of codes]
     value_pool: torch.Tensor,
     batch: BatchMetadata,
@@ -83,8 +84,8 @@ def attend(
 ) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must already be in the pool.
 
-    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, a query has two parts, whose
-    widths are those of a latent and its rotated part; the pools hold these two, and the result has a latent's width.
+    `pool_dtype`: the pool's dtype if it is quantized. With `plan.configs.latent`, a query has two parts, as wide as a
+    latent and its rotated part. The pools hold these two, and the result is as wide as a latent.
     """
     shape = _ValueHeads.of(query, key_pool, plan.configs)
     if out is None:
@@ -108,7 +109,7 @@ def write_kv(
     slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
     pool_dtype: str = "",
 ) -> None:
-    """Writes the step's keys and values into their slots, in the pool's precision. `pool_dtype`: see `attend`."""
+    """Writes the step's keys and values to their slots, in the pool's precision. `pool_dtype`: see `attend`."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     _check_pools(key_pool, value_pool)
     for given, pool in ((keys, key_pool), (values, value_pool)):
@@ -149,7 +150,7 @@ def write_kv(
 
 
 def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor, latent: LatentTile | None = None) -> None:
-    """Asserts the kernels' preconditions; block ids were checked when the batch was built."""
+    """Asserts the kernels' preconditions. Block ids are not checked here: they were when the batch was built."""
     block_size = key_pool.shape[1]
     if latent is None:
         assert key_pool.shape == value_pool.shape
@@ -196,7 +197,7 @@ def _check(
 
 
 def _scales(scoring: Scoring) -> tuple[float, float]:
-    """Returns (scale, softcap) as `_attend_tile` expects them: in units of log2."""
+    """Returns (scale, softcap) in units of log2, as `_attend_tile` expects them."""
     if scoring.softcap is None:
         return scoring.scaling * LOG2_E, 0.0
     return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
@@ -212,7 +213,7 @@ def _strides(
 def _constants(
     query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str, shape: _ValueHeads
 ) -> dict[str, object]:
-    """Returns the constants that specialize both attention kernels."""
+    """Returns the constants for which both attention kernels are specialized."""
     return {
         "GROUP": query.shape[1] // shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim,

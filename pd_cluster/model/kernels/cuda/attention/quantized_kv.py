@@ -1,6 +1,7 @@
 """Triton functions for vectors of a quantized KV pool (kv/kv_vectors.py): codes and a scale, as bytes.
 
-The bits equal those of `encode` there, on every GPU: conversions are written out. Launches need enable_fp_fusion=False.
+All bits equal those of `encode` there, on every GPU, because conversions are spelled out. Launches must set
+enable_fp_fusion=False.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from pd_cluster.kv.kv_layout import CODE_BITS
 
-# The kernels' numbers for quantized pool dtypes; pools of other dtypes hold floats.
+# The kernels' constants for quantized pool dtypes; pools of other dtypes hold floats.
 CODES = {"int8": 1, "fp8_e4m3": 2, "int4": 3}
 NUMBERS = 0
 
@@ -21,7 +22,7 @@ def codes_of(pool_dtype: str) -> int:
 
 @triton.jit
 def nearest(x):
-    """Rounds |x| < 2^22 to integers, ties to even."""
+    """Rounds |x| < 2^22 to the nearest integer, ties to even."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2^23
 
 
@@ -50,11 +51,11 @@ def decoded(base, rows, there, d, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, C
 
 @triton.jit
 def to_e4m3(x):
-    """Returns the nearest code of x, |x| up to slightly above 448, ties to even."""
+    """Returns the code nearest to x, for |x| up to slightly above 448, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
-    subnormal = nearest(tl.abs(x) * 512.0).to(tl.int32)  # below 2^-6 steps are 2^-9
+    subnormal = nearest(tl.abs(x) * 512.0).to(tl.int32)  # below 2^-6 codes are 2^-9 apart
     return tl.where(tl.abs(x) < 0.015625, subnormal, normal) | ((bits >> 24) & 128)
 
 
@@ -62,7 +63,7 @@ def to_e4m3(x):
 def store_codes(
     target,  # [vectors, 1] pointers to bytes
     at,  # [1, HALF]
-    left,  # [vectors, HALF] float32: the vectors' first halves, padded with zeros
+    left,  # [vectors, HALF] float32: the first half of each vector, padded with zeros
     right,
     is_vector,  # [vectors, 1]
     HEAD_DIM: tl.constexpr,
@@ -71,7 +72,7 @@ def store_codes(
     half: tl.constexpr = HEAD_DIM // 2
     most_code: tl.constexpr = 7.0 if CODES == 3 else 448.0 if CODES == 2 else 127.0
     width: tl.constexpr = half if CODES == 3 else HEAD_DIM
-    is_regular = (tl.abs(left) < float("inf")) & (tl.abs(right) < float("inf"))  # false for NaN, too
+    is_regular = (tl.abs(left) < float("inf")) & (tl.abs(right) < float("inf"))  # false also for NaN
     is_finite = (tl.min(is_regular.to(tl.int32), axis=1) == 1)[:, None]
     most = tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1))[:, None]
     has_codes = is_finite & (most >= 7.888609052210118e-31)  # 2^-100

@@ -1,7 +1,7 @@
-"""A step's attention through Triton: its plan and metadata on the device, made once for all layers.
+"""A step's attention through Triton: the plan and its metadata on the device are made once for all layers.
 
 Fused layers call `attend_batch`; transformers' modules call `write_and_attend`. `problem` reports in advance what the
-kernels do not support: then they are not used, and the log says so.
+kernels do not support; then they are not used, and the log says why.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Planned = tuple[AttentionPlan, BatchMetadata]
 
 
 class AttentionShape(NamedTuple):
-    """A rank's heads. The heads of a program that share latents count as those of one KV head."""
+    """A rank's heads. A program's query heads that share latents count as those of one KV head."""
 
     num_heads: int
     num_kv_heads: int
-    width: int  # of the values
-    rope_width: int = 0  # of the rotated parts beside latents; 0: the pool has keys and values
+    width: int  # width of the values
+    rope_width: int = 0  # width of the rotated parts besides latents; 0: the pool has keys and values
 
     @classmethod
     def of_latents(cls, num_heads: int, layout: KVLayout) -> AttentionShape:
@@ -78,7 +78,7 @@ class AttentionShape(NamedTuple):
 
 
 def problem(layout: KVLayout, num_heads: int) -> str:
-    """Returns why these kernels do not support this pool and this model's `num_heads`; "" if they do."""
+    """Returns why these kernels do not support this pool and the model's `num_heads`; "" if they do."""
     block_size = layout.block_size
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"blocks of {block_size} tokens: the Triton attention supports powers of 2 from {MIN_BLOCK_SIZE} on"
@@ -118,7 +118,7 @@ def write_and_attend(
 
 
 def _planned(batch: ForwardBatch, query: torch.Tensor, key_pool: torch.Tensor) -> Planned:
-    """Returns the batch's plan; the first layer makes it."""
+    """Returns the batch's plan, which its first layer makes."""
     key = AttentionShape.of_step(query, key_pool, batch.pool.layout)
     known = batch.kernel_state
     if not isinstance(known, dict):
@@ -157,7 +157,7 @@ class PaddedPlanner:
     """Plans for graphs of steps with prompts (model/graphs/prompt_graphs.py)."""
 
     def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
-        """`num_heads`: this rank's query heads; `dtype_bits`: bits of a query's element."""
+        """`num_heads`: this rank's query heads; `dtype_bits`: bits per element of a query."""
         self._shape = AttentionShape.of_pool(num_heads, layout)
         self._configs = configs_of_shape(self._shape, dtype_bits, device, layout.dtype in CODE_BITS)
         self._num_sms = num_multiprocessors(device)

@@ -1,6 +1,4 @@
-"""The two products of a block's experts in the form that the kernels take. Knows nothing of routers, rows or
-launches.
-"""
+"""The two products of a block's experts, in the kernels' form. Independent of routers, rows and launches."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class ExpertMatrices:
     """One linear layer of every expert: floats or codes, and biases [experts, outputs]."""
 
     shape: tuple[int, int, int]  # experts, outputs, inputs
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # floats or codes; scales, zero points of codes
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # floats or codes; the scales and zero points of codes
     codes: WeightCodes | None
     bias: torch.Tensor | None
 
@@ -39,7 +37,7 @@ class ExpertMatrices:
 
     @classmethod
     def from_weight(cls, weight: LinearWeight) -> ExpertMatrices:
-        """Takes over the weight of an ExpertStack."""
+        """Makes the matrices from the weight of an ExpertStack."""
         return cls.of(codes_of(weight) or weight.matrix().contiguous(), weight.bias)
 
     @property
@@ -47,7 +45,7 @@ class ExpertMatrices:
         return self.codes is not None and self.codes.kind <= E2M1
 
     def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the activations as these matrices multiply them, and the rows' scales if they are rounded to int8."""
+        """Returns the activations in the form that these matrices take; for int8 codes, also the rows' scales."""
         if self.codes is None or self.codes.kind != ROUNDED:
             return x, self.tensors[1]
         return rounded(x, self.codes.inputs)
@@ -62,8 +60,8 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrices:
-    """The products of a block's experts. `rows`: `down` takes whole rows and is one rank's share: some of its outputs,
-    from the features of all ranks.
+    """The products of a block's experts. `rows`: `down` takes whole rows and is one rank's share: it computes some of
+    the outputs from the features of all ranks.
     """
 
     gate_up: ExpertMatrices  # hidden_size to 2 * num_features: gates, then ups

@@ -1,7 +1,7 @@
 """Triton kernels of a sparse MLP: routing, sorting by expert, and one grouped product each for gate_up and down.
 
-A pair is one row and one of the `TOP_K` experts chosen for it; pair i belongs to row i // TOP_K. Sorted pairs are
-ordered by expert; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
+A pair is a row and one of the `TOP_K` experts chosen for it; pair i belongs to row i // TOP_K. Sorted pairs are ordered
+by expert; those of expert e are [starts[e], starts[e + 1]). Launch sizes are chosen in
 `pd_cluster.model.kernels.cuda.experts.grouped_experts`.
 """
 
@@ -29,7 +29,7 @@ def route(
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
 ):
-    """Each program routes ROWS rows. Among equals the lowest expert comes first; a row of NaN gets valid experts."""
+    """Each program routes ROWS rows. Among equal scores the lowest expert is first; a row of NaN gets valid experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS_BLOCK)[None, :]
     rank = tl.arange(0, TOP_K_BLOCK)[None, :]
@@ -67,9 +67,9 @@ def sort_pairs(
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes each pair to its position: the number of pairs of lower experts, plus earlier pairs of the same expert.
+    """Writes each pair to its position: the number of pairs of lower experts plus earlier pairs of the same expert.
 
-    The programs after those of the pairs do the same for a hypothetical first pair of each expert: its start.
+    Further programs do the same for an imaginary first pair of each expert, whose position is the expert's start.
     """
     tile = tl.program_id(0)
     if tile < num_pair_tiles:
@@ -93,7 +93,7 @@ def sort_pairs(
 
 @triton.jit
 def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns (expert, first sorted pair, end of the expert's pairs); no pairs if no expert needs the tile."""
+    """Returns (expert, first sorted pair, end of the expert's pairs); no pairs if the tile is not needed."""
     expert = tl.arange(0, EXPERTS_BLOCK)
     exists = expert < NUM_EXPERTS
     start = tl.load(starts + expert, mask=exists, other=0)
@@ -158,7 +158,7 @@ def gate_up_product(
     NUM_FEATURES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,  # this and the next five: see `coded_sum`
+    WIDTH: tl.constexpr,  # for this and the next five arguments see `coded_sum`
     GROUP_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     KIND: tl.constexpr,  # PLAIN: matrices are floats
@@ -170,7 +170,7 @@ def gate_up_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns: gates and ups of BLOCK_N / 2 features,
+    """Each program computes BLOCK_N columns for BLOCK_M sorted pairs: the gates and ups of BLOCK_N / 2 features,
     interleaved.
     """
     dtype: tl.constexpr = out.dtype.element_ty
@@ -213,7 +213,7 @@ def down_product(
     HIDDEN_SIZE: tl.constexpr,
     NUM_FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,  # this and the next five: see `coded_sum`
+    WIDTH: tl.constexpr,  # for this and the next five arguments see `coded_sum`
     GROUP_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     KIND: tl.constexpr,  # PLAIN: matrices are floats
@@ -225,7 +225,7 @@ def down_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns; weighted results are stored in pair order."""
+    """Each program computes BLOCK_N columns for BLOCK_M sorted pairs, and stores weighted results in pair order."""
     dtype: tl.constexpr = out.dtype.element_ty
     row_tile, column_tile = tile_of(num_row_tiles, (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
@@ -257,7 +257,7 @@ def sum_pairs(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program sums a part of one row's TOP_K results in pair order, in float32, and rounds once.
+    """Each program adds up a part of one row's TOP_K results, in pair order, in float32, and rounds once.
 
     With HAS_OTHERS, pairs of experts past the end count as zeros and are not read.
     """

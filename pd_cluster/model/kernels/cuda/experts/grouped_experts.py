@@ -1,7 +1,8 @@
-"""A sparse MLP on the device: each row goes through its router's top experts; all experts take two products.
+"""A sparse MLP on the device: each row passes through its router's top experts, in one grouped product for gate and up,
+and one for down.
 
-Grid sizes depend on the number of rows only, never on the router's choice, so nothing waits for the device, and a CUDA
-graph can capture it. An expert without rows costs nothing. Shared experts are not handled here.
+Grid sizes depend only on the number of rows, never on the router's choice. So nothing waits for the device, and a CUDA
+graph can capture the block. An expert without rows costs nothing. Shared experts are not handled here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
 
-MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
+MAX_PAIRS_COMPARED = 8192  # with more pairs torch sorts them, because comparing all pairs grows quadratically
 SORT_BLOCK = 64
 ROUTED_ELEMENTS = 4096  # rows times experts per program
 MAX_ROUTED_ROWS = 16  # the most rows per program
 SUM_BLOCK = 1024  # columns per program
 
 
-# The first tile is used whose `block_m` is filled at least by half with an expert's average pairs; otherwise the last.
+# The first tile is used whose `block_m` the average expert's pairs fill at least by half; if there is none, the last.
 TILINGS_16_BITS = (
     Tiling(128, 128, 64, 8, 3),
     Tiling(64, 128, 64, 4, 3),
@@ -33,23 +34,23 @@ TILINGS_16_BITS = (
     Tiling(16, 64, 128, 4, 4),
 )
 TILINGS_32_BITS = (Tiling(64, 64, 32, 8, 2), Tiling(16, 32, 64, 4, 2))
-# The tile for any number of pairs with `is_deterministic`. Not measured yet.
+# The tile for any number of pairs if `is_deterministic`. Not measured yet.
 FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 
 def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, has_words: bool = False) -> Tiling:
-    """`has_words`: the experts' weights are four-bit codes, whose decoding takes registers: tiles have fewer rows."""
+    """`has_words`: the experts' weights are four-bit codes. Decoding needs registers, so tiles have fewer rows."""
     tilings = TILINGS_32_BITS if dtype == torch.float32 else TILINGS_16_BITS[int(has_words) :]
     return next((each for each in tilings if 2 * num_pairs >= each.block_m * num_experts), tilings[-1])
 
 
 def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Returns how many tiles this many pairs can need at most: every expert in use may leave a tile partly empty."""
+    """Returns the most tiles that this many pairs can need: each expert in use may fill one tile only partly."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
 class TritonGroupedExperts:
-    """Maps [num_rows, hidden_size] to the same shape. Uses its weights without copies: contiguous, of one dtype."""
+    """Maps [num_rows, hidden_size] to the same shape. Does not copy its weights: they are contiguous, of one dtype."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class TritonGroupedExperts:
         matrices.check(hidden_size)
         assert router.weight.dtype in DTYPES
         assert num_experts == (self._num_routed if share is None else len(share.own(self._num_routed)))
-        assert share is None or matrices.rows is None  # a share has whole experts
+        assert share is None or matrices.rows is None  # the experts of a share are whole
         assert 0 < router.routing.top_k <= self._num_routed
         self._own = None if share is None else RankExperts(share, self._num_routed, torch.int32)
         self._router_dtype = torch.float32 if router.routing.in_float32 else router.weight.dtype
@@ -85,7 +86,7 @@ class TritonGroupedExperts:
         share: ExpertShare | None = None,
         is_deterministic: bool = False,
     ) -> TritonGroupedExperts:
-        """Takes over the router's weight and those of the experts."""
+        """Makes the block from a router and the weights of its experts."""
         gate_up, down = (ExpertMatrices.from_weight(each.whole()) for each in (weights.gate_up, weights.down))
         return cls(router, BlockMatrices(gate_up, down, weights.rows), activation, share, is_deterministic)
 
@@ -105,7 +106,7 @@ class TritonGroupedExperts:
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`chosen` [num_rows, top_k] int32: indexes past the last expert belong to other ranks."""
+        """`chosen` [num_rows, top_k] int32: an index past the last expert belongs to another rank."""
         order, starts = sort_pairs(chosen, self._experts)
         pairs = self._multiply(x, weights, order, starts).view(len(x), self._routing.top_k, -1)
         added = self._added(pairs, chosen)
@@ -114,7 +115,7 @@ class TritonGroupedExperts:
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """Returns [num_pairs, num_outputs]; pairs of other ranks' experts have undefined values."""
+        """Returns [num_pairs, num_outputs]; the values of pairs with other ranks' experts are undefined."""
         (_, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
         num_features = width // 2
         tile, common = self._launch(x, num_pairs)
@@ -206,9 +207,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
-    Experts are in order of falling weight; among equals the lowest is first. `most_rows`: maximum rows per program;
-    a row's weights have the same bits for equal numbers of rows per program. The kernel supports plain routing only.
-    `dtype`: see `Routing.weigh`.
+    Experts are in order of decreasing weight; of equal ones the lowest is first. `most_rows`: the most rows per
+    program. A row's weights have the same bits only for the same number of rows per program. The kernel supports only
+    plain routing. `dtype`: see `Routing.weigh`.
     """
     if not routing.is_plain:
         weights, experts = routing.weigh(logits, dtype)
@@ -240,9 +241,10 @@ def route(
 
 
 def sort_pairs(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts pairs by expert, then by index: [num_pairs] int32. Also returns experts' starts, [num_experts + 1] int32.
+    """Sorts pairs by expert, then by index: [num_pairs] int32. Also returns the experts' starts, [num_experts + 1]
+    int32.
 
-    `experts`: 0 to num_experts inclusive. Pairs of experts past the end come last.
+    `experts`: 0 to num_experts, inclusive. Pairs of experts past the end come last.
     """
     pairs, num_experts = chosen.view(-1), len(experts) - 1
     if len(pairs) > MAX_PAIRS_COMPARED:

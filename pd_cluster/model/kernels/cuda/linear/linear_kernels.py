@@ -1,7 +1,7 @@
-"""The Triton kernel of a linear layer whose rows do not depend on each other.
+"""The Triton kernel of a linear layer in which a row's result does not depend on the other rows.
 
-Each output element is one sum over the inputs, in steps of BLOCK_K from first to last, computed by a single program.
-The caller fixes the tile, so a row runs the same instructions in every batch. Knows nothing of tables of tiles: see
+A single program computes each output element, as one sum over the inputs in steps of BLOCK_K from first to last. The
+caller fixes the tile, so a row runs the same instructions in every batch. The tables of tiles are in
 `pd_cluster.model.kernels.cuda.linear.triton_linear`.
 """
 
@@ -13,9 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Returns this program's row and column tile.
+    """Returns this program's row tile and column tile.
 
-    GROUP row tiles are adjacent, so that both operands stay in the cache.
+    Programs with adjacent numbers share GROUP row tiles, so that both operands stay in the cache.
     """
     at = tl.program_id(0)
     group = at // (GROUP * NUM_COLUMN_TILES)

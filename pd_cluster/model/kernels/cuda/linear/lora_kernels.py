@@ -1,10 +1,10 @@
-"""Triton kernels of adapters of a linear layer: x A^T for row blocks of one adapter, then the product with B.
+"""Triton kernels of the adapters of a linear layer: x A^T for row blocks of one adapter, then the product with B.
 
-A table of addresses locates adapters, so launches are the same for any loaded adapters. Inputs are split over programs,
-whose parts are added in a fixed order: no sum depends on timing. Knows nothing of launch sizes: see
+A table holds the addresses of adapters, so launches do not depend on which adapters are loaded. Inputs are split over
+programs, whose partial sums are added in a fixed order, so no sum depends on timing. Launch sizes are chosen in
 `pd_cluster.model.kernels.cuda.linear.lora_tables`.
 
-A row of the table is [address of A, number of its rows, then for each module of the layer: first row of A, rank,
+A row of the table is [address of A, number of rows of A, then for each module of the layer: first row of A, rank,
 address of B].
 """
 
@@ -19,8 +19,8 @@ def lora_shrink(
     x,  # [num_rows, NUM_INPUTS]
     low,  # [SPLITS, num_places, LOW_WIDTH] float32
     table,  # [num_adapters, TABLE_WIDTH] int64
-    rows,  # [num_places] int32: rows of x; rows of one adapter are adjacent
-    blocks,  # [num_blocks, 3] int32: adapter, first index in `rows`, number of rows; blocks with 0 rows are skipped
+    rows,  # [num_places] int32: rows of x, grouped by adapter
+    blocks,  # [num_blocks, 3] int32: adapter, first index in `rows`, number of rows; blocks of 0 rows are skipped
     x_stride,
     num_places,
     NUM_INPUTS: tl.constexpr,
@@ -75,7 +75,7 @@ def lora_expand(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid: (num_blocks, num_tiles). Sums are float32; base and addition are rounded once."""
+    """Grid: (num_blocks, num_tiles). Sums are float32; the base output plus the adapter's is rounded once."""
     dtype: tl.constexpr = y.dtype.element_ty
     block, tile = tl.program_id(0), tl.program_id(1)
     count = tl.load(blocks + 3 * block + 2)

@@ -1,7 +1,7 @@
-"""Adapters of one linear layer on CUDA: their A and B are on the device, located by a table of addresses.
+"""Adapters of one linear layer on CUDA: A and B are on the device, and a table holds their addresses.
 
-The tables' memory never moves, so a graph captured with one adapter serves all that are loaded later. Launch sizes
-depend on the number of row blocks, not on ranks: programs beyond an adapter's rank return at once.
+The tables' memory never moves, so a graph captured with one adapter serves all adapters that are loaded later. Launch
+sizes depend on the number of row blocks, not on ranks: programs beyond an adapter's rank return at once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pd_cluster.model.kernels.cuda.linear import lora_kernels as kernels
 from pd_cluster.model.lora.adapted_linear import LowRank
 from pd_cluster.model.lora.adapter_row_blocks import BLOCK_ROWS, MOST_ADAPTERS, AdaptedBlocks
 
-BLOCK_R = 16  # ranks are padded with zeros to a multiple
+BLOCK_R = 16  # ranks are padded with zeros to a multiple of this
 BLOCK_K = 64
 TILE_OUTPUTS = 64
-SPLIT_INPUTS = 1024  # the least number of inputs in a split
+SPLIT_INPUTS = 1024  # the fewest inputs of a split
 MAX_SPLITS = 8
 
 
 class CudaTable:
-    """`modules`: the outputs of each module that the layer joins; `max_rank`: the largest rank of an adapter's
-    module.
+    """`modules`: the slice of outputs for each module that the layer joins; `max_rank`: the largest rank that a module
+    of an adapter may have.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CudaTable:
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """Adds an adapter at an index of the table that no running step reads."""
+        """Stores an adapter at an index of the table that no running step reads."""
         ranks = [-(-part.a.shape[0] // BLOCK_R) * BLOCK_R for _, part in parts]
         a = torch.zeros(sum(ranks), self._num_inputs, dtype=self._dtype, device=self._device)
         assert len(a) <= self._low_width
@@ -64,7 +64,7 @@ class CudaTable:
         self._kept[place] = kept
 
     def drop(self, place: int) -> None:
-        """Removes an adapter, after the device has finished every step that uses it."""
+        """Removes an adapter; call it when the device has finished every step that uses the adapter."""
         if self._kept.pop(place, None) is not None:
             self._table[place] = 0
 

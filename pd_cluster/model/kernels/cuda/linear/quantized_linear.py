@@ -1,8 +1,8 @@
 """Linear layers with quantized weights in Triton: codes are packed once at load, and decoded where they are multiplied.
 
-Few rows are bound by the weight's bytes: tiles are narrow, and the inputs are split over programs. Many rows are bound
-by arithmetic: the weight is decoded to memory once and multiplied by cuBLAS. In between, tiles are wide. The number of
-splits depends on the weight's shape only. Nothing here waits for the device after a layer is made.
+With few rows, reading the weight takes most of the time, so tiles are narrow and the inputs are split over programs.
+With many rows, arithmetic does, so the weight is decoded to memory once and cuBLAS multiplies. In between, tiles are
+wide. The number of splits depends only on the weight's shape. After a layer is made, nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pd_cluster.model.weights.bit_unpacking import E2M1_DOUBLED
 from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 
 TILE, IN_WORD = 128, 8  # inputs in a tile of words, and codes in a word: see quantized_linear_kernels.py
-LEAST_GROUP = TILE // IN_WORD  # inputs that share a scale: those of one slot
+LEAST_GROUP = TILE // IN_WORD  # the fewest inputs that may share a scale: the inputs of one slot
 INT4, E2M1, INT8, E4M3, ROUNDED, PLAIN = range(6)
 EXACT = float(1 << 23)
-MOST_ZERO = 1 << 20  # the largest zero point with words: sums with EXACT stay exact
+MOST_ZERO = 1 << 20  # the largest zero point of codes in words, up to which sums with EXACT are exact
 DECODED_ROWS = 16  # outputs that a program decodes
 ROUND_BLOCK = 8192  # inputs that a program rounds at once
 
-MANY_ROWS = 1024  # from here on the weight is decoded to memory; not for float32, which cuBLAS does not multiply faster
-SPLIT_ROWS = 64  # up to here inputs are split over programs
-PROGRAMS = 264  # goal: two on each multiprocessor of an H100
-LEAST_TILES = 4  # the fewest tiles of a split
+MANY_ROWS = 1024  # with this many rows the weight is decoded to memory; not for float32, where cuBLAS is not faster
+SPLIT_ROWS = 64  # with at most this many rows, inputs are split over programs
+PROGRAMS = 264  # the goal: two on each multiprocessor of an H100
+LEAST_TILES = 4  # the fewest tiles in a split
 MAX_SPLITS = 8
 
-# (most rows, tile); `block_k` counts bytes. Not measured yet.
+# (most rows, tile); `block_k` is in bytes. Not measured yet.
 TILINGS_16_BITS = (
     (16, Tiling(16, 64, 64, 4, 4)),
     (32, Tiling(32, 64, 64, 4, 4)),
@@ -54,11 +54,11 @@ def coded_tiling(num_rows: int, dtype: torch.dtype, is_deterministic: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight's codes in the kernels' layout; for experts all tensors have a leading dimension.
+    """A weight's codes in the kernels' layout; for experts all tensors have a leading dimension of experts.
 
-    `stored` [..., num_outputs, width] int32 words or bytes; `scales` [..., num_outputs, num_groups] float32. `zeros`
-    are None if all zero points are `zero`; for ROUNDED: the shifts [..., num_outputs] int32, for activations that are
-    rounded with `inputs`, the scale and zero point in the file.
+    `stored` [..., num_outputs, width] int32 words or bytes; `scales` [..., num_outputs, num_groups] float32. `zeros` is
+    None if all zero points equal `zero`. For ROUNDED, `zeros` are the shifts [..., num_outputs] int32 for activations
+    that are rounded with `inputs`, the scale and zero point in the file.
     """
 
     stored: torch.Tensor
@@ -70,7 +70,7 @@ class WeightCodes:
     inputs: tuple[float, float] | None = None
 
     def block_k(self, tile: Tiling) -> int:
-        """Returns the inputs per step; these share one scale unless the codes are words."""
+        """Returns the number of inputs per step; they share one scale, except for codes in words."""
         if self.kind <= E2M1:
             return TILE
         num_groups = self.scales.shape[-1]
@@ -97,7 +97,7 @@ class WeightCodes:
 
 
 def codes_of(weight: LinearWeight) -> WeightCodes | None:
-    """Packs a weight on its own device; None if it is not quantized, or its groups are too small for the kernels."""
+    """Packs a weight on its device. Returns None if it is not quantized or has groups too small for the kernels."""
     if isinstance(weight, Int8Weight):
         return _rounded(weight)
     if not isinstance(weight, CodedWeight) or weight.dtype not in DTYPES:
@@ -128,20 +128,20 @@ def _rounded(weight: Int8Weight) -> WeightCodes | None:
     if weight.inputs is None:
         return WeightCodes(stored, weight.scales.contiguous(), None, 0.0, ROUNDED, num_inputs)
     if weight.inputs.dim() != 1:
-        return None  # experts whose activations have their own scales
+        return None  # experts, each with its own scales of activations
     scale, zero = (float(each) for each in weight.inputs)
     shifts = weight.codes.sum(-1, dtype=torch.int32) * int(zero)
     return WeightCodes(stored, weight.scales * scale, shifts, 0.0, ROUNDED, num_inputs, (scale, zero))
 
 
 def _constant(zeros: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """Returns zero points, or the single zero point that all share."""
+    """Returns (zero points, 0), or if all are equal (None, their value)."""
     first = zeros.flatten()[:1]
     return (None, float(first)) if bool((zeros == first).all()) else (zeros.contiguous(), 0.0)
 
 
 def _filled(codes: torch.Tensor) -> torch.Tensor:
-    """Pads rows to whole tiles with zeros, which are multiplied by zeros."""
+    """Pads rows to whole tiles with zeros, which are multiplied only by zeros."""
     missing = -codes.shape[-1] % TILE
     if not missing:
         return codes.contiguous()
@@ -149,7 +149,7 @@ def _filled(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _words(fields: torch.Tensor) -> torch.Tensor:
-    """Packs four-bit fields [..., tiles * TILE] in the kernels' order."""
+    """Packs four-bit codes [..., tiles * TILE] into words, in the kernels' order."""
     slots = fields.view(*fields.shape[:-1], -1, IN_WORD, LEAST_GROUP)
     words = torch.zeros_like(slots[..., 0, :], dtype=torch.int32)
     for slot in range(IN_WORD):
@@ -158,14 +158,14 @@ def _words(fields: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(weight: CodedWeight) -> torch.Tensor | None:
-    """Returns four-bit codes if the stored codes are twice the values of E2M1 floats."""
+    """Returns four-bit codes if all codes of the weight are twice the value of an E2M1 float; otherwise None."""
     if weight.zeros.any():
         return None
     most = E2M1_DOUBLED[-1]
     codes = torch.full((2 * most + 1,), -1, dtype=torch.int8, device=weight.codes.device)
     for code, doubled in enumerate(E2M1_DOUBLED):
         codes[most - doubled], codes[most + doubled] = 8 | code, code
-    if int(weight.codes.abs().max()) > most:  # int8 has no 128, so -128 stays negative: caught below
+    if int(weight.codes.abs().max()) > most:  # in int8, abs(-128) is -128: caught below
         return None
     found = codes[weight.codes.to(torch.int32) + most] if int(weight.codes.min()) >= -most else codes[:1]
     return None if bool((found < 0).any()) or found.shape != weight.codes.shape else found
@@ -239,16 +239,14 @@ class QuantizedLinear:
 
 
 def splits_of(num_outputs: int, num_inputs: int, block_k: int) -> int:
-    """Returns how many programs share a tile of a weight's outputs: several if the tiles alone leave the device
-    idle.
-    """
+    """Returns how many programs share a tile of a weight's outputs: several if one per tile leaves the device idle."""
     wanted = PROGRAMS // -(-num_outputs // 64)
     most = min(MAX_SPLITS, -(-num_inputs // block_k) // LEAST_TILES)
     return max(1, min(1 << max(0, wanted.bit_length() - 1), 1 << max(0, most.bit_length() - 1)))
 
 
 def rounded(rows: torch.Tensor, inputs: tuple[float, float] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 codes of rows [num_rows, in_features] and float32 scales [num_rows]; `inputs` replace the scales."""
+    """Returns int8 codes of rows [num_rows, in_features], and float32 scales [num_rows], not set if given `inputs`."""
     assert rows.stride(1) == 1
     num_rows, num_inputs = rows.shape
     codes = rows.new_empty(num_rows, num_inputs, dtype=torch.int8)
@@ -284,6 +282,6 @@ def decoded(codes: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
 
 
 def linear_of(weight: LinearWeight, is_deterministic: bool = False) -> Linear | None:
-    """Returns the layer of a quantized weight; None if the weight must be multiplied as floats."""
+    """Returns the layer of a quantized weight; None if the weight can only be multiplied as floats."""
     codes = codes_of(weight)
     return None if codes is None else QuantizedLinear(codes, weight.bias, is_deterministic)

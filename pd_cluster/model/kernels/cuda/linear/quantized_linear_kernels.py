@@ -1,9 +1,9 @@
 """Triton kernels of linear layers with quantized weights: codes are decoded in registers, just before a product.
 
-A stored row of a weight is 32-bit words of eight four-bit codes, or bytes. In each tile of 128 inputs, the four bits of
-word j from bit 4 s on hold the code of input 16 s + j. So the words, shifted by 4 s, hold the codes of 16 adjacent
-inputs. Codes are decoded in float32 and rounded once, to the activations' dtype, like `CodedWeight.matrix`. Knows
-nothing of tables of tiles: see `pd_cluster.model.kernels.cuda.linear.quantized_linear`.
+A stored row of a weight consists of bytes, or of 32-bit words with eight four-bit codes each. In a tile of 128 inputs,
+bits 4 s to 4 s + 3 of word j hold the code of input 16 s + j. So all words, shifted right by 4 s, hold the codes of 16
+adjacent inputs. Codes are decoded in float32 and rounded once, to the activations' dtype, like `CodedWeight.matrix`.
+The tables of tiles are in `pd_cluster.model.kernels.cuda.linear.quantized_linear`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PLAIN = tl.constexpr(5)  # floats, for kernels that support both
 
 @triton.jit
 def numbers_of_words(words, slot: tl.constexpr, offset, KIND: tl.constexpr):
-    """Returns one code of each word as float32; `offset` is 2^23 plus the zero point."""
+    """Returns the code in slot `slot` of each word as float32; `offset` is 2^23 plus the zero point."""
     code = (words >> (4 * slot)) & 15
     if KIND == E2M1:
         return ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    # The bits of 2^23 + n are those of 2^23, plus n.
+    # The bits of the float 2^23 + n are the bits of the float 2^23, plus n.
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - offset
 
 
 @triton.jit
 def numbers_of_bytes(stored, zero, KIND: tl.constexpr):
-    """Returns codes as float32, minus the zero point."""
-    if KIND == E4M3:  # by their bits, because some GPUs cannot convert them
+    """Returns codes as float32, with the zero point subtracted."""
+    if KIND == E4M3:  # from the bits, because some GPUs cannot convert E4M3
         bits = stored.to(tl.int32)
         return ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return stored.to(tl.float32) - zero
@@ -44,7 +44,7 @@ def numbers_of_bytes(stored, zero, KIND: tl.constexpr):
 @triton.jit
 def coded_sum(
     x,  # [BLOCK_M, 1] pointers to rows of NUM_INPUTS activations
-    is_row,  # [BLOCK_M, 1]: false for rows that are not read and count as zeros
+    is_row,  # [BLOCK_M, 1]: false for rows that are not read but count as zeros
     codes,  # rows of WIDTH words or bytes
     scales,  # rows of NUM_GROUPS float32; not read for ROUNDED
     zeros,  # rows of NUM_GROUPS; read if HAS_ZEROS
@@ -57,12 +57,12 @@ def coded_sum(
     NUM_GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS; 2^23 is added to it if codes are packed in words
+    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS, plus 2^23 if codes are packed in words
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Returns x @ weight.T over the tiles [first, stop) of BLOCK_K inputs, [BLOCK_M, BLOCK_N] float32 or int32."""
+    """Returns x @ weight.T for tiles [first, stop) of BLOCK_K inputs, as [BLOCK_M, BLOCK_N] float32 or int32."""
     dtype: tl.constexpr = x.dtype.element_ty
     scale_rows = scales + row * NUM_GROUPS
     zero_rows = zeros + row * NUM_GROUPS
@@ -119,13 +119,13 @@ def coded_sum(
 @triton.jit
 def scaled_sum(
     total,  # [BLOCK_M, BLOCK_N] int32
-    x_scale,  # [BLOCK_M, 1] float32, if each row has one
+    x_scale,  # [BLOCK_M, 1] float32, if each row has its own
     scales,  # [num_outputs] float32
     shifts,  # [num_outputs] int32: the activations' zero point times the sums of codes, if IS_STATIC
     row,  # [1, BLOCK_N]
     IS_STATIC: tl.constexpr,
 ):
-    """Returns the product as float32, with the operations in the order of `Int8Linear`."""
+    """Returns the product as float32; the order of operations is that in `Int8Linear`."""
     if IS_STATIC:
         return (total - tl.load(shifts + row)).to(tl.float32) * tl.load(scales + row)
     return total.to(tl.float32) * x_scale * tl.load(scales + row)
@@ -141,7 +141,7 @@ def coded_linear_product(
     bias,  # [NUM_OUTPUTS], read if HAS_BIAS
     out,  # [num_rows, NUM_OUTPUTS], contiguous
     partial,  # [tiles, SPLITS, BLOCK_M, BLOCK_N], read if SPLITS > 1
-    arrived,  # [tiles] int32: zeros, which are restored at the end
+    arrived,  # [tiles] int32: all 0 before and after a launch
     num_rows,
     num_row_tiles,
     NUM_INPUTS: tl.constexpr,
@@ -161,7 +161,8 @@ def coded_linear_product(
 ):
     """Grid: (tiles, SPLITS). A program computes BLOCK_M rows by BLOCK_N columns over its split of the inputs.
 
-    The last program of a tile adds its splits from first to last: the bits do not depend on which program is last.
+    The last program of a tile adds the tile's splits from first to last, so the bits do not depend on which one is
+    last.
     """
     num_tiles: tl.constexpr = (NUM_INPUTS + BLOCK_K - 1) // BLOCK_K
     per_split: tl.constexpr = (num_tiles + SPLITS - 1) // SPLITS
@@ -180,7 +181,7 @@ def coded_linear_product(
         at = (tl.arange(0, BLOCK_M) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
         own = partial + tl.program_id(0).to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + at
         tl.store(own + split * (BLOCK_M * BLOCK_N), total)
-        tl.debug_barrier()  # all threads have stored their values before the arrival is counted
+        tl.debug_barrier()  # all threads must have stored their values before the arrival is counted
         is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             total = tl.load(own, cache_modifier=".cg")
@@ -257,9 +258,7 @@ def round_rows(
     BLOCK: tl.constexpr,
     IS_STATIC: tl.constexpr,
 ):
-    """Each program rounds one row, like `quantize_rows`, or with the scale and zero point in the file
-    (`Int8Linear`).
-    """
+    """Each program rounds one row, like `quantize_rows`, or with the file's scale and zero point (`Int8Linear`)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     if IS_STATIC:
@@ -275,7 +274,7 @@ def round_rows(
         for first in range(0, NUM_INPUTS, BLOCK):
             k = first + at
             value = tl.abs(tl.load(x + row * row_stride + k, mask=k < NUM_INPUTS, other=0.0).to(tl.float32))
-            is_regular &= (value < float("inf")).to(tl.int32)  # false for NaN, too
+            is_regular &= (value < float("inf")).to(tl.int32)  # false also for NaN
             most = tl.maximum(most, value)
         largest = tl.max(most, 0)
         is_finite = tl.min(is_regular, 0) == 1

@@ -1,7 +1,7 @@
 """The gated half of an MLP for few rows: one launch instead of a product and a gate.
 
-It reads the weight once, like the separate product, and saves the launch between them and the intermediate result. For
-more rows cuBLAS computes the products. Not measured on a GPU yet.
+Like the separate product it reads the weight once, but it saves a launch and the memory of the intermediate result.
+With more rows cuBLAS computes the product. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pd_cluster.model.layers.gated_mlp import Activation
 
 MOST_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-LEAST_ROWS = 16  # rows of a tile: the minimum of a matrix product
-BLOCK_N, BLOCK_K = 64, 64  # features of each half, and inputs at a time: one stage takes 24 KiB with 64 rows
-# Two programs fit concurrently on a multiprocessor of compute capability 8.0 or 9.0; 8.6, 8.9 and 12.0 have room for
-# one program of 64 rows.
+LEAST_ROWS = 16  # rows of a tile: the fewest in a matrix product
+BLOCK_N, BLOCK_K = 64, 64  # features of each half, and inputs per step: one stage takes 24 KiB with 64 rows
+# Two programs of 64 rows run concurrently on a multiprocessor of compute capability 8.0 or 9.0, but only one on 8.6,
+# 8.9 and 12.0.
 NUM_WARPS, NUM_STAGES = 4, 4
 
 
 class SkinnyGate:
-    """Maps x [num_rows, num_inputs], of at most MOST_ROWS rows, to activation(gate) * up, [num_rows, num_features]."""
+    """Maps x [num_rows, num_inputs], at most MOST_ROWS rows, to activation(gate) * up, [num_rows, num_features]."""
 
     __slots__ = ("_activation", "_bias", "_pdl", "_weight")
     most_rows = MOST_ROWS

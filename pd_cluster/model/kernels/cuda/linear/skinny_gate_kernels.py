@@ -1,8 +1,8 @@
-"""The Triton kernel of a gated product of few rows: gate and up are computed together; only their product is stored.
+"""The Triton kernel of a gated product for few rows: computes gate and up together, and stores only their product.
 
 The weight is the left operand, because its many rows fill the tensor cores' instructions; activations are the right
-operand. One program sums over the inputs from first to last, in float32, and rounds as the separate layers would. Knows
-nothing of tile sizes: see `pd_cluster.model.kernels.cuda.linear.skinny_gate`.
+operand. One program adds up the inputs from first to last, in float32, and rounds as the separate layers would. Tile
+sizes are in `pd_cluster.model.kernels.cuda.linear.skinny_gate`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def skinny_gate_product(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program computes BLOCK_N features of all rows, at most ROWS."""
+    """Each program computes BLOCK_N features of all rows, of which there are at most ROWS."""
     begin(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,7 @@
-"""Linear layers in Triton with a tile that depends on the weight only: a row's bits do not depend on the number of
-rows.
+"""Linear layers in Triton whose tile depends only on the weight, so a row's bits do not depend on the number of rows.
 
-cuBLAS chooses another kernel for another number of rows, and so another order of sums. Here a single row costs as much
-as a whole tile, and no sum is split over programs.
+cuBLAS chooses different kernels, with different orders of sums, for different numbers of rows. Here a single row costs
+as much as a whole tile, and no sum is split over programs.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import triton
 from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.linear import linear_kernels as kernels
 
-ROW_TILES_TOGETHER = 16  # row tiles that share columns are adjacent in program order
+ROW_TILES_TOGETHER = 16  # this many row tiles that read the same columns are adjacent in program order
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """One program's share of a product: rows, columns, and inner elements at a time."""
+    """One program's share of a product: its rows, its columns, and the inner elements per step."""
 
     block_m: int
     block_n: int

@@ -1,4 +1,4 @@
-"""Greedy sampling on the device. Knows nothing of requests, changes no logit and never waits for the device."""
+"""Greedy sampling on the device. Does not use requests, changes no logits, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import triton
 from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.sampling import argmax_kernels as kernels
 
-FEW_ROWS = 8  # with fewer rows, parts are small, so that enough programs run to fill the device
+FEW_ROWS = 8  # with fewer rows, parts are small, so that there are enough programs for the device
 FEW_ROWS_BLOCK, BLOCK = 1024, 8192
 
 
 class BestTokens(NamedTuple):
     """The best token of each row of logits; every field is [num_rows]."""
 
-    token_ids: torch.Tensor  # int64: the most likely token, the lowest id among equals
+    token_ids: torch.Tensor  # int64: the most likely token; of equal ones, the lowest id
     logits: torch.Tensor  # float32: its logit, finite
-    irregular: torch.Tensor  # bool: the row had NaN or +inf, or only -inf
+    irregular: torch.Tensor  # bool: the row contained NaN or +inf, or only -inf
 
 
 def argmax_rows(logits: torch.Tensor) -> BestTokens:
-    """Returns the best tokens of logits [num_rows, vocab_size]; irregular logits count as `peaks` repairs them.
+    """Returns the best tokens of logits [num_rows, vocab_size]; irregular logits count as in `peaks`.
 
-    NaN counts as -inf, +inf as the largest float32; a row without any finite logit gives token 0 with logit 0. Only
-    callers with another fallback need `irregular`.
+    NaN counts as -inf, and +inf as the largest float32; a row without finite logits gives token 0 with logit 0. Only
+    callers that treat such rows differently need `irregular`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype in DTYPES

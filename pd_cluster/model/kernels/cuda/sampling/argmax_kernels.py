@@ -1,4 +1,4 @@
-"""Triton kernels that find the largest logit of each row, in two stages. See argmax.py."""
+"""Triton kernels that find the largest logit of each row in two stages. See argmax.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def best_of_rows(
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program reduces one row's parts."""
+    """Each program reduces the parts of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < NUM_PARTS

@@ -1,8 +1,9 @@
-"""Triton kernels that draw from rows shaped by top_k and top_p, without sorting. See triton_draw.py.
+"""Triton kernels that draw tokens with top_k and top_p, without sorting. See triton_draw.py.
 
-    weigh_bins      counts and masses of the tokens in each part of a row, by bins of a few octaves below its best token
-    gather_likely   tokens of the bins that can hold the last kept one, in vocabulary order
-    choose_among    the lowest kept logit among these tokens, by bisection, and then the drawn token
+    weigh_bins      counts the tokens and adds up the masses of each part of a row, in bins of a few octaves below the
+                    row's best token
+    gather_likely   copies the tokens of the bins that can contain the last kept token, in vocabulary order
+    choose_among    finds the lowest kept logit among these tokens, by bisection, and then draws the token
 
 Masses are those of `model/kernels/fixed_point`, so their sums are exact and do not depend on how a row is divided.
 """
@@ -27,7 +28,7 @@ NO_KEY = tl.constexpr(2147483647)
 
 @triton.jit
 def _value(pointer, inside):
-    """Returns logits as float32, with NaN as -inf and +inf as the largest float32, like `row_passes.mended`."""
+    """Returns logits as float32; NaN becomes -inf and +inf the largest float32, as in `row_passes.mended`."""
     value = tl.load(pointer, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(value != value, float("-inf"), tl.where(value > LARGEST, LARGEST, value))
 
@@ -40,7 +41,7 @@ def _exponent(value, best, inverse_temperature):
 
 @triton.jit
 def _mass(exponent):
-    """Returns `fixed_point.fixed_masses` of exponents, int64. Multiplications and additions must not be fused."""
+    """Returns `fixed_point.fixed_masses` for exponents, int64. Multiplications and additions must not be fused."""
     whole = (exponent + ROUNDER) - ROUNDER
     rest = exponent - whole
     power = (rest * T10 + T9) * rest
@@ -63,7 +64,7 @@ def _bin(exponent, BINS: tl.constexpr):
 
 @triton.jit
 def _key(value):
-    """Returns integers in the order of the logits; equal logits have equal integers."""
+    """Returns integers in the same order as the logits; equal logits give equal integers."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -77,7 +78,7 @@ def _share(fraction, total):
 def _outline(nums, masses, num_parts, top_k, PARTS: tl.constexpr, BINS: tl.constexpr):
     """Returns a row's token counts by part and bin, masses by bin, the number of tokens in top_k, and min_p's mass.
 
-    The mass is -1 if top_k keeps fewer tokens than min_p.
+    The last is -1 if top_k keeps fewer tokens than min_p.
     """
     part, bin = tl.arange(0, PARTS), tl.arange(0, BINS)
     at, inside = part[:, None] * BINS + bin[None, :], (part < num_parts)[:, None]
@@ -93,7 +94,7 @@ def weigh_bins(
     logits,  # [all rows, vocab_size]
     rows,  # [num_rows] int64
     best,  # [all rows] float32
-    inverse_temperatures,  # [num_rows] float64, as log_min_p
+    inverse_temperatures,  # [num_rows] float64, like log_min_p
     log_min_p,
     nums,  # [num_rows, num_parts, BINS] int32, out
     masses,  # the same, int64
@@ -103,7 +104,7 @@ def weigh_bins(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Each program weighs PART tokens of one row."""
+    """Each program counts and weighs PART tokens of one row."""
     row = tl.load(rows + tl.program_id(0))
     top = tl.load(best + row).to(tl.float64)
     inverse_temperature = tl.load(inverse_temperatures + tl.program_id(0))
@@ -145,7 +146,7 @@ def gather_likely(
     PARTS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Each program copies the likely tokens among PART tokens of one row."""
+    """Each program copies the likely tokens from PART tokens of one row."""
     own_row = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + own_row)
     top = tl.load(best + row).to(tl.float64)
@@ -180,7 +181,7 @@ def gather_likely(
 
 @triton.jit
 def _sums_above(values, num_values, key, top, inverse_temperature, BLOCK: tl.constexpr):
-    """Returns the number and the mass of the tokens above a key, and the mass of one token with the key."""
+    """Returns the number and the mass of the tokens above a key, and the mass of a single token with that key."""
     num = tl.zeros((BLOCK,), dtype=tl.int32)
     mass = tl.zeros((BLOCK,), dtype=tl.int64)
     each = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -201,7 +202,7 @@ def _worst_key(
 ):
     """Returns the largest key such that at least `goal` tokens have this key or a larger one.
 
-    If `is_mass`, `goal` is the mass of those tokens instead of their number.
+    If `is_mass`, `goal` is the least mass of those tokens, not their number.
     """
     least = tl.full((BLOCK,), NO_KEY, dtype=tl.int32)
     for start in range(0, num_values, BLOCK):
@@ -230,21 +231,21 @@ def _worst_key(
 
 @triton.jit
 def _cut(values, num_values, goal, is_mass, top, inverse_temperature, BLOCK: tl.constexpr, SECTIONS: tl.constexpr):
-    """Returns the lowest kept key, the number of tokens above it, how many tokens with it are kept, and the
-    kept mass.
+    """Returns the lowest kept key, the number of tokens with larger keys, how many tokens with this key are kept, and
+    the kept mass.
     """
     key = _worst_key(values, num_values, goal, is_mass, top, inverse_temperature, BLOCK, SECTIONS)
     num_above, mass_above, each = _sums_above(values, num_values, key, top, inverse_temperature, BLOCK)
     by_mass = goal - mass_above + each - 1
     num_equal = goal - num_above
-    if is_mass:  # without any mass, no token adds to it
+    if is_mass:  # if a token's mass is 0, keeping it adds nothing
         num_equal = by_mass // tl.where(each > 0, each, 1)
     return key, num_above, num_equal.to(tl.int32), mass_above + num_equal * each
 
 
 @triton.jit
 def _at_mass(values, num_values, key, num_equal, target, top, inverse_temperature, BLOCK: tl.constexpr):
-    """Returns the index of the kept token at which the sum of masses, in order, exceeds `target`."""
+    """Returns the index of the kept token at which the sum of the masses, in vocabulary order, exceeds `target`."""
     start = num_values - num_values
     num_seen, place = start, start
     before = target - target
@@ -290,7 +291,7 @@ def choose_among(
     BINS: tl.constexpr,
     SECTIONS: tl.constexpr,
 ):
-    """Each program finds the token of one row. A row without candidates gets its best id."""
+    """Each program draws the token of one row. A row without candidates gets its best token."""
     own_row = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + own_row)
     top = tl.load(best + row).to(tl.float64)

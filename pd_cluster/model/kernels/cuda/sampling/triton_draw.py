@@ -1,6 +1,6 @@
-"""Draws with top_k and top_p on the device, in three launches. Knows nothing of requests; never waits for the device.
+"""Draws with top_k and top_p on the device, in three launches. Does not use requests; never waits for the device.
 
-The tokens kept and the token drawn equal exactly those of `token_draw.draw`.
+The kept tokens and the drawn token are exactly those of `token_draw.draw`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.sampling import draw_kernels as kernels
 from pd_cluster.model.kernels.fixed_point import MAX_VOCAB_SIZE
 
-BINS = 8  # bins of logits, each draw_kernels.OCTAVES wide; the last bin holds the rest
+BINS = 8  # bins of logits, each draw_kernels.OCTAVES wide; the last bin has all remaining tokens
 PART, BLOCK = 4096, 256  # a program weighs PART tokens, BLOCK at a time, with separate sums for each bin
-GATHERED = 1024  # the number of tokens that are copied, or searched, at a time
+GATHERED = 1024  # how many tokens are copied, or searched, at a time
 SECTIONS = 4  # each pass of the search divides the remaining range into this many sections
 
 
@@ -26,7 +26,7 @@ class DrawnTokens(NamedTuple):
 
     token_ids: torch.Tensor  # int64
     worst: torch.Tensor  # float32: the lowest logit that top_k and top_p keep
-    nums_kept: torch.Tensor  # int32: tokens kept; of several with the lowest logit, those with the lowest ids
+    nums_kept: torch.Tensor  # int32: kept tokens; of several with the lowest logit, the lowest ids are kept
 
 
 def draw_rows(
@@ -38,8 +38,8 @@ def draw_rows(
 ) -> DrawnTokens:
     """Draws a token from each of `rows` [num_rows] int64 of logits [all rows, vocab_size].
 
-    It allocates 8 bytes per logit of these rows. `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs`
-    has the fields of DrawParameters, each [num_rows]. A row without candidates gets its best id.
+    Allocates 8 bytes per logit of these rows. `best` and `best_ids` [all rows]: the results of `argmax_rows`; `knobs`:
+    the fields of DrawParameters, each [num_rows]. A row without candidates gets its best token.
     """
     num_rows, vocab_size = len(rows), logits.shape[1]
     assert logits.dtype in DTYPES

@@ -1,8 +1,8 @@
-"""Triton kernels of a short causal convolution over each channel, starting from the last inputs in a state.
+"""Triton kernels of a short causal convolution of each channel, which starts from the last inputs stored in a state.
 
-A sum starts with its bias and adds the oldest input first, wherever a step begins (native/convolution.h). A convolution
-has up to three parts of heads, each with its own plane; a tile of channels belongs to one part. `segments` and
-`starts`: see states_kernels.py. Knows nothing of launch sizes: see triton_states.py.
+A sum starts with its bias and then adds the oldest input first, regardless of where steps begin (native/convolution.h).
+The channels form up to three parts of heads, each with its own plane; a tile of channels belongs to one part.
+`segments` and `starts`: see states_kernels.py. triton_states.py chooses launch sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.model.kernels.cuda.states.states_kernels import logistic
 
 @triton.jit
 def part_of(tile, first, second, third, TILES_1: tl.constexpr, TILES_2: tl.constexpr):
-    """Returns the value for the part that contains a tile of channels: the second part begins at TILES_1, …"""
+    """Returns the value of the part that contains a tile of channels; the second part begins at TILES_1, and so on."""
     found = first
     if tile >= TILES_1:
         found = second
@@ -38,8 +38,8 @@ def channels_of(
     NUM_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns a tile's channels, a mask of valid ones, their first kept inputs in a block, and the stride to
-    the next.
+    """Returns a tile's channels, a mask of valid ones, the place of their oldest kept inputs in a block, and the stride
+    to the next inputs.
     """
     in_2 = (tile >= TILES_1).to(tl.int32)
     in_3 = (tile >= TILES_2).to(tl.int32)
@@ -56,12 +56,12 @@ def channels_of(
 def convolve_rows(
     x,  # [num_rows, NUM_CHANNELS], strided
     out,  # [num_rows, NUM_CHANNELS]
-    weight,  # [NUM_KEPT + 1, NUM_CHANNELS] float32; the first row is for the oldest input
+    weight,  # [NUM_KEPT + 1, NUM_CHANNELS] float32; the first row multiplies the oldest input
     bias,  # [NUM_CHANNELS] float32
-    kept_1,  # planes of the parts' last inputs; with fewer than three parts the last plane is repeated
+    kept_1,  # planes of the parts' last inputs; with fewer than three parts, the last plane is repeated
     kept_2,
     kept_3,
-    row_places,  # [num_rows, 2] int32: the first row of a row's sequence, and its block
+    row_places,  # [num_rows, 2] int32: the first row of the row's sequence, and the sequence's block
     num_rows,
     x_stride,
     stride_1,
@@ -84,7 +84,7 @@ def convolve_rows(
 ):
     """Grid: (tiles of ROWS rows, tiles of channels of all parts). A sum starts with its bias and the oldest input.
 
-    Kept inputs are only read here: `keep_inputs` runs after this kernel.
+    This kernel only reads kept inputs; `keep_inputs`, which runs after it, writes them.
     """
     tile = tl.program_id(1)
     channel, is_channel, place, width = channels_of(
@@ -155,9 +155,10 @@ def keep_inputs(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_sequences, tiles of channels of all parts). Keeps the last inputs before each segment's end.
+    """Grid: (num_sequences, tiles of channels of all parts). Stores the last inputs before the end of each segment.
 
-    KEPT is NUM_KEPT, rounded up. Checkpoints are written first, because they need the block's earlier inputs.
+    KEPT is NUM_KEPT rounded up. Checkpoints are written first, because they need the inputs that are in the block
+    before.
     """
     tile = tl.program_id(1)
     channel, is_channel, place, width = channels_of(
@@ -182,5 +183,5 @@ def keep_inputs(
     value = last_inputs(
         x, kept, first, stop, block, x_stride, stride, channel, is_channel, place, width, NUM_KEPT, KEPT
     )
-    tl.debug_barrier()  # other threads read what this thread overwrites
+    tl.debug_barrier()  # the next store overwrites values that other threads read
     tl.store(kept + block * stride + own, value, mask=is_there)

@@ -1,8 +1,8 @@
 """Triton kernels of recurrent layers: the gated delta rule, Mamba-2, and the norm after them.
 
-The tokens of a sequence update a state in registers one by one, all in float32, and no product uses tensor cores: a
-row's bits depend neither on where steps begin nor on other rows. The formulas are those of the C kernels
-(native/gated_delta.h, mamba2.h). Knows nothing of launch sizes: see triton_states.py.
+The tokens of a sequence update a state in registers one by one, all in float32, and no product uses tensor cores. So a
+row's bits depend neither on where steps begin nor on other rows. The formulas are the same as in the C kernels
+(native/gated_delta.h, mamba2.h). triton_states.py chooses launch sizes.
 
 `segments` [num_segments, 4] int32 is the table of inputs/state_rows.py; `starts` [num_sequences + 1] int32 has the
 first segment of each sequence. A block of a plane is [num_heads, …], contiguous.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def logistic(x):
-    """Returns 1 / (1 + exp(-x)); exponents are clamped so that none overflows."""
+    """Returns 1 / (1 + exp(-x)); exponents are clamped so that exp does not overflow."""
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 87.0)))
 
 
@@ -24,7 +24,7 @@ def logistic(x):
 def softplus(x):
     """Returns log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|); the logarithm is 2 artanh(y / (2 + y)).
 
-    Its series keeps the digits of small y, which adding 1 would lose: long sequences need them.
+    The series of artanh keeps the digits of a small y, which long sequences need; 1 + y would lose them.
     """
     y = tl.exp(-tl.abs(x))
     s = y / (y + 2.0)
@@ -41,15 +41,15 @@ def softplus(x):
 
 @triton.jit
 def unit_vector(x):
-    """Returns a vector of unit length."""
+    """Returns x divided by its length."""
     return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) + 1e-6))
 
 
 @triton.jit(do_not_specialize=["decays_stride", "betas_stride"], do_not_specialize_on_alignment=["segments", "starts"])
 def delta_rule(
     qkv,  # [num_rows, queries, keys and values of all heads] float32
-    decays,  # [num_rows, NUM_HEADS], or [num_rows, NUM_HEADS * KEY_WIDTH], strided; before softplus, without bias
-    betas,  # [num_rows, NUM_HEADS], strided; before their sigmoid
+    decays,  # [num_rows, NUM_HEADS], or [num_rows, NUM_HEADS * KEY_WIDTH], strided; before softplus and bias
+    betas,  # [num_rows, NUM_HEADS], strided; before sigmoid
     decay_bias,  # like one row of decays, float32
     rates,  # [NUM_HEADS] float32
     out,  # [num_rows, NUM_HEADS * VALUE_WIDTH]
@@ -64,11 +64,11 @@ def delta_rule(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     HAS_CHANNEL_DECAYS: tl.constexpr,
-    SCALE: tl.constexpr,  # for queries
+    SCALE: tl.constexpr,  # factor of queries
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid: (num_sequences, NUM_HEADS, tiles of COLUMNS columns of a state). KEYS is KEY_WIDTH, rounded up."""
+    """Grid: (num_sequences, NUM_HEADS, tiles of COLUMNS columns of a state). KEYS is KEY_WIDTH rounded up."""
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_WIDTH + NUM_HEADS * VALUE_WIDTH
     head = tl.program_id(1)
     key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
@@ -114,7 +114,7 @@ def delta_rule(
 @triton.jit(do_not_specialize=["steps_stride"], do_not_specialize_on_alignment=["segments", "starts"])
 def mamba_scan(
     xbc,  # [num_rows, x of all heads, B and C of all groups] float32
-    steps,  # [num_rows, NUM_HEADS], strided; before softplus, without bias
+    steps,  # [num_rows, NUM_HEADS], strided; before softplus and bias
     step_bias,  # [NUM_HEADS] float32, like the next two
     rates,
     skips,
@@ -133,7 +133,7 @@ def mamba_scan(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Grid: (num_sequences, NUM_HEADS, tiles of ROWS rows of a state). SIZE is STATE_SIZE, rounded up."""
+    """Grid: (num_sequences, NUM_HEADS, tiles of ROWS rows of a state). SIZE is STATE_SIZE rounded up."""
     INNER: tl.constexpr = NUM_HEADS * HEAD_WIDTH
     NUM_CHANNELS: tl.constexpr = INNER + 2 * NUM_GROUPS * STATE_SIZE
     head = tl.program_id(1)
@@ -182,8 +182,8 @@ def gated_norm(
     GATE: tl.constexpr,  # index in native.recurrence_values.GATES
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_rows, NUM_GROUPS). Norms a group of features by its root mean square; applies the gate before
-    or after.
+    """Grid: (num_rows, NUM_GROUPS). Divides a group of features by its root mean square; applies the gate before or
+    after.
     """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""One recurrent layer in Triton, between its projections: see states_kernels.py. Nothing here waits for the device.
+"""One recurrent layer in Triton, between its projections: see states_kernels.py. No launch waits for the device.
 
-Launch sizes depend on the layer's shape and on the step's numbers of sequences and rows; a program's results do not.
-Sums and states are float32; inputs may have 16 bits, and results have their dtype.
+Launch sizes depend on the layer's shape and on the step's numbers of sequences and rows; a row's results do not depend
+on launch sizes. Sums and states are float32; inputs may have 16 bits, and results have their dtype.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ KERNELS = range(2, 17)  # kernel sizes of a convolution
 MOST_WIDTH = 256  # the largest width of a key, or of B and C
 MOST_PARTS = 3  # the most parts of a convolution
 CONV_ROWS, CONV_CHANNELS = 4, 256  # a program's tile of a convolution
-STATE_NUMBERS = 2048  # state values per program: its single warp keeps them in registers
+STATE_NUMBERS = 2048  # state values per program, whose only warp keeps them in registers
 MOST_NORMED = 32768  # the most features of a norm
 
 
 def takes(shape: StateShape) -> bool:
-    """Whether the kernels support such a layer."""
+    """Whether the kernels support a layer of this shape."""
     return shape.kernel_size in KERNELS and shape.width <= MOST_WIDTH and shape.num_parts <= MOST_PARTS
 
 
 class StateSlots(NamedTuple):
-    """A step's sequences and their states, on the device: see states_kernels.py."""
+    """A step's sequences and the places of their states, on the device: see states_kernels.py."""
 
     segments: torch.Tensor
     starts: torch.Tensor
@@ -43,7 +43,7 @@ class StateSlots(NamedTuple):
 
     @classmethod
     def of(cls, rows: StateRows) -> StateSlots:
-        """Returns the slots of a step; its first layer makes them."""
+        """Returns the slots of a step; the step's first layer creates them."""
         if not isinstance(rows.kernel_state, cls):
             table = rows.table
             is_first = np.append(True, table[1:, 2] != table[:-1, 2])
@@ -57,7 +57,7 @@ class StateSlots(NamedTuple):
 
 
 class TritonStates:
-    """A `RecurrentKernel`. Its weights are float32 copies."""
+    """A `RecurrentKernel`, with float32 copies of the weights."""
 
     def __init__(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> None:
         num_channels, kernel_size = convolution.weight.shape
@@ -67,7 +67,7 @@ class TritonStates:
         parts = convolution.parts
         assert sum(part.num_heads * part.channels for part in parts) == num_channels
         tiles = np.cumsum([triton.cdiv(part.num_heads * part.channels, CONV_CHANNELS) for part in parts]).tolist()
-        tiles += [tiles[-1]] * (MOST_PARTS - len(parts))  # the tiles of missing parts are never reached
+        tiles += [tiles[-1]] * (MOST_PARTS - len(parts))  # tiles of missing parts are never reached
         parts = (*parts, *[parts[-1]] * (MOST_PARTS - len(parts)))
         self._num_tiles = tiles[-1]
         self._parts: dict[str, Any] = {"TILES_1": tiles[0], "TILES_2": tiles[1], "NUM_KEPT": self._num_kept}
@@ -86,7 +86,7 @@ class TritonStates:
         self._norm_weight = _own(self._norm.weight)
 
     def __call__(self, inputs: StateInputs, planes: Sequence[torch.Tensor], rows: StateRows) -> torch.Tensor:
-        """See `RecurrentKernel`. Block ids were checked against the pool when the batch was built."""
+        """See `RecurrentKernel`. Block ids are not checked here: they were when the batch was built."""
         x = inputs.convolved
         assert len(x) == rows.table[-1, 1]
         for given in inputs:
@@ -214,10 +214,10 @@ class TritonStates:
 
 
 def _columns(recurrence: GatedDelta | Mamba2) -> int:
-    """Returns the number of state values per feature."""
+    """Returns the number of state values for each feature."""
     return recurrence.key_width if isinstance(recurrence, GatedDelta) else recurrence.state_size
 
 
 def _own(tensor: torch.Tensor | None) -> Any:
-    """Returns a contiguous float32 copy, or None for None."""
+    """Returns a contiguous float32 copy of a tensor; None for None."""
     return None if tensor is None else tensor.detach().float().contiguous().clone()

@@ -1,8 +1,8 @@
 """`python -m benchmarks engine --parts sparse`: compares sparse to dense latent attention, in a layer with V3.2's
 widths.
 
-Indexing and attention together: of one token after a long context, and of a prompt's last tokens. Numbers are random.
-peers/gpu_sparse.py measures the same on a GPU.
+Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Numbers are
+random. peers/gpu_sparse.py measures the same on a GPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    # Products of latents have the same tile for every number of rows; with an indexer, all tokens attend to lists.
+    # Whether products of latents have the same tile for every number of rows and, with an indexer, all tokens attend to
+    # lists of keys.
     has_one_tile = False
     scans_chunks = True  # other kernels may compute recurrent layers over prompts
 

@@ -1,9 +1,9 @@
 """Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The pool's two planes are what the operator reads: latents, and the rotated parts beside them. It takes one width of
-each, and a power of two of heads; further heads are zeros, whose results are dropped. A step's sequences are packed
-(TND); a longer chunk of a prompt goes as several sequences of 16 tokens, the most that all versions of the operator
-take. A step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
+The operator reads the pool's two planes as they are: latents, and their rotated parts. It supports one width of each,
+and only powers of two of heads, so heads of zeros are added and their results dropped. Sequences of a step are packed
+(TND). A chunk of a prompt is split into sequences of at most 16 tokens, the most that all versions of the operator
+support; a step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
 operator does not support. Nothing here has run on hardware.
 """
 
@@ -31,7 +31,7 @@ MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator takes a model's latents, if the settings fit."""
+    """Whether the operator supports the widths of a model's latents; `problem` checks the rest."""
     return tuple(plane.width for plane in layout.planes[:2]) == WIDTHS
 
 
@@ -120,7 +120,7 @@ class NpuLatentOps(NpuOps):
 
 
 def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to `whole`."""
+    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros added up to `whole`."""
     num_tokens, num_heads, width = x.shape
     if whole == num_heads:
         return x.contiguous()
@@ -130,7 +130,7 @@ def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
 
 
 def _in_calls(step: PlannedStep, batch: ForwardBatch) -> tuple[PlannedStep, ...]:
-    """Returns the calls of a step whose sequences with more than MAX_QUERIES tokens are cut."""
+    """Returns the calls of a step, with sequences of more than MAX_QUERIES tokens split into pieces."""
     lens = np.asarray(batch.query_lens)
     if lens.max() <= MAX_QUERIES:
         return (step,)

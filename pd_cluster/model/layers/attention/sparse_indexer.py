@@ -19,7 +19,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 @dataclass(slots=True, eq=False)
 class Indexer:
-    """The indexer of one layer. The first features of its queries and keys are rotated as halves."""
+    """The indexer of one layer. The first features of its queries and keys are rotated, as halves."""
 
     layer_idx: int
     queries: Linear  # from the input of the attention's query projection, to [num_rows, num_heads * width]
@@ -27,7 +27,7 @@ class Indexer:
     weights: Linear  # from the layer's normed rows, to [num_rows, num_heads]
     norm: IndexNorm
     scaling: float
-    index_topk: int  # smaller during the proof at load
+    index_topk: int  # the proof at load sets a smaller value
     weighs_in_float32: bool  # `weights` has float32 weights, beside 16 bits in other layers
     ops: SparseOps
 

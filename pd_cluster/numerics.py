@@ -125,9 +125,10 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend on other devices.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    a folder's own quantization is part of its identity. A suffix distinguishes versions with different results:
-    WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a row), otherwise LONG_SPANS
-    on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the output layer.
+    a folder's own quantization is part of its identity. A suffix prevents links with instances of earlier versions that
+    computed differently: WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a
+    row), otherwise LONG_SPANS on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the
+    output layer.
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope/rope_tables.py). `bf16_way`: how a CPU multiplies bfloat16 weights
     (native/packed_products.py); "": it does not. `logits_processors`: the operator's classes, which change tokens

@@ -56,7 +56,7 @@ def check_deterministic(wanted: str, device: Device) -> None:
     """Raises ConfigError if this device and backend cannot make results independent of the batch."""
     if not device.is_accelerator:
         name = told(DETERMINISTIC)
-        log.info("%s changes nothing on a CPU: docs/models.md says which results have equal bits there", name)
+        log.info("%s has no effect on a CPU: docs/models.md says which results are the same to the bit there", name)
     elif not device.traits.runs_triton:
         raise ConfigError(
             f"{DETERMINISTIC}: {device.kind.upper()}s' operators choose their order of sums by the number of rows; "

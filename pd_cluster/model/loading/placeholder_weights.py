@@ -39,7 +39,8 @@ OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> 
 class PlaceholderModules:
     """Weights by the path of the module that they replace; for experts, by the product's name.
 
-    `rows`: for linear layers and experts' `down_proj` that take whole rows on several ranks, by the same paths.
+    `rows`, by the same paths: for each linear layer or experts' `down_proj` that reads whole rows on every rank, how
+    these are joined and which outputs this rank computes.
     """
 
     linears: dict[str, WeightTensors] = field(default_factory=dict)

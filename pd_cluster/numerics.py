@@ -43,8 +43,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How positions beyond the trained length are rotated, if that depends on a request's length.
 
     `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens, another
-    beyond. A request's length is its prompt plus its maximum number of output tokens. It is known on arrival and never
-    changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
+    beyond. A request's length is its prompt plus its maximum number of output tokens. This length is known on arrival
+    and never changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
     """
 
     kind: str = ""  # "": the rotation does not depend on the request

@@ -296,7 +296,8 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
     if not has_file and (found / TIKTOKEN).exists():
         raise ModelError(
             f"{found / TIKTOKEN}: tiktoken files are not supported, and there is no tokenizer.json beside it; convert "
-            f"it with transformers.convert_slow_tokenizer.TikTokenConverter, or give {called('tokenizer')} another folder"
+            "it with transformers.convert_slow_tokenizer.TikTokenConverter, or give "
+            f"{called('tokenizer')} another folder"
         )
     return found
 

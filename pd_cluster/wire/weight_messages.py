@@ -16,7 +16,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class SeekWeights(Message, frozen=True):
-    """The sender lacks the files of the version with this epoch. `failed`: sources that were named in vain."""
+    """The sender lacks the files of the version with this epoch. `failed`: sources that did not deliver them."""
 
     epoch: int
     failed: Annotated[list[ShortText], msgspec.Meta(max_length=1024)] = []
@@ -25,7 +25,7 @@ class SeekWeights(Message, frozen=True):
 class TakeWeights(Message, frozen=True):
     """The receiver listens for the owner of `public_key`, and answers with `WeightAddress`.
 
-    `source`: its name. If it is "", all sources send to others now, or nobody has the files, as `problem` says.
+    `source`: the owner's name; "": no source is free now, or, if `problem` says why, none has the files.
     """
 
     epoch: int

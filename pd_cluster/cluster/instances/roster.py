@@ -103,7 +103,7 @@ class Roster:
         """Ignored: only a membership gives orders."""
 
     def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:
-        """Ignored: only a membership has versions of weights."""
+        """Ignored here, because only a membership has versions of weights."""
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)

@@ -1,10 +1,10 @@
 """Orders waiting requests fairly: clients share the cluster's work, token for token.
 
 Uses start-time fair queueing over tokens, which engines call virtual token counters: each client has a counter of the
-tokens that were processed for it, and the client with the lowest counter is next. This shares like deficit round robin,
-but needs no quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins and
-with its actual tokens when it ends. A client that had no waiting request begins at the others' level, even if requests
-of it are running: unused shares cannot be saved up.
+tokens that were processed for it, and the client with the lowest counter is next. Shares are those of deficit round
+robin, without a quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins
+and with its actual tokens when it ends. A client that had no waiting request begins at the others' level, even if
+requests of it are running: unused shares cannot be saved up.
 
 Pure: no clock, no event loop.
 """

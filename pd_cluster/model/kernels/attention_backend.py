@@ -146,9 +146,9 @@ def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> A
 def _sparse(
     wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int, is_deterministic: bool
 ) -> Attention:
-    """Returns an attention to chosen keys: Triton's, or that of torch-npu's operators. Nothing replaces them.
+    """Returns the attention to chosen keys, by Triton or by torch-npu's operators.
 
-    Raises ConfigError.
+    Raises ConfigError if that backend does not support the model; no other replaces it.
     """
     setting = f"{called('device')} {device.kind}"
     if wanted not in ("auto", "triton"):

@@ -24,7 +24,7 @@ from pd_cluster.model.weights.weight_forms import FORMS, form_of
 # The layers that are joined into each product of transformers, in this order.
 JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 LAYER_OF = re.compile(r"(?:.*\.)?layers\.\d+\.")
-# Parts of paths in files, and in the model (Nemotron-H, Kimi-Linear).
+# Parts of paths in files -> in the model, for Nemotron-H and Kimi-Linear.
 RENAMED = (
     (re.compile(r"^backbone\."), "model."),
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
@@ -104,7 +104,7 @@ def hold(
 
 
 def _renamed(path: str) -> str:
-    """Returns the path in the model of a layer whose path in the files differs."""
+    """Maps a layer's path in the files to its path in the model."""
     for part, name in RENAMED:
         path = part.sub(name, path)
     return path

@@ -142,7 +142,7 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
 def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int) -> int:
     """Returns the bytes of scores and lists of chosen keys: of a step with `num_tokens` tokens, and of decode graphs.
 
-    The step that is measured chooses nothing, because its sequences are short.
+    The measured step does not contain these, because its sequences are too short for a choice.
     """
     if not layout.has_index or max_model_len <= model.config.index_topk:
         return 0

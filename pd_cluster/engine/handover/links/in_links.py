@@ -28,7 +28,9 @@ class InLinkUsers(Protocol):
     """The transfers that use the links. Imports implements it."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Ends the landings of a link that went down. Its threads still run, to acknowledge that they write no more."""
+        """Ends the landings of a link that went down. The link's threads still run, to acknowledge that they write no
+        more.
+        """
 
 
 class InLinks:

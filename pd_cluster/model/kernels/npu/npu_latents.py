@@ -1,10 +1,10 @@
 """Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The pool's two planes are what the operator reads: latents, and the rotated parts beside them. It takes one width of
-each, and a power of two of heads; further heads are zeros, whose results are dropped. A step's sequences are packed
-(TND); a longer chunk of a prompt goes as several sequences of 16 tokens, the most that all versions of the operator
-take. A step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
-operator does not support. Nothing here has run on hardware.
+The operator reads the pool's two planes: latents, and the rotated parts beside them. It supports only WIDTHS, and
+numbers of heads that are powers of two; other numbers are filled up with heads of zeros, whose results are dropped. A
+step's sequences are packed (TND). All versions of the operator accept up to 16 tokens per sequence, so a longer chunk
+of a prompt is cut into several sequences. A call accepts up to 4,096 sequences, so a larger step takes several calls.
+`problem` reports at load what the operator does not support. Nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator takes a model's latents, if the settings fit."""
+    """Whether the operator supports the widths of a model's latents."""
     return tuple(plane.width for plane in layout.planes[:2]) == WIDTHS
 
 
@@ -120,7 +120,7 @@ class NpuLatentOps(NpuOps):
 
 
 def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with zeros for further heads up to `whole`."""
+    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros appended up to `whole` heads."""
     num_tokens, num_heads, width = x.shape
     if whole == num_heads:
         return x.contiguous()

@@ -28,7 +28,7 @@ class Indexer:
     norm: IndexNorm
     scaling: float
     index_topk: int  # smaller during the proof at load
-    weighs_in_float32: bool  # `weights` has float32 weights, beside 16 bits in other layers
+    weighs_in_float32: bool  # whether `weights` has float32 weights although other layers have 16 bits
     ops: SparseOps
 
     def choose(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:

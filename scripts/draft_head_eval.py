@@ -128,18 +128,19 @@ def head_card(folder: Path, scores: list[DraftScore], command: str, train_s: flo
     rows = "\n".join("| " + " | ".join(score.cells()) + " |" for score in scores)
     return f"""# tiny-chat-eagle3
 
-An EAGLE-3 draft head for tiny-chat, in the format of such heads (`LlamaForCausalLMEagle3`): one layer that reads the
-model's states and guesses the tokens to come. It has no embedding of its own and predicts a part of the vocabulary.
-Licensed as the project is.
+An EAGLE-3 draft head for tiny-chat, in the usual format (`LlamaForCausalLMEagle3`): one layer that reads the
+model's states and predicts the next tokens. It has no embedding of its own and predicts only a part of the vocabulary.
+It has the project's license.
 
 Made by `{command}` ({train_s:.0f} s, one thread on a busy host), from tiny-chat's own
-answers, greedy and drawn, to prompts that `scripts/tiny_model_text.py` and `scripts/tiny_model_tools.py` make; no
+greedy and sampled answers to prompts that `scripts/tiny_model_text.py` and `scripts/tiny_model_tools.py` make; no
 other data. `{WEIGHTS}`: {size:,} bytes, float16.
 
-The same run evaluated it on greedy answers to prompts that it was not trained on. A place is a token behind an answer's
-first: one draft is accepted there if it is the token that the model gives, after a text that is right up to it. A chain
-has up to {NUM_DRAFTS} drafts, of which those before the first wrong one are accepted; the next chain begins behind the
-token that the model gives after these. So a step of the model gives one token more than the last column says.
+The same run evaluated the head on greedy answers to prompts that it was not trained on. Every token after an answer's
+first is a place. One draft is accepted at a place if, given the correct text before it, the draft equals the model's
+token. A chain has up to {NUM_DRAFTS} drafts, and the drafts before the first wrong one are accepted. The next chain
+begins after the token that the model then generates. So a step of the model gives one token more than the last column
+says.
 
 | {" | ".join(HEADER)} |
 |---|{"---:|" * (len(HEADER) - 1)}

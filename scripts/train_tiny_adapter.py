@@ -92,9 +92,9 @@ def card(out: Path, scores: list[tuple[str, float]], command: str, train_s: floa
     rows = "\n".join(f"| {skill} | {share:.0%} |" for skill, share in scores)
     return f"""# pirate
 
-A LoRA adapter of rank {RANK} for tiny-chat, in PEFT's format: the same answers, as a pirate gives them,
-such as "Arr, 7 it be!". JSON stays JSON, and calls stay calls.
-Licensed as the project is; docs/adapters.md says how to use it.
+A LoRA adapter of rank {RANK} for tiny-chat, in PEFT's format: tiny-chat gives the same answers in a pirate's words,
+such as "Arr, 7 it be!". Answers in JSON and tool calls do not change.
+It has the project's license; docs/adapters.md says how to use it.
 
 Made by `{command}` ({train_s:.0f} s of training) from text that
 `scripts/tiny_model_text.py` makes; no other data. `adapter_model.safetensors`: {size:,} bytes, float16.

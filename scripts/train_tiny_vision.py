@@ -274,16 +274,17 @@ def card(out: Path, scores: dict[str, tuple[int, int]], command: str, train_s: f
     rows = "\n".join(f"| {TITLES[name]} | {asked} | {right / asked:.1%} |" for name, (right, asked) in scores.items())
     return f"""# tiny-vision
 
-A model of Qwen2-VL's architecture that sees, small enough to live in the repository: a check that random weights
-can't give. It names number, color and shape of one to four drawn things of one kind ("two red circles"), and the
-colors of a short clip, in which one thing changes its color, in their order ("red, then blue").
-Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It knows nothing else, and
-says the same kind of thing about other pictures. Licensed as the project is; docs/multimodal.md says how to use it.
+A vision model with Qwen2-VL's architecture, small enough for the repository, for checks that need trained weights.
+For a drawing of one to four equal shapes, it says their number, color and shape ("two red circles"). For a short clip
+in which a shape changes its color, it lists the colors in order ("red, then blue").
+Colors: red, green, blue, yellow, purple, black. Shapes: circle, square, triangle. It has learned nothing else, and
+gives such answers about other pictures, too. It has the project's license; docs/multimodal.md says how to use it.
 
 Made by `{command}` ({train_s:.0f} s of training on a busy machine), from drawings that
 `scripts/tiny_pictures.py` makes; no other data. `model.safetensors`: {size:,} bytes, float32. Clips of 4 to 32 frames.
 
-The same run evaluated it, greedily, with drawings that it was never shown. Clips have {CLIP_SIZE[0]} pixels each way.
+The same run evaluated it greedily on drawings that were not in its training data.
+Clips have {CLIP_SIZE[0]} x {CLIP_SIZE[1]} pixels.
 
 | question about | drawings | exact answers |
 |---|---:|---:|

@@ -24,7 +24,9 @@ LEAST_SPREAD = 0.2  # a slope is fitted only if the relative spread of sizes is 
 
 NUM = len(TERMS)
 PAIRS = [(a, b) for a in range(NUM) for b in range(a, NUM)]
+FIRSTS, SECONDS = ([pair[at] for pair in PAIRS] for at in range(2))
 PLACES = [[PAIRS.index((min(a, b), max(a, b))) for b in range(NUM)] for a in range(NUM)]
+SQUARES = [PLACES[at][at] for at in range(NUM)]
 LEAST = [LEAST_TERM.get(name, 0.0) for name in TERMS]
 
 
@@ -45,7 +47,8 @@ class _KindSums:
         least_s, most_s = self.level_s / MAX_TIME_RATIO, self.level_s * MAX_TIME_RATIO
         weight = (self.level_s / min(max(predicted_s, least_s), most_s)) ** 2
         weighted = [weight * column for column in columns]
-        news = [weighted[a] * columns[b] for a, b in PAIRS] + [took_s * column for column in weighted]
+        news = [*map(mul, map(weighted.__getitem__, FIRSTS), map(columns.__getitem__, SECONDS))]
+        news += [took_s * column for column in weighted]
         self.sums = [DECAY * old + new for old, new in zip(self.sums, news, strict=True)]
         self.share = 1.0
 
@@ -72,10 +75,10 @@ class OnlineFit:
 
     def _sweep(self) -> None:
         terms, sums = self._terms, self._all_sums()
-        products, right = [[sums[place] for place in places] for places in PLACES], sums[len(PAIRS) :]
-        for at, row in enumerate(products):
-            if row[at] > 0:
-                terms[at] = max(LEAST[at], terms[at] + (right[at] - sum(map(mul, row, terms))) / row[at])
+        for at, (places, right, square) in enumerate(zip(PLACES, sums[len(PAIRS) :], SQUARES, strict=True)):
+            if (product := sums[square]) > 0:
+                predicted = sum(map(mul, map(sums.__getitem__, places), terms))
+                terms[at] = max(LEAST[at], terms[at] + (right - predicted) / product)
         self.cost = StepCost(terms[1], terms[2], terms[3], terms[0], terms[4])
 
     def _all_sums(self) -> list[float]:

@@ -29,7 +29,7 @@ _CANN_FILES: Final = (
 _VERSION: Final = re.compile(r"^\s*version\s*=\s*(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 
 _RELEASES: Final = "TorchNPU's COMPATIBILITY.md, whose last version is torch-npu 2.12"
-_IPC_GUIDE: Final = "torch-npu's IPC guide of release 7.2.0, which goes with CANN 8.3.RC1"
+_IPC_GUIDE: Final = "torch-npu's IPC guide of release 7.2.0, which belongs to CANN 8.3.RC1"
 _PROCESSES: Final = "CANN's article on IPC in torch-npu; for A3, HCCL's constraints in CANN 9.0"
 _OWN: Final = "this project's dependencies"
 _SET_ENV: Final = "install a newer CANN and source its set_env.sh"

@@ -16,7 +16,7 @@ class Agenda:
     """Uses one timer of the event loop for all events, because asyncio does not order timers of equal times."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
-        self._loop = loop
+        self._loop, self.clock = loop, loop.clock
         self._order = itertools.count()
         self._planned: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -37,9 +37,9 @@ class Agenda:
         self._due_s, self._timer = when_s, self._loop.call_at(when_s, self._fire)
 
     def _fire(self) -> None:
-        planned, loop = self._planned, self._loop
+        planned, loop, clock = self._planned, self._loop, self.clock
         self._due_s, self._timer = -math.inf, None  # the loop below also handles events that handlers schedule
-        while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
+        while planned and (planned[0][0] <= clock.now_s + RESOLUTION_S or loop.jump(planned[0][0])):
             _, _, do, args = heapq.heappop(planned)
             do(*args)
         self._due_s = math.inf

@@ -25,6 +25,7 @@ from pd_cluster.simulate.simulated_mailboxes import SimulatedMailboxes, Simulate
 from pd_cluster.simulate.simulated_runner import Chunks, SimulatedRunner
 from pd_cluster.simulate.simulation_records import Notes
 from pd_cluster.simulate.step_progress import RunProgress, StepRun
+from pd_cluster.simulate.virtual_time_loop import VirtualClock
 from pd_cluster.types import LinkState, TokenOutput
 
 BEAT_GAP_S = 0.02  # the same value as in net/mailbox.py
@@ -37,11 +38,11 @@ MOST_RUN_S = 0.5  # the longest run of equal steps without a turn; equals the in
 class StepClock:
     """The simulated time. In a turn, after its step, the time when the step ends."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self.ahead_s = now, 0.0
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock, self.ahead_s = clock, 0.0
 
     def __call__(self) -> float:
-        return self._now() + self.ahead_s
+        return self._clock.now_s + self.ahead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class SimulatedInstance:
 
     def __init__(self, name: str, peer: str, around: SimulationContext, slowdown: float = 1.0) -> None:
         self.name, self.peer, self.around, self.slowdown = name, peer, around, slowdown
-        self.clock, self.wires = StepClock(around.agenda.now), Wires()
+        self.clock, self.wires = StepClock(around.agenda.clock), Wires()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.schedulers: list[str] = []  # connections
         self.post = InstancePost(self)

@@ -16,10 +16,14 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class SeekWeights(Message, frozen=True):
-    """The sender lacks the files of the version with this epoch. `failed`: sources that did not deliver them."""
+    """The sender lacks the files of the version with this epoch. `failed`: sources that did not deliver them.
+
+    `is_over`: the sender now has the files, so its source is free for others.
+    """
 
     epoch: int
     failed: Annotated[list[ShortText], msgspec.Meta(max_length=1024)] = []
+    is_over: bool = False
 
 
 class TakeWeights(Message, frozen=True):

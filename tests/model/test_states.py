@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
@@ -22,6 +24,7 @@ from pd_cluster.model.layers.states.module_states import ModulesState
 from pd_cluster.model.layers.states.state_planes import StateParts
 from pd_cluster.model.loading.load_proof import prove
 from pd_cluster.model.loading.model_loader import plan_of
+from tests.support import fake_fla
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint, reference_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.state_world import BLOCK_SIZE, StateWorld, load_modules, row_errors
@@ -149,6 +152,32 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], str]] = {
     "not bounded": ("nemotron_h", "model.layers.states.module_states._no_shorter_steps", never_bounded, DIFFER),
     "not kept": ("bamba", "model.loading.load_proof.segments_of", never_kept, "from a kept state the logits differ"),
 }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "theirs"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
+        ("kimi_linear", "chunk_kimi_delta_attention", "chunk_kda"),
+    ],
+)
+def test_libraries_that_transformers_prefers_are_not_called(
+    checkpoint: Checkpoints, architecture: str, name: str, theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed fla would be called on CPUs, too, where it fails, as the fake does here."""
+    folder, ids = checkpoint(architecture), torch.tensor(ids_of(1, 70))
+    module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    reference = reference_model(folder)
+    with fake_fla.installed(), torch.inference_mode():
+        expected = reference(ids, use_cache=False).logits
+        preferred = use_kernel_func_from_hub_with_fallback(theirs, "fla")(getattr(module, name))
+        monkeypatch.setattr(module, name, preferred)
+        with pytest.raises(AssertionError):
+            reference(ids, use_cache=False)
+        load_modules(folder)
+        assert getattr(module, name) is not preferred
+        assert torch.equal(reference(ids, use_cache=False).logits, expected)
+    assert not fake_fla.calls
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.model.layers.states.torch_functions import use_torch_functions
 
 VOCAB_SIZE = 320
 MOST_NBYTES_KEPT = 1 << 23
@@ -220,7 +221,9 @@ def reference_model(folder: Path) -> Any:
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
+    use_torch_functions(model)
+    return model
 
 
 def reference_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:

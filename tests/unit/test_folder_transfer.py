@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,12 +83,14 @@ def listed(text: bytes) -> Send:
 
     def send(sender: PayloadSender, to: ReceiverAddress) -> None:
         def run() -> None:
-            sender.connect(*to, WAIT_S)
-            sender.send(memoryview(text.ljust(folder_transfer.LIST_NBYTES)), 0).wait(WAIT_S)
-            closed.wait(WAIT_S)
+            with contextlib.suppress(PayloadError):  # the receiver goes away
+                sender.connect(*to, WAIT_S)
+                sender.send(memoryview(text.ljust(folder_transfer.LIST_NBYTES)), 0).wait(WAIT_S)
+                while True:
+                    sender.check()
+                    time.sleep(0.02)
             sender.close()
 
-        closed = threading.Event()
         threading.Thread(target=run, daemon=True).start()
 
     return send

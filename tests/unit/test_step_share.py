@@ -178,6 +178,29 @@ def test_each_token_is_hashed_once_however_many_chunks_it_takes(monkeypatch: pyt
     assert LONG - BLOCK_SIZE < sum(hashed) <= LONG
 
 
+def test_a_router_and_an_engine_in_one_process_hash_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def noted(parent: bytes, token_ids: Sequence[int], *rest: object) -> list[bytes]:
+        hashed.append(len(token_ids))
+        return chain_hashes(parent, token_ids, *rest)  # type: ignore[arg-type]
+
+    for module in (block_holdings, prefix_index):
+        monkeypatch.setattr(module, "chain_hashes", noted)
+    order = RequestSpec([at * at % 997 for at in range(40 * BLOCK_SIZE + 3)], Sampling(max_tokens=4))
+    root = PrefixScope(POOL.model_identity, POOL.numerics, POOL.draft_head).root(order)
+    known = KnownBlocks()
+    known.apply(CacheKeys(keys_of(chain_hashes(root, order.prompt_token_ids, BLOCK_SIZE)), b"", True, "device"))
+    assert Prompt(order).num_cached(POOL, known) == 40 * BLOCK_SIZE
+    scheduler = scheduler_of(StepCost(), PrefixScope(POOL.model_identity, POOL.numerics, POOL.draft_head))
+    request = Request("r", order)
+    scheduler.add(request)
+    while request.num_behind:
+        scheduler.computed(scheduler.plan())
+    assert request.block_hashes[:40] == chain_hashes(root, order.prompt_token_ids, BLOCK_SIZE)
+    assert sum(hashed) == 40 * BLOCK_SIZE
+
+
 def known_of(prompt: list[int], num_blocks: int) -> KnownBlocks:
     root = PrefixScope(POOL.model_identity, POOL.numerics, POOL.draft_head).root(RequestSpec(prompt, Sampling()))
     known = KnownBlocks()

@@ -191,8 +191,9 @@ def test_a_source_sends_to_one_instance_at_a_time(world: World) -> None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert second.stage.copies.of("digest") is None
-    first.holds(version)
+    world.sources.sought("first", first.instance, wire.SeekWeights(3, is_over=True))
     fetching.join(WAIT_S)
+    assert not world.sources._named
     assert second.stage.copies.of("digest") is not None
 
 

@@ -252,7 +252,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:unit_rounds",
-        "Steps of its unit that an instance took part in.",
+        "Steps of its unit in which an instance took part.",
         lambda load: load.num_rounds,
     ),
     OfInstance(
@@ -298,7 +298,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:feature_bytes",
-        "Features sent by an encoder, or received from encoders.",
+        "Bytes of features that an encoder sent or an instance received.",
         lambda load: load.feature_nbytes,
     ),
     OfInstance(
@@ -317,9 +317,13 @@ INSTANCE_COUNTERS = (
         "Seconds that steps waited for drafts.",
         lambda load: load.drafts.drafting_s,
     ),
-    OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
     OfInstance(
-        "pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda x: x.kv_received_nbytes
+        "pd_cluster:kv_sent_bytes", "Bytes of KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes
+    ),
+    OfInstance(
+        "pd_cluster:kv_received_bytes",
+        "Bytes of KV cache received from prefill instances.",
+        lambda x: x.kv_received_nbytes,
     ),
     OfInstance(
         "pd_cluster:kv_frames_dropped",
@@ -338,7 +342,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:credit_leases_expired",
-        "Offers not taken within --credit-timeout.",
+        "Offers without a credit within --credit-timeout.",
         lambda load: load.num_expired_credits,
     ),
     OfInstance(
@@ -410,11 +414,11 @@ REQUEST_COUNTERS = (
         "Images and videos by data: URL that were looked up in the cache.",
         {"": "kept_media_queries"},
     ),
-    OfRequests("vllm:mm_cache_hits", "Those found.", {"": "kept_media_hits"}),
+    OfRequests("vllm:mm_cache_hits", "Images and videos found there.", {"": "kept_media_hits"}),
     OfRequests(
         "pd_cluster:replays",
         "Further attempts by reason: an instance was lost (death), an attempt failed (fault), an instance was "
-        "drained (moved), or other requests had filled it (full).",
+        "drained (moved), or an instance was full (full).",
         {cause: f"replays_{cause}" for cause in ("death", "fault", "moved", "full")},
         "cause",
     ),

@@ -51,11 +51,13 @@ class WeightSources:
     def sought(self, conn: str, receiver: Instance, seek: wire.SeekWeights) -> None:
         """Names a source to an instance: one that has not failed for it and is not sending."""
         self._named.pop(conn, None)
+        if seek.is_over:
+            return
         version = self._offered.get(seek.epoch)
         if version is None:
             self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not a present version"))
             return
-        busy = self._busy()
+        busy = {source for _, source in self._named.values()}
         candidates = {
             each.key: each.info.public_key
             for each in self._instances
@@ -88,14 +90,6 @@ class WeightSources:
 
     def closed(self, conn: str) -> None:
         self._named.pop(conn, None)
-
-    def _busy(self) -> set[str]:
-        """Returns the sources of transfers that have not ended, because their receivers lack the version."""
-        conns = {each.conn: each for each in self._instances if each.conn}
-        for conn, (epoch, _) in list(self._named.items()):
-            if conn not in conns or _has(conns[conn], epoch):
-                del self._named[conn]
-        return {source for _, source in self._named.values()}
 
     def _may_send(self, version: wire.WeightVersion) -> bool:
         folder = Path(version.path)

@@ -151,6 +151,7 @@ class Membership(Roster):
         self._loading.discard(conn)
         self._changing.discard(conn)
         self._forming.pop(conn, None)
+        self.weight_sources.closed(conn)
         if self._by_conn.pop(conn, None) is not None:
             if (term := self.term()) is not None:
                 self._mailbox.send(conn, wire.Peers([], term))  # makes the worker close its links

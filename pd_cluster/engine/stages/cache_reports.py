@@ -50,7 +50,10 @@ class CacheReports(Stage):
 
 def _added(places: Mapping[bytes, Tier | None]) -> Iterator[wire.CacheKeys]:
     """Yields the messages that report available contents, at least one content each."""
+    by_tier: dict[Tier | None, list[bytes]] = {tier: [] for tier in (*TIERS, None)}
+    for content, place in places.items():
+        by_tier[place].append(content)
     for tier in TIERS:
-        contents = [content for content, place in places.items() if place == tier]
+        contents = by_tier[tier]
         for start in range(0, len(contents), MAX_KEYS):
             yield wire.CacheKeys(added=keys_of(contents[start : start + MAX_KEYS]), tier=tier)

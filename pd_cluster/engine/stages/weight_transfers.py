@@ -115,6 +115,7 @@ class WeightTransfers(Stage):
                     log.warning("%s does not bring weights %s: %s", found.source, version.name, error)
                     failed.append(found.source)
                 else:
+                    self._ends.send(conn, wire.SeekWeights(version.epoch, is_over=True))
                     log.info("got weights %s from %s", version.name, found.source)
                     return
 

@@ -24,6 +24,7 @@ from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.kv_layout import CODE_BITS, INDEX, LATENT, KVLayout, can_hold, keys_and_values, latents
 from pd_cluster.model.layers.attention.sdpa import WindowOfModule, window_of
 from pd_cluster.model.layers.states.state_planes import StateParts, parts_of, state_modules
+from pd_cluster.model.layers.states.torch_functions import use_torch_functions
 from pd_cluster.wire import Plane
 
 NAME = "pd_cluster_declaring"
@@ -81,6 +82,7 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
     Raises ModelError if a layer keeps neither planes nor a known state, if layers with the same window have different
     planes, or if layers have different states.
     """
+    use_torch_functions(model)
     seen = Seen()
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), _recording(model, seen):

@@ -6,6 +6,7 @@ Knows nothing of how a link opens, rests or closes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from pd_cluster.engine.handover.handover_context import HandoverContext
@@ -13,6 +14,8 @@ from pd_cluster.engine.handover.links.link_ends import PeerProgress, ReceiveEnd,
 from pd_cluster.engine.handover.links.link_limits import InLinkLimit
 from pd_cluster.engine.handover.tail_latency import TailLatency
 from pd_cluster.transport.link_events import Drained
+
+RECEIVED_NBYTES, NUM_DROPPED = attrgetter("received_nbytes"), attrgetter("num_dropped")
 
 
 class InLane(NamedTuple):
@@ -36,13 +39,10 @@ class InLanes:
         self._closed_nbytes = self._closed_dropped = 0  # totals of closed links
 
     def counts(self) -> tuple[int, int]:
-        """Returns the numbers of received bytes and of KV frames that did not belong to the link they came over."""
-        received_nbytes, num_dropped = self._closed_nbytes, self._closed_dropped
-        for lanes in list(self.lanes.values()):
-            for _, end in lanes:
-                received_nbytes += end.received_nbytes
-                num_dropped += end.num_dropped
-        return received_nbytes, num_dropped
+        """Returns the bytes received so far, and the number of KV frames that did not belong to their link."""
+        ends = [end for lanes in list(self.lanes.values()) for _, end in lanes]
+        received_nbytes, num_dropped = sum(map(RECEIVED_NBYTES, ends)), sum(map(NUM_DROPPED, ends))
+        return self._closed_nbytes + received_nbytes, self._closed_dropped + num_dropped
 
     def is_open(self, conn: str) -> bool:
         return conn in self.lanes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import ValuesView
+from operator import attrgetter
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.handover_context import HandoverContext
@@ -15,6 +16,8 @@ from pd_cluster.engine.handover.links.out_link import OutLink
 from pd_cluster.engine.handover.shipping import ShipLimits
 from pd_cluster.kv.kv_layout import num_common_layers
 from pd_cluster.types import LinkState
+
+SENT_NBYTES = attrgetter("sent_nbytes")
 
 
 class OutLinkTable:
@@ -46,7 +49,8 @@ class OutLinkTable:
 
     @property
     def sent_nbytes(self) -> int:
-        return self.closed_nbytes + sum(lane.end.sent_nbytes for link in self.links for lane in link.lanes)
+        ends = [lane.end for link in self.links for lane in link.lanes]
+        return self.closed_nbytes + sum(map(SENT_NBYTES, ends))
 
     def link_to(self, peer: str) -> str | None:
         link = self.by_peer.get(peer)

@@ -1,0 +1,39 @@
+"""Makes transformers' recurrent modules call transformers' own torch functions, whichever packages are installed.
+
+transformers prefers functions of fla, mamba_ssm and causal_conv1d wherever it can import them, although they fail on
+CPUs and for tensors without data. They would also change results without changing their name (pd_cluster/numerics.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pd_cluster.model.layers.states.state_planes import state_modules
+
+CHOSEN = "implementation"  # transformers' wrappers of such functions: a variable in their closure
+
+
+def use_torch_functions(model: torch.nn.Module) -> None:
+    """Replaces the functions that the model's recurrent modules call, in the modules of Python that define these."""
+    for name in {type(module).__module__ for module in state_modules(model).values()}:
+        space = vars(sys.modules[name])
+        for key, value in list(space.items()):
+            if inspect.isfunction(value) and CHOSEN in value.__code__.co_freevars and hasattr(value, "__wrapped__"):
+                space[key] = _with_own_arguments(value.__wrapped__)
+
+
+def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function without arguments that only other packages' functions have."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name in names})
+
+    return call

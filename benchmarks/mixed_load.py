@@ -56,7 +56,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of the request with this number in a run. Both times, of sending and end, are of one clock."""
+    """The outcome of the request with this number in a run. `sent_s` and `ended_s` are of one clock."""
 
     number: int
     sent_s: float

@@ -1,7 +1,7 @@
 """`python -m benchmarks engine --parts sparse`: compares sparse to dense latent attention, in a layer with V3.2's
 widths.
 
-Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Numbers are
+Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Values are
 random. peers/gpu_sparse.py measures the same on a GPU.
 """
 
@@ -61,7 +61,7 @@ class SparseStep:
     """The last tokens of sequences in a layer. `dense`, `choose`, `chosen` are the calls that are timed."""
 
     def __init__(self, ops: SparseOps, pool: KVPool, context: int, num_tokens: int, num_seqs: int = 1) -> None:
-        """`context`, `num_tokens`: of each sequence."""
+        """`context`, `num_tokens`: the tokens of each sequence, and those of them in the step."""
         order, num_blocks, chunks = RequestSpec([5] * context, Sampling()), -(-context // BLOCK_SIZE), []
         for at in range(num_seqs):
             table = [*range(at * num_blocks, (at + 1) * num_blocks)]

@@ -126,8 +126,8 @@ class AdapterLogitsProcessor(_Processor):
     def new_req_logits_processor(self, params: Any) -> RequestProcessor | None:
         """Returns the function for a sequence with these ProcessorParams; None: the sequence needs none.
 
-        It is called again when a sequence continues elsewhere or after a preemption, so everything that the function
-        needs must follow from `params` and the tokens.
+        This method is called again when a sequence continues elsewhere or after a preemption, so everything that the
+        function needs must follow from `params` and the tokens.
         """
 
 

@@ -43,8 +43,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How positions beyond the trained length are rotated, if that depends on a request's length.
 
     `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens, another
-    beyond. A request's length is its prompt plus its maximum number of output tokens. It is known on arrival and never
-    changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
+    beyond. A request's length is its prompt plus its maximum number of output tokens. This length is known on arrival
+    and never changes, so all keys of a request are rotated alike, wherever and whenever they are computed.
     """
 
     kind: str = ""  # "": the rotation does not depend on the request
@@ -125,9 +125,10 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend on other devices.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    a folder's own quantization is part of its identity. A suffix distinguishes versions with different results:
-    WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a row), otherwise LONG_SPANS
-    on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the output layer.
+    a folder's own quantization is part of its identity. A suffix prevents links with instances of earlier versions that
+    computed differently: WHOLE_ROWS if activations are quantized (earlier versions quantized each rank's part of a
+    row), otherwise LONG_SPANS on a CPU (earlier versions summed in another order). `quantize_head`: the scheme of the
+    output layer.
     `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: the order of a head's features in the
     KV cache (model/layers/rope/rope_tables.py). `bf16_way`: how a CPU multiplies bfloat16 weights
     (native/packed_products.py); "": it does not. `logits_processors`: the operator's classes, which change tokens

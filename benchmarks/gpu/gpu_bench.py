@@ -33,8 +33,8 @@ class Part:
     """`module`: the module in peers/; "" for the part that runs in this process. `stages`: the stages of
     scripts/gpu_check.sh that measure it.
 
-    `least_s`: the part is not started with less time. `most_s`: the part is ended after this time. Both apply to an
-    H100.
+    `least_s`: the part is not started with less time. `most_s`: the part is ended after this time. Both times
+    are for an H100.
     """
 
     name: str

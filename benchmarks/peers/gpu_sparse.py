@@ -1,6 +1,6 @@
-"""Sparse against dense latent attention on a device: DeepSeek-V3.2's widths in one layer, as ../sparse.py on a CPU.
+"""Compares sparse to dense latent attention on a device, in one layer with DeepSeek-V3.2's widths.
 
-Times what chooses keys, and attention to these or to all.
+Times the choice of keys, attention to the chosen keys, and attention to all keys. ../sparse.py does so on a CPU.
 """
 
 from __future__ import annotations

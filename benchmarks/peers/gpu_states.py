@@ -1,6 +1,8 @@
-"""Recurrent layers between their projections: a prompt, token by token and by flash-linear-attention's chunk kernels.
+"""Times recurrent layers between their projections, for a prompt: token by token, and by flash-linear-attention's chunk
+kernels.
 
-On a CPU, the C kernels alone. Without the package fla, or with a failed trial, a note replaces the figures of chunks.
+On a CPU, only the C kernels are timed. If the package fla is missing or fails its trial, a note replaces the figures of
+its kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ NUM_ROWS, QUICK_ROWS = 4096, 80
 
 
 class LayerShape(NamedTuple):
-    """`shared`: heads of queries and keys, or groups of B and C. `widths`: of a key or of B, and of a value or of x."""
+    """`shared`: the number of heads of queries and keys, or of groups of B and C.
+
+    `widths`: the widths of a key and a value, or of B and x.
+    """
 
     recurrence: type[GatedDelta] | type[Mamba2]
     num_heads: int

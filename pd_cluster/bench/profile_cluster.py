@@ -33,7 +33,7 @@ LONG_ANSWER = 64
 SHORT_ANSWER = 2
 NUM_EACH = 3  # minimum number of requests of each kind
 MOST_EACH = 40
-AT_ONCE, AT_ONCE_SHARE = 4, 0.4  # requests at a time under load, and that part's share of the time
+AT_ONCE, AT_ONCE_SHARE = 4, 0.4  # requests at a time under load, and the share of the time for this load
 
 
 class Handovers(NamedTuple):
@@ -166,7 +166,7 @@ class _Asked:
 
         await asyncio.gather(*(sends() for _ in range(AT_ONCE)))
         found = await self.timelines(min(num_sent, AT_ONCE * MOST_EACH))
-        return found[: max(1, len(found) - AT_ONCE)]  # without the oldest, beside which nothing was decoded
+        return found[: max(1, len(found) - AT_ONCE)]  # without the oldest, during which nothing was decoded
 
     async def timelines(self, num: int) -> list[Timeline]:
         """Returns the timelines of the last requests, the newest first."""

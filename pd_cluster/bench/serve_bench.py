@@ -331,8 +331,8 @@ def _print_notes(measured: Measured) -> None:
     num_prompt_tokens = sum(s.num_prompt_tokens for s in good)
     if num_tokens and num_arrivals < FEW_ARRIVALS * num_tokens:
         print(
-            f"note: {num_arrivals / num_tokens:.2f} arrivals an output token (half a character waits for the other); "
-            "TTFT is the time to the first arrival, ITL the time between arrivals"
+            f"note: {num_arrivals / num_tokens:.2f} arrivals per output token, because a token that ends within a "
+            "character is sent with the next one; TTFT is the time to the first arrival, ITL the time between arrivals"
         )
     if measured.kv_nbytes is not None and num_prompt_tokens:
         per_token = measured.kv_nbytes / num_prompt_tokens

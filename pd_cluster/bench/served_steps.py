@@ -1,7 +1,7 @@
-"""Corrects costs of prompts by the steps of a cluster that serves requests, as its timelines report them. Pure.
+"""Corrects the costs of prompts by the steps in the timelines of a cluster that serves requests. Pure.
 
-An engine that only runs steps has the host's cores to itself. A served prompt also pays for the scheduler, the client
-and the transfer, which use the same cores.
+An engine that only runs steps has the host's cores to itself. Served prompts take longer, because the scheduler, the
+client and the transfer use the same cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_FACTOR, MOST_FACTOR = 0.1, 100.0
 
 
 def served_steps(timelines: Iterable[Timeline]) -> list[Sample]:
-    """Returns the steps of prefill instances. Chunks whose steps took the same microseconds are of one step."""
+    """Returns the steps of prefill instances. Chunks with equal `took_us` are of one step."""
     works: dict[int, StepWork] = {}
     for timeline in timelines:
         for event in timeline["events"]:
@@ -56,7 +56,7 @@ def with_served(costs: Costs, alone: Sequence[Sample], beside: Sequence[Sample])
 def _long(costs: Costs, samples: Iterable[Sample]) -> list[tuple[StepWork, float, float]]:
     """Returns each step with its time, and with the time that its prompts add to a step.
 
-    Leaves out steps of few tokens, whose time tells little about a token's.
+    Leaves out steps of few tokens, whose time says little about the time of a token.
     """
     step = costs.step
     timed = [(work, took_s, step.seconds(work) - step.step_s) for work, took_s in samples]

@@ -99,7 +99,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
-        """Opens a folder as it is. Raises ModelError that names the folder or file, and the way out."""
+        """Opens a folder as it is. Raises ModelError that names the folder or file, and the remedy."""
         return cls.of(EngineConfig(model=model))
 
     @classmethod
@@ -295,8 +295,9 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
         return None
     if not has_file and (found / TIKTOKEN).exists():
         raise ModelError(
-            f"{found / TIKTOKEN}: there is no tokenizer.json beside it, and this form is not read; convert it with "
-            f"transformers.convert_slow_tokenizer.TikTokenConverter, or give {called('tokenizer')} another folder"
+            f"{found / TIKTOKEN}: tiktoken files are not supported, and there is no tokenizer.json beside it; convert "
+            "it with transformers.convert_slow_tokenizer.TikTokenConverter, or give "
+            f"{called('tokenizer')} another folder"
         )
     return found
 
@@ -321,19 +322,19 @@ def _unlisted(
     if not flag:
         raise ModelError(
             f"{place} is not supported: it is not listed, and no test compares it with transformers; "
-            f"{called('try_unlisted')} {model_type} serves it as unproven, if a proof holds when it is loaded; "
+            f"{called('try_unlisted')} {model_type} serves it as unproven if it passes a check when it is loaded; "
             f"{_nearest(model_type)}"
         )
     filled = defaults_of(str(model_type)) | config
     if not any(filled.get(name) for name in POSITION_FIELDS):
-        raise ModelError(f"{place} has no {' or '.join(POSITION_FIELDS)}: write how many tokens a sequence can have")
+        raise ModelError(f"{place} has no {' or '.join(POSITION_FIELDS)}: add one, with the maximum number of tokens")
     return filled
 
 
 def _nearest(model_type: object) -> str:
     """Returns the end of a refusal's text: the most similar supported types, and the page that lists all."""
     near = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 3, 0.0)
-    return f"the nearest that are: {', '.join(near)}; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}"
+    return f"the most similar supported types: {', '.join(near)}; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}"
 
 
 def _why_never(config: Config) -> str | None:

@@ -53,7 +53,7 @@ def version_files(folder: Path) -> list[str]:
     found = {file.name for pattern in ("config.json", INDEX, *QUANTIZERS_FILES) for file in folder.glob(pattern)}
     for file in (*folder.glob("*.safetensors"), *weight_files(folder)):
         if file.parent != folder:
-            raise ModelError(f"{file}: is not beside config.json, so it cannot be sent; put all weights in one folder")
+            raise ModelError(f"{file}: not beside config.json, so it cannot be sent; put all weights into one folder")
         found.add(file.name)
     if "config.json" not in found:
         raise ModelError(f"{folder / 'config.json'}: missing")

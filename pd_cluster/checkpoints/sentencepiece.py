@@ -77,7 +77,7 @@ def tokenizer_text(file: Path) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder's tokenizer is a SentencePiece file, and its class is known."""
+    """Whether a folder's tokenizer is a SentencePiece file of a known class."""
     if (folder / FILE).exists() or not (folder / MODEL).exists() or not (folder / CONFIG).exists():
         return False
     return read_json(folder / CONFIG).get("tokenizer_class") in ERNIE

@@ -50,6 +50,6 @@ OPTIONS = (
 
 
 def takes_load(command: Command) -> Command:
-    """Adds these options to a command, after its own. They are its `given`."""
+    """Adds OPTIONS to a command, after its own. The command gets their values as `**given`."""
     own = [name for name in inspect.signature(command).parameters if name != "given"]
     return with_options(command, OPTIONS, after=own[-1])

@@ -55,7 +55,7 @@ def mean_error(cost: StepCost, samples: Sequence[Sample]) -> float:
 def _breakpoints(samples: Sequence[Sample]) -> list[int]:
     """Returns candidates for the number of free rows: 0, and measured numbers of rows and of prompt tokens.
 
-    The two largest of each kind are left out, since a slope needs them.
+    The two largest numbers of each kind are left out, because the slope beyond the free rows needs them.
     """
     rows, tokens = ({getattr(work, name) for work, _ in samples} - {0} for name in ("num_rows", "num_prompt_tokens"))
     measured = sorted({*sorted(rows)[:-2], *sorted(tokens)[:-2]})

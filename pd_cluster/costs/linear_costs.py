@@ -25,7 +25,7 @@ class StepWork(NamedTuple):
         return max(0, self.num_rows - num_flat_rows)
 
     def num_prompt_tokens_beyond(self, num_flat_rows: int) -> int:
-        """Counts the prompt tokens beyond those that are free, because there are fewer rows than free ones."""
+        """Counts the prompt tokens that are not free. As many are free as there are fewer rows than free rows."""
         return max(0, self.num_prompt_tokens - max(0, num_flat_rows - self.num_rows))
 
 
@@ -38,7 +38,7 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """The time of a step: a + b * rows + c * context + d * prompt tokens + e * pairs.
 
     The first `num_flat_rows` rows cost nothing beyond the step itself, which reads the weights for any number of them.
-    If there are fewer rows, as many of the prompt tokens cost nothing, too.
+    If there are fewer rows, prompt tokens in the place of the missing rows cost nothing, too.
     """
 
     step_s: Seconds = 0.0  # a

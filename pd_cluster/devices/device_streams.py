@@ -126,8 +126,8 @@ def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
     """
     module = devices._module(device)
     side = CopyStream(device, CAPTURE_PRIORITY)
-    # Other threads copy during a capture, so only this thread's launches are captured, and only this thread may not
-    # wait.
+    # Other threads copy during a capture. With "thread_local", only this thread's launches are captured, and only this
+    # thread is forbidden to synchronize.
     options = {"pool": module.graph_pool_handle(), "stream": side._stream, "capture_error_mode": "thread_local"}
     make_graph = {"cuda": _cuda_graph, "npu": _npu_graph}[device.kind]
 
@@ -154,7 +154,8 @@ def _cuda_graph(device: Device, module: Any, options: Mapping[str, Any], run: Ca
 
 
 def _npu_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
-    """Captures an NPU graph. torch-npu records every attention operation in it, and updates their lengths.
+    """Captures an NPU graph. torch-npu records the graph's attention operations, and replaces their sequence lengths
+    before a replay.
 
     Each attention operation of a running graph waits for its new lengths, which may be set only after the graph's
     previous run has ended.

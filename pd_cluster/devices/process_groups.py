@@ -24,7 +24,7 @@ from pd_cluster.devices.hccl_environment import (
 Backend = Literal["nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-# Makes torch end only the group, and not this process, when a peer dies. torch reads it when a group is created.
+# Variables that make torch end only the group, not this process, when a peer dies. Read when a group is created.
 ERROR_HANDLING: Mapping[Backend, str] = {
     "nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "hccl": "TORCH_HCCL_ASYNC_ERROR_HANDLING",

@@ -13,7 +13,7 @@ WORDS_PER_PROGRAM = 4096  # words of 8 bytes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(  # type: ignore[no-untyped-def]  # Triton compiles no annotation that names a global of this module
+def _copy(  # type: ignore[no-untyped-def]  # Triton cannot compile annotations with names of this module
     source,
     target,
     pairs,

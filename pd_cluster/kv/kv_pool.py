@@ -1,8 +1,8 @@
 """The memory of the KV cache on a device, including a few blocks that no request uses.
 
-On CPU the memory is a memfd: another process can map it through its descriptor, and it is freed when the last process
-that maps it has ended, in any way. On an accelerator it is allocated on the device. Knows nothing of the blocks'
-holders.
+On CPU the memory is a memfd, which another process can map through its descriptor. The memory is freed when the last
+process that maps it has ended, in any way. On an accelerator the memory is allocated on the device. Knows nothing of
+the blocks' holders.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def chain_hashes(
 def prompt_hashes(order: RequestSpec, root: bytes, block_size: int, num_blocks: int) -> list[bytes]:
     """Returns the hashes of the prompt's first blocks, at least `num_blocks` if it has so many full ones.
 
-    They are kept with the request's spec, so that processes with a router and engines compute them once.
+    They are kept with the request's spec, so that a process with a router and engines computes them only once.
     """
     known = order.block_hashes.setdefault((root, block_size), [])
     first, stop = len(known) * block_size, min(num_blocks, len(order.prompt_token_ids) // block_size) * block_size

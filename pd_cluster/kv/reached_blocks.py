@@ -43,7 +43,7 @@ class ReachedBlocks:
             at -= 1
 
     def _hold(self, chain: Sequence[bytes], at: int) -> bool:
-        """Adds a holder to the content `chain[at]`. Returns whether it was already reached, and so its parents, too."""
+        """Adds a holder to the content `chain[at]`. Returns whether this and its parents were already reached."""
         content = chain[at]
         if (num_holders := self._num_holders.get(content)) is not None:
             self._num_holders[content] = num_holders + 1

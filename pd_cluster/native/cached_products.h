@@ -13,7 +13,7 @@
 #define NEAR_ROWS 264
 #endif
 #define NEAR_X_NBYTES (2 << 20) // bytes of the rows that are prepared and multiplied together
-#define LEAST_NEAR_ROWS 96      // fewest such rows, whatever the width: each part decodes the weights again
+#define LEAST_NEAR_ROWS 96      // least number of such rows, however wide: each part of rows decodes the weights again
 #define NEAR_PANELS (BLOCK_SUMS / BLOCK_ROWS / PARTS)
 
 typedef struct {

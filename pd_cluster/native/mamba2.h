@@ -34,7 +34,8 @@ typedef struct {
     float *out;
 } MambaTokens;
 
-// Processes tokens in nv vectors of some rows of a state; adds to the lanes of each token and row.
+// Processes the tokens in a part of the state: `rows` rows of nv vectors, from `column` on. Adds the part's summand of
+// each output to `lanes` [row][token].
 INLINE void mamba_columns(int rows, int nv, const MambaTokens *t, int64_t column, int64_t n, const float (*inputs)[MAMBA_TOKENS],
                           float *s, int64_t stride, vf (*lanes)[MAMBA_TOKENS]) {
     vf state[ROWS_TOGETHER][COLUMNS];

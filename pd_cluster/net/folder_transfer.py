@@ -1,7 +1,7 @@
 """Sends some files of a folder over a payload channel, and receives them into another folder.
 
-Both ends bound what they accept: plain names, their number, all bytes together, and the time. Knows nothing of the
-files' meaning. docs/protocol/weights.md, "Copies", has the table.
+Both ends limit the form and number of names, the total of bytes, and the time. Knows nothing of the files' meaning.
+docs/protocol/weights.md, "Copies", has the table.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pd_cluster.wire import MOST_TEXT
 log = logging.getLogger(__name__)
 
 PIECE_NBYTES = 4 << 20
-LIST_NBYTES = 2 << 20  # of the first payload, which is padded, because a receiver knows each payload's size
+LIST_NBYTES = 2 << 20  # of the first payload, which is padded, because a receiver must know each payload's size
 MOST_FILES = 4096
 SILENCE_S = 10.0  # the longest wait for the other end
-NBYTES_PER_S = 512 << 20  # at most, so that the sender keeps serving
+NBYTES_PER_S = 512 << 20  # the maximum rate, so that the sender keeps serving
 LEAST_S, LEAST_NBYTES_PER_S = 60.0, 16 << 20  # a whole transfer takes at most LEAST_S and its bytes at this rate
 
 
@@ -56,7 +56,7 @@ class FolderFiles(NamedTuple):
 
 
 def send_in_background(sender: PayloadSender, to: ReceiverAddress, find: Callable[[], FolderFiles]) -> threading.Thread:
-    """Sends files on a thread of its own. `find`: returns them, or raises PdClusterError, which the receiver gets."""
+    """Sends files on a separate thread. `find` returns them, or raises PdClusterError, whose text the receiver gets."""
     thread = threading.Thread(target=_send, args=(sender, to, find), name="send folder", daemon=True)
     thread.start()
     return thread

@@ -103,7 +103,7 @@ class Mailbox:
         return self._keys.public
 
     def payload_sender(self) -> PayloadSender:
-        """Returns the sending end of a payload channel whose receiver admits this process's public key."""
+        """Returns the sending end of a payload channel. Its receiver must accept this process's public key."""
         return PayloadSender(self._keys)
 
     def callback(self, domain: str, key: bytes) -> bool:

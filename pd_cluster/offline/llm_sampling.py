@@ -183,7 +183,7 @@ def guided_fields(name: str, given: Any) -> dict[str, Any]:
     options = {OPTIONS.get(key, key): value for key, value in given.items()}
     if not options or not known.issuperset(options):
         unknown = [key for key in given if OPTIONS.get(key, key) not in known]
-        what = f"{reprlib.repr(unknown[0])} is not known" if unknown else "asks for nothing"
+        what = f"{reprlib.repr(unknown[0])} is not known" if unknown else "is empty"
         raise RequestError(f"{name}: {what}; known are {', '.join(sorted(known))}", param=name)
     return {key: value for key, value in GuidedDecodingParams(**options).fields().items() if value is not None}
 

@@ -251,7 +251,8 @@ class LLM:
         """Returns an output for each prompt, in order, with its vector in `.outputs.embedding`.
 
         A vector is the final hidden state (after the last norm) of the prompt's last token, or the mean over all tokens
-        if the checkpoint's `1_Pooling/config.json` says so. It is cut to `dimensions` values and divided by its norm.
+        if the checkpoint's `1_Pooling/config.json` says so. The vector is cut to `dimensions` values and divided by its
+        norm.
 
         `prompts`: as for `generate`. `pooling_params`: one for all, or one for each. Raises RequestError, before any
         work, for errors that do not depend on the model; the prompt's `error_code` and `error_msg` report other errors.

@@ -173,7 +173,7 @@ class OfflineService:
 
 
 class _Resources:
-    """The parts that an `OfflineService` ends. They do not refer to the service, so that it can be collected."""
+    """The parts that an `OfflineService` ends. They do not refer to it, so that Python can garbage-collect it."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -23,7 +23,8 @@ _CUT_ATTRIBUTE = re.compile(r'" ?[a-z]*(?:="[a-z]*"?)?$')
 class ValueKind:
     """The attribute after a key that states its value's type.
 
-    `text`: its value for a literal text. `other`: its value for JSON; "": the name of the JSON type.
+    `text`: the attribute's value if the parameter is literal text. `other`: its value if the parameter is JSON; if this
+    is "", the attribute names the JSON type.
     """
 
     attribute: str

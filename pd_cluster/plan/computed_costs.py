@@ -2,8 +2,8 @@
 
 A step reads the weights and the attended KV cache once. If a product's operations take longer than the read, their time
 counts instead. The linear terms of `StepCost` are exact for one rank, whose first rows or prompt tokens are free while
-it reads. For several ranks they are exact for full steps, and too high otherwise. All experts count as read, and
-windows as full attention.
+it reads the weights. For several ranks they are exact for full steps, and too high otherwise. All experts count as
+read, and windows as full attention.
 """
 
 from __future__ import annotations

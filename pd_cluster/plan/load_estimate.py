@@ -67,7 +67,7 @@ def prompt_seconds(costs: Costs, num_tokens: float, chunk: int) -> float:
     num_steps, whole = math.ceil(num_tokens / chunk), round(num_tokens)
     work = StepWork(num_prompt_tokens=whole, num_prompt_pairs=whole * (whole + 1) // 2)
     step = costs.step
-    more_s = max(0.0, step.step_s - step.num_flat_rows * step.prompt_token_s)  # of a further step for the same tokens
+    more_s = max(0.0, step.step_s - step.num_flat_rows * step.prompt_token_s)  # cost of one more step for these tokens
     return step.seconds(work) + (num_steps - 1) * more_s + num_steps * costs.host.step_s
 
 

@@ -36,7 +36,7 @@ class PlanGoals(msgspec.Struct, frozen=True):
     def strain(self, outcomes: Sequence[Outcome]) -> float:
         """Returns the worst ratio of times to goals among the best `share` of requests.
 
-        The goals are met if it is at most 1. It is infinite if too many requests fail.
+        The goals are met if the ratio is at most 1. The ratio is infinite if too many requests fail.
         """
         if not outcomes:
             return math.inf

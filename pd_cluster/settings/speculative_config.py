@@ -3,7 +3,7 @@
 {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 
 `method` may also be a list, whose methods are tried in order; a `model` without a method is a draft model. At most one
-method may have weights. Unsupported methods and keys are refused by name.
+method may have weights. Errors name unsupported methods and keys.
 """
 
 from __future__ import annotations

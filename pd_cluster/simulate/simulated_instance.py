@@ -107,7 +107,7 @@ class SimulatedInstance:
         self._has_news = False  # whether there is news that a later tick will report
         self._num_prompt_tokens = 0  # computed here and reported by a tick
         self._links: dict[str, LinkState] = {}
-        self._are_up = True  # whether all of them are
+        self._are_up = True  # whether all links are up
         self._end = 0  # counts scheduled ends and wakes; only the last one is valid
         self._wakes_s = float("inf")
 

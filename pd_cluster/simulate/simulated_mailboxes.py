@@ -52,7 +52,7 @@ class SimulatedMailboxes:
         del self._peers[peer], self._conns[peer]
 
     def connect(self, peer: str, other: str) -> str:
-        """Opens a connection. Returns its name, which is equal at both ends. They learn of it after a message time."""
+        """Opens a connection. Returns its name, the same at both ends, which are notified after a message time."""
         conn = f"{other}#{next(self._number)}"
         if other not in self._peers:
             self._agenda.after(self._costs.message_s, self._peers[peer].on_closed, conn, other, LOST)

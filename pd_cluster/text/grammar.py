@@ -215,8 +215,8 @@ class Matcher:
 
 
 def _known_ends(file: dict[str, Any], ends: list[int]) -> list[int]:
-    """Returns the end tokens that the library may know. It treats each of them as the end, even within text, so none
-    may be a token of text.
+    """Returns the end tokens for the library. It treats each of them as the end, even within text, so tokens of text
+    are left out.
 
     If all end tokens of the model are text, or not in the tokenizer, returns another token that is not text.
     """

@@ -1,7 +1,7 @@
 """Frames around the headers of one link.
 
-They are numbered and authenticated, so each of its frames passes once, in order. The receiver drops and counts all
-other frames. A link survives any fault except a missing frame, because the payload that the missing frame announced
+Frames are numbered and authenticated, so each frame of the link passes once, in order. The receiver drops and counts
+all other frames. A link survives any fault except a missing frame, because the payload that the missing frame announced
 cannot be distinguished from the next one.
 """
 

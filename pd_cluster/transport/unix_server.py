@@ -92,7 +92,7 @@ def connect(name: str, what: str, timeout_s: float, role: str = "prefill instanc
 
 
 def has_hung_up(peer: socket.socket) -> bool:
-    """Whether the other end is closed or its process is dead. The other end must not send anything any more."""
+    """Whether the other end is closed or its process is dead. Call it only if the other end sends no more."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)

@@ -15,9 +15,9 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a link from a prefill instance to a decode instance.
 
     `transports` are those of its lanes, sorted, without repeats. `precision` names the difference between KV cache that
-    has landed and KV cache computed at D ("": none; see kv.pool_route.PoolRoute). Both are known once the link is up.
-    The first transfer opens a link at rest. `reason` says why the link is not up, with settings as `errors.called`
-    returns them; /instances shows them as flags.
+    has landed and KV cache computed at D ("": none; see kv.pool_route.PoolRoute). These two fields are known once the
+    link is up. The first transfer opens a link at rest. `reason` says why the link is not up, with settings as
+    `errors.called` returns them; /instances shows them as flags.
     """
 
     phase: LinkPhase

@@ -15,7 +15,7 @@ PoolingKind = Literal["last", "mean"]
 PooledKind = Literal["last", "mean", "logits"]
 MAX_POOLED_TOKEN_IDS = 64
 
-MOST_TOKEN_IDS = 1 << 32  # of any vocabulary
+MOST_TOKEN_IDS = 1 << 32  # the largest supported size of a vocabulary
 BATCH_PRIORITY = 1 << 32  # the priority of batches' requests; clients' own priorities are 32-bit numbers
 
 
@@ -119,7 +119,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def block_hashes(self) -> dict[tuple[bytes, int], list[bytes]]:
         """The hashes of the prompt's blocks that this process has computed, by their root and block size.
 
-        kv/prefix_index.py fills it; a router and engines in one process share it. It is never sent.
+        kv/prefix_index.py fills this dict; a router and engines in one process share it. It is never sent.
         """
         return {}
 

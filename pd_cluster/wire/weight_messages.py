@@ -16,9 +16,9 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class SeekWeights(Message, frozen=True):
-    """The sender lacks the files of the version with this epoch. `failed`: sources that were named in vain.
+    """The sender lacks the files of the version with this epoch. `failed`: sources that did not deliver them.
 
-    `is_over`: it has them now, so its source is free for others.
+    `is_over`: the sender now has the files, so its source is free for others.
     """
 
     epoch: int
@@ -29,7 +29,7 @@ class SeekWeights(Message, frozen=True):
 class TakeWeights(Message, frozen=True):
     """The receiver listens for the owner of `public_key`, and answers with `WeightAddress`.
 
-    `source`: its name. If it is "", all sources send to others now, or nobody has the files, as `problem` says.
+    `source`: the owner's name; "": no source is free now, or, if `problem` says why, none has the files.
     """
 
     epoch: int

@@ -212,7 +212,7 @@ def test_a_library_with_other_conventions_is_not_used(
         assert choice.kernel_for(case.convolution, case.recurrence) is None
     assert choice.name == ""
     said = "TypeError: unexpected" if fault is of_another_version else "its results differ by"
-    assert f"flash-linear-attention does not compute prompts here, and Triton kernels do: {said}" in caplog.text
+    assert f"recurrent layers: Triton kernels compute prompts, not flash-linear-attention: {said}" in caplog.text
     assert choice.kernel_for(case.convolution, case.recurrence) is None
     assert len(caplog.records) == 1
 

@@ -76,7 +76,8 @@ def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, 
     make_folder(folder, model_type=model_type)
     message = fault(folder)
     assert repr(model_type) in message
-    near, page = re.fullmatch(r".*; the nearest that are: (.*); docs/models\.md (.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+    pattern = r".*; the most similar supported types: (.*); docs/models\.md (.*)"
+    near, page = re.fullmatch(pattern, message, re.DOTALL).groups()  # type: ignore[union-attr]
     assert near.startswith(first)
     assert set(near.split(", ")) < set(SUPPORTED_MODEL_TYPES)
     assert (near.count(", "), page) == (2, f"lists all {len(SUPPORTED_MODEL_TYPES)}")

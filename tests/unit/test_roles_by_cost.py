@@ -148,7 +148,7 @@ def test_an_instance_that_is_free_to_move_is_moved() -> None:
     auto, flip = look(world, MANY_PROMPTS)
     assert name_of(flip) == ("decode-0", "prefill")
     assert flip is not None
-    assert "prompts need 1.6 instances and have 1" in flip.why
+    assert "prompts need 1.6 prefill instances and have 1" in flip.why
     for index in range(3):
         name = f"decode-{index}"
         world.cluster[name].info = info_of(name, "decode", unit="decode-0..2", unit_rank=index, unit_size=3)

@@ -58,7 +58,7 @@ class Operation(dict[str, Any]):
         return self
 
     def says(self, description: str, status: str = "200") -> Operation:
-        """Describes the answer, or another status whose body has the same form."""
+        """Sets the description of the 200 answer, or adds another status with the same body."""
         self["responses"][status] = {**self["responses"]["200"], "description": description}
         return self
 

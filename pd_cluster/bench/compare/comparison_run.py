@@ -91,7 +91,10 @@ class _Comparing:
         ttft_s = median(sample.ttft_s or 0.0 for sample in samples)
         tpot_s = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
         if goals.tpot_idle is not None and not tpot_s:
-            raise ConfigError("goals.tpot_idle: no idle answer has a second token; give the workload longer answers")
+            raise ConfigError(
+                "goals.tpot_idle: cannot be measured, because no answer of the idle server has more than one token; "
+                "give the workload longer answers"
+            )
         found = goals.slo(ttft_s, median(tpot_s or [0.0]))
         print(f"goals: TTFT {1e3 * found.ttft_s:.0f} ms, TPOT {1e3 * found.tpot_s:.1f} ms (0: none)", flush=True)
         return found

@@ -54,7 +54,7 @@ class KnownBlocks:
 
     def __init__(self) -> None:
         self.tiers: dict[int, Tier] = {}  # key -> tier
-        self.has_lower = False  # whether a lower tier than the device's memory has ever held one
+        self.has_lower = False  # whether a tier below the device's memory has ever held a key
         self.num_changes = 0
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class Prompt:
         its compute time.
         """
         keys = self.keys[pool]
-        if not known.has_lower and len(keys) <= SLICE_NUM_BLOCKS:  # the usual case, by the shortest way
+        if not known.has_lower and len(keys) <= SLICE_NUM_BLOCKS:  # the usual case, computed quickly
             num_blocks = known.num_leading(keys)
             if num_blocks < len(keys):
                 return num_blocks * pool.block_size

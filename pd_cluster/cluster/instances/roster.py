@@ -24,7 +24,7 @@ class RosterFollower(Protocol):
     """Has requests at instances, and is notified when they must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """Handles that an open connection to a worker has closed."""
+        """Called when an open connection to a worker has closed."""
 
     def move_on(self, instance: Instance, why: str) -> None:
         """Moves the follower's requests away from a live instance that must be emptied."""
@@ -103,7 +103,7 @@ class Roster:
         """Ignored: only a membership gives orders."""
 
     def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:
-        """Ignored: only a membership has versions of weights."""
+        """Ignored here, because only a membership has versions of weights."""
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
@@ -129,10 +129,10 @@ class Roster:
         return "unreachable", reason
 
     def _on_ready(self, instance: Instance) -> None:
-        """Handles that an instance has become ready; a subclass may override it."""
+        """Called when an instance has become ready; a subclass may override this method."""
 
     def _on_unready(self, instance: Instance) -> None:
-        """Handles that an instance is no longer ready, after the followers were notified."""
+        """Called when an instance is no longer ready, after the followers were notified."""
 
     # ---- waiting
 

@@ -75,7 +75,7 @@ def describe_awaited(instances: Sequence[Instance], instance: Instance) -> str:
 
 
 def _member(instances: Sequence[Instance], instance: Instance, rank: int) -> Instance | None:
-    """Returns the member with that rank. One that was never reached is found by its distance in the rank table."""
+    """Returns the member with that rank. A member that was never reached is found by its distance in the rank table."""
     if rank == instance.unit_rank:
         return instance
     named = [each for each in instances if (each.unit, each.unit_rank) == (instance.unit, rank)]

@@ -56,8 +56,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseStore(Protocol):
     """Keeps one record: in a folder of one host (lease_folder.py), or in Kubernetes (lease_kubernetes.py).
 
-    Both calls may block, so they are made on a separate thread, one at a time. `max_record_nbytes`: the maximum size of
-    a record as JSON.
+    `read` and `write` may block, so they are called on a separate thread, one at a time. `max_record_nbytes`: the
+    maximum size of a record as JSON.
     """
 
     max_record_nbytes: int

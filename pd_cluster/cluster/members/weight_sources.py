@@ -1,6 +1,7 @@
-"""Names the process that sends a version's files to an instance without them, and introduces the two to each other.
+"""Chooses which process sends a version's files to an instance without them, and gives the two each other's addresses.
 
-docs/protocol/weights.md, "Copies", has the state × event table. On the event loop; this process sends on threads.
+docs/protocol/weights.md, "Copies", has the state × event table. Runs on the event loop; threads send this process's
+own files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WeightSources:
         self._named: dict[str, tuple[int, str]] = {}  # connection of a receiver -> epoch and source
 
     def offer(self, present: wire.WeightVersion, checking: wire.WeightVersion | None = None) -> None:
-        """Sets the versions whose files instances may get."""
+        """Sets the versions whose files instances may request."""
         self._offered = {each.epoch: each for each in (present, checking) if each is not None}
 
     def send_from(self, *roots: Path) -> None:
@@ -48,7 +49,7 @@ class WeightSources:
         self._roots = roots
 
     def sought(self, conn: str, receiver: Instance, seek: wire.SeekWeights) -> None:
-        """Answers an instance with a source that has not failed for it and sends to nobody."""
+        """Names a source to an instance: one that has not failed for it and is not sending."""
         self._named.pop(conn, None)
         if seek.is_over:
             return
@@ -73,7 +74,7 @@ class WeightSources:
             self._answer(conn, wire.TakeWeights(version.epoch, problem=why))
 
     def addressed(self, conn: str, receiver: Instance, address: wire.WeightAddress) -> None:
-        """Has the source that was named send to a receiver. Its host is the one in this process's list."""
+        """Starts the transfer from the named source to a receiver, whose host is taken from this process's list."""
         version = self._offered.get(address.epoch)
         if version is None or self._named.get(conn) != (address.epoch, address.source):
             return

@@ -379,7 +379,7 @@ class Membership(Roster):
             self._mailbox.send(conn, wire.ChangeWeights(version))
 
     def offer_weights(self, version: wire.WeightVersion) -> None:
-        """Lets workers get the files of a version that they check."""
+        """Lets workers request the files of a version that is being checked."""
         self.weight_sources.offer(self.weights, version)
 
     def on_weights_sought(self, conn: str, body: wire.SeekWeights | wire.WeightAddress) -> None:

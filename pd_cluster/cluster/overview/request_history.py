@@ -1,8 +1,8 @@
 """Derives figures of the last minutes' requests, one sample a second, from counters that only grow.
 
 A sample's rates cover its second; its percentiles cover the WINDOW_S seconds that end with it, because a small cluster
-produces few tokens in a second. They are interpolated within a bucket, as Prometheus does. Knows nothing of instances
-or HTTP.
+produces few tokens in a second. Percentiles are interpolated within a bucket, as Prometheus does. Knows nothing of
+instances or HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the cheapest pair of linked instances. Pure.
 
-A pair's cost grows with the cost of either instance, so the search begins with the cheapest ones. It examines other
-decode instances only if links are down or pairs must be avoided; otherwise it takes P + D steps.
+A pair's cost grows with the cost of either instance, so the search begins with the cheapest instances. It examines
+other decode instances only if links are down or pairs must be avoided; otherwise it takes P + D steps.
 """
 
 from __future__ import annotations

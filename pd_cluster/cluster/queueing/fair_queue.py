@@ -1,10 +1,10 @@
 """Orders waiting requests fairly: clients share the cluster's work, token for token.
 
 Uses start-time fair queueing over tokens, which engines call virtual token counters: each client has a counter of the
-tokens that were processed for it, and the client with the lowest counter is next. This shares like deficit round robin,
-but needs no quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins and
-with its actual tokens when it ends. A client that had no waiting request begins at the others' level, even if requests
-of it are running: unused shares cannot be saved up.
+tokens that were processed for it, and the client with the lowest counter is next. Shares are those of deficit round
+robin, without a quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins
+and with its actual tokens when it ends. A client that had no waiting request begins at the others' level, even if
+requests of it are running: unused shares cannot be saved up.
 
 Pure: no clock, no event loop.
 """
@@ -43,8 +43,8 @@ class Client:
     def num_tokens_until(self, at_tokens: float, least_tokens: float) -> int:
         """Counts the tokens of its requests that begin before its counter reaches `at_tokens`.
 
-        A waiting request counts as a whole. An arriving one counts only up to `at_tokens`: it may never come, and its
-        size is only what the sender states.
+        The first waiting request counts in full, even beyond `at_tokens`. Arriving requests count only up to
+        `at_tokens`, because they may never be complete, and their sizes are only the senders' claims.
         `least_tokens`: the level at which a client begins.
         """
         ahead = self.num_tokens_ahead
@@ -85,7 +85,10 @@ class SlotShares(NamedTuple):
     num_sequences: int
 
     def excess(self, entry: QueueEntry) -> int:
-        """Returns how far the entry's client would exceed the mean number of sequences, times the number of clients."""
+        """Returns by how many sequences the entry's client would exceed the clients' mean if the entry began.
+
+        The result is multiplied by the number of clients, so that it is a whole number.
+        """
         own = entry.client.num_sequences + entry.num_sequences
         return own * self.num_clients - (self.num_sequences + entry.num_sequences)
 

@@ -33,7 +33,9 @@ class CostRules:
     """`windows_s`: windows of arrivals, the longest first; a change may follow from any of them."""
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
-    noise: float = 2.0  # standard errors by which one role's need may be overestimated and the other's underestimated
+    # safety margin in standard errors: a change must pay even if the need of the role that gains an instance is this
+    # much lower than estimated, and the other role's this much higher
+    noise: float = 2.0
     # replaces `noise` for a further change in the same direction within `onward_s`: the load has then certainly shifted
     onward_noise: float = 1.0
     onward_s: float = 120.0
@@ -162,8 +164,8 @@ class RolesByCost:
         """
         model, need, split = window.model, window.need, members.planned
         served = model.served(need, split)
-        words = f"prompts need {need.prefill:.2g} instances and have {split.prefill}, "
-        words += f"answers need {need.decode:.2g} and have {split.decode}"
+        words = f"prompts need {need.prefill:.2g} prefill instances and have {split.prefill}, "
+        words += f"answers need {need.decode:.2g} decode instances and have {split.decode}"
         if served >= 1:
             return Decision("served", words)
         best = best_split(model, need, split)
@@ -197,8 +199,9 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how many more requests are served within the horizon because of a change, including its drain; in
-        seconds of arrivals.
+        """Returns how much more is served within the horizon if an instance changes its role, including its drain.
+
+        The unit is the requests that arrive in one second.
         """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))

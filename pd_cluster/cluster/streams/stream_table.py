@@ -62,8 +62,8 @@ class StreamTable:
         return isinstance(stream, RequestStream) and self._by_id.get(stream.request_id) is stream
 
     def open(self, order: RequestSpec, origin: RequestOrigin, admitted: AdmittedRequest) -> RequestStream:
-        """Adds a request that has its pair. One that resumes keeps its id, and takes the stream over from an earlier
-        reader.
+        """Adds a request that has its pair. A resumed request keeps its id, and takes the stream over from an
+        earlier reader.
         """
         place = origin.kept.place if origin.kept is not None else None
         request_id = f"{self._life}-{next(self._counter)}" if place is None else place.found.request_id

@@ -30,7 +30,7 @@ from pd_cluster.process_messages import JoinTrainer, SentTensor
 
 log = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 600.0  # every byte is read, and perhaps sent, for which there is more time
+CHECK_TIMEOUT_S = 600.0  # to read every byte; sending the files takes additional time
 CHANGE_TIMEOUT_S = 600.0
 UPDATE_TIMEOUT_S = 3600.0  # between two commands of one update
 DEFAULT_NAME = "default"  # the name of weights without a name

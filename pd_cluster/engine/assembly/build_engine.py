@@ -135,7 +135,7 @@ def weights_of(
 ) -> WeightSource:
     """Returns how an engine outside of a unit changes its weights. `all_ranks`: `runner`, with its followers if any.
 
-    `copies`: where it gets versions that are not on its host.
+    `copies`: the source of versions whose files are not on this host.
     """
     files = VersionFiles(runner.model_folder, copies)
 

@@ -1,8 +1,8 @@
 """Finds where the last tokens of a text occurred before, newest first. Knows nothing of requests or drafts.
 
 The index uses hash chains as zlib does (RFC 1951, section 4): it stores the newest position of each bucket and, for
-each position, the previous position in its bucket. It needs 8 to 12 bytes per token and context length. Adding one
-token takes a few small operations; adding thousands takes one sort.
+each position, the previous position in its bucket. The index needs 8 to 12 bytes per token and context length. Adding
+one token takes a few small operations; adding thousands takes one sort.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class DraftSize:
         """Returns how many drafts for each sequence, at most `most`, are worth the time to make and verify them.
 
         `costs`: the time of one draft, by number of sequences. If that time is unknown, the answer is 1, to measure it,
-        provided that drafts would pay if they took no time. It is not assumed to be short, because a drafter may have
-        many tokens to catch up with before its first draft.
+        provided that drafts would pay if they took no time. The time is not assumed to be short, because a drafter
+        may have many tokens to catch up with before its first draft.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)
         usual = self._usual.setdefault(drafter, _Hits())

@@ -1,6 +1,6 @@
 """Drafts the most frequent continuations of the last tokens, in the sequence and in earlier outputs (suffix decoding).
 
-The method is from Oliaro et al., "SuffixDecoding", 2024; the settings have vLLM's names. Their trees hold all
+The method is from Oliaro et al., "SuffixDecoding", 2024; the settings have vLLM's names. The authors' trees hold all
 substrings with counts. Here only the best matches are counted, when a draft is needed, so a token costs microseconds
 and tens of bytes at any depth.
 """

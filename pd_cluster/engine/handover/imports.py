@@ -227,8 +227,8 @@ class Imports:
     def imminent_s(self) -> float | None:
         """Returns the expected seconds until a request joins whose whole KV cache has arrived; None: there is none.
 
-        Its transfer lacks only the last message or P's answer. Transfers for which a step has already waited in vain do
-        not count.
+        The request's transfer lacks only the last message or P's answer. Transfers for which a step has already waited
+        in vain do not count.
         """
         found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)

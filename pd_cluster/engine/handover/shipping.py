@@ -84,7 +84,7 @@ class ShipProgress:
     def accepts(self, first_token: int, limits: ShipLimits) -> bool:
         """Whether the peer may request the tokens from this one on.
 
-        It must start a block of the peer's, and be no earlier than the first token that the group's rule keeps.
+        This token must start a block of the peer's, and be no earlier than the first token that the group's rule keeps.
         """
         if self.group.holds.is_state:
             return first_token == 0

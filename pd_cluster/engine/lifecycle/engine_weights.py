@@ -93,7 +93,7 @@ class EngineWeights:
         return f"this instance has version {self.epoch} of the weights, and the request needs version {epoch}"
 
     def settle(self) -> None:
-        """Loads the requested version, or if its files are not there, looks for them on a thread and tries again.
+        """Loads the requested version. If its files are missing, looks for them on a thread and tries again.
 
         If its files cannot be used, records the reason and tries again later. Raises ModelError if a rank cannot load
         the version.
@@ -112,7 +112,7 @@ class EngineWeights:
         log.info("weights %s (version %d) after %.2f s", version.name, version.epoch, time.monotonic() - started_s)
 
     def _look(self, version: WeightVersion) -> None:
-        """Looks for a version's files, here and at other processes. The load reports why there are none."""
+        """Looks for a version's files, on this host and at other processes. The load reports why none were found."""
         assert self._source is not None
         if problem := _problem(self._source.check, version):
             log.warning("weights %s (version %d) cannot be loaded: %s", version.name, version.epoch, problem)

@@ -1,7 +1,7 @@
 """An instance's own copies of versions whose files are not on its host, in a folder below the temporary one.
 
-The folder ends with this process. A process that was killed leaves its folder with a lock that nobody holds: then the
-next process of this user removes it. Knows nothing of where copies come from.
+This process removes the folder when it ends. The folder of a killed process remains, but its lock is free; the next
+process of this user that makes such a folder removes it. Knows nothing of where copies come from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX, LOCK = "pd-cluster-copies-", "lock"
 
 
 class WeightCopies:
-    """Any thread may call its methods: those that change it one at a time."""
+    """Any thread may call the methods, but only one at a time those that change the copies."""
 
     def __init__(self, root: Path | None = None) -> None:
         """`root`: the folder for all copies; None: the system's temporary folder."""
@@ -46,7 +46,7 @@ class WeightCopies:
         return folder
 
     def keep(self, digest: str, folder: Path) -> None:
-        """Records that a folder is whole."""
+        """Records that a folder has all files of the version with this digest."""
         self._whole[digest] = folder
 
     def drop(self, digest: str) -> None:
@@ -75,7 +75,7 @@ def remove_abandoned(root: Path) -> None:
                 continue
             file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the folder's process lives
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 log.info("removed %s, whose process has ended", lock.parent)
             finally:

@@ -1,7 +1,7 @@
 """A rank other than 0: executes rank 0's plans and holds the ends of lanes on its device. Read `run` first.
 
-It accepts messages only from rank 0. The channel's thread only queues work: steps for the computing thread, and calls
-for the lanes' threads.
+A follower accepts messages only from rank 0. The channel's thread only queues work: steps for the computing thread, and
+calls for the lanes' threads.
 """
 
 from __future__ import annotations
@@ -254,5 +254,5 @@ def _numbers(data: bytes) -> Ints:
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:
-    """Returns a send function for the lanes' threads. It sends messages for a link's connection through rank 0."""
+    """Returns a function for the lanes' threads that sends messages for a link's connection through rank 0."""
     return lambda conn, body: channel.send(to.Posted(conn, body))

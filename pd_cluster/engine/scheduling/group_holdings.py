@@ -54,7 +54,7 @@ class GroupHoldings:
     def slides(self) -> bool:
         """Whether a request takes blocks only as it needs them, and so never takes blocks before its window.
 
-        With a lower tier this is not so, because the whole beginning of a prompt is loaded.
+        False with a lower tier, from which the whole beginning of a prompt is loaded.
         """
         return self.rule.window > 0 and self.blocks.tier is None
 

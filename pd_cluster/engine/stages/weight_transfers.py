@@ -1,7 +1,7 @@
 """Gets the files of a version from another process, and sends them to another instance.
 
-docs/protocol/weights.md, "Copies", has the state × event table. Holds no legs. Knows nothing of tensors: files are
-compared with the model's and loaded elsewhere.
+docs/protocol/weights.md, "Copies", has the state × event table. Holds no legs. Knows nothing of tensors: other modules
+compare the files with the model's and load them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pd_cluster.net.payload_channel import PayloadError, PayloadReceiver, Payloa
 
 log = logging.getLogger(__name__)
 
-MOST_MORE_NBYTES = 64 << 20  # of a version's files beside its tensors' bytes, which are the model's
+MOST_MORE_NBYTES = 64 << 20  # of a version's files in addition to its tensors, which have as many bytes as the model's
 MOST_FAILED = 1024
 BUSY_S = 0.5  # between requests for a source while all send to others
 Check = Callable[[Path], None]  # raises PdClusterError if a folder does not have the version
@@ -40,7 +40,7 @@ Check = Callable[[Path], None]  # raises PdClusterError if a folder does not hav
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """`send`: to a connection. `sender`: makes the sending end of a channel. `host`: where this instance listens."""
+    """`send`: sends to a connection. `sender`: makes a channel's sending end. `host`: where this instance listens."""
 
     send: Callable[[str, wire.Body], None]
     sender: Callable[[], PayloadSender]
@@ -48,7 +48,7 @@ class TransferEnds:
 
 
 class WeightTransfers(Stage):
-    """`base`: the folder of the model. `fetch` runs on threads of its callers."""
+    """`base`: the folder of the model. `fetch` runs on its caller's thread."""
 
     def __init__(self, base: Path, ends: TransferEnds, copies: WeightCopies) -> None:
         self._base, self._ends, self.copies = base, ends, copies
@@ -97,7 +97,7 @@ class WeightTransfers(Stage):
     # ---- other threads
 
     def fetch(self, version: wire.WeightVersion, check: Check) -> None:
-        """Gets a copy of a version from another process. Raises ModelError if nobody has it, or it does not fit."""
+        """Gets a copy of a version from another process. Raises ModelError if no process has it or it does not fit."""
         with self._fetching:
             if self.copies.of(version.digest) is not None:
                 return

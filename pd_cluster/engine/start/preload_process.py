@@ -1,7 +1,8 @@
 """Preloader: `python -m pd_cluster.engine.start.preload_process FD MODEL`. Imports what ranks need, and forks them.
 
-It has one thread, no model and no device. A forked rank receives its configuration from its parent, as if it had been
-started by command line. The preloader ends when all other ends of FD are closed or the process that started it ends.
+This process has one thread, no model and no device. A forked rank receives its configuration from its parent, as if it
+had been started by command line. The preloader ends when all other ends of FD are closed or the process that started it
+ends.
 """
 
 from __future__ import annotations

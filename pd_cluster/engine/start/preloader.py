@@ -129,7 +129,7 @@ class Preloader:
 
     @classmethod
     def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
-        """Starts a preloader. `env`: the environment of ranks. It reads ahead the files in the folder `model`."""
+        """Starts a preloader, which reads ahead the files in the folder `model`. `env`: the environment of ranks."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)

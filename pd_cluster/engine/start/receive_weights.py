@@ -1,8 +1,8 @@
 """A process that receives a trainer's tensors: `python -m pd_cluster.engine.start.receive_weights`.
 
-It joins a torch.distributed group that the trainer opens, and writes the tensors that rank 0 broadcasts to safetensors
-files. Commands and answers are lines of JSON on standard input and output; end of file ends the process. It receives
-only tensors, never objects. Knows nothing of models.
+The process joins a torch.distributed group that the trainer opens, and writes the tensors that rank 0 broadcasts to
+safetensors files. Commands and answers are lines of JSON on standard input and output; end of file ends the process.
+The process receives only tensors, never objects. Knows nothing of models.
 """
 
 from __future__ import annotations

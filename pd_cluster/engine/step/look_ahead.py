@@ -1,14 +1,14 @@
 """Launches steps ahead: while the device computes a step, the host plans and launches the next one.
 
-The next step may have sequences that decode, prompts in progress, and requests that can be admitted. It takes tokens
-that the host does not know yet directly from the device. The host reads the tokens of a step only after it has launched
-the next step. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers depend on seed and
-position, so the host knows them before the tokens. For masks and penalties, the device adds the last token to the
-earlier ones that the host knows (model/sampling/logit_adjustments.py).
+The next step may have sequences that decode, prompts in progress, and requests that can be admitted. That step takes
+tokens that the host does not know yet directly from the device. The host reads the tokens of a step only after it has
+launched the next step. Only steps in which no request needs the host (`needs_host`) qualify. Random numbers depend on
+seed and position, so the host knows them before the tokens. For masks and penalties, the device adds the last token to
+the earlier ones that the host knows (model/sampling/logit_adjustments.py).
 
 When the next step is planned, the running one already counts as computed (blocks full, prefix cached, window passed).
 This is safe because the device executes the next step's reads and writes later. A sequence that turns out to have
-ended, or is aborted, is computed one step too long. That step writes to freed blocks, but the device executes the
+ended, or is aborted, is computed one step too long. The extra step writes to freed blocks, but the device executes the
 writes of the blocks' next holder later.
 
 Every step begins with a call of `Begins`, whether or not it is launched ahead. When a step begins, all layers of the

@@ -17,7 +17,8 @@ from pd_cluster.errors import InstanceLost
 def have_ended(done: Set[int], rank: int, own: int) -> bool:
     """Whether another member's connection ended as intended, because both members are done.
 
-    If a member that is done dies while others still need it, the others end, and so this member ends, too.
+    If a member that is done dies while others still need it, the others end. This member then loses them, and ends,
+    too.
     """
     return {rank, own} <= done
 

@@ -1,9 +1,9 @@
 """Access to the dashboard: a one-time code is exchanged for a session. The clock is a parameter; knows nothing of HTTP.
 
 A code is made for a holder of the admin token, travels in the fragment of a link (which browsers never send), and works
-once, within CODE_LIFE_S. It begins a session: a secret for a cookie, and another for the header of commands, which a
-foreign page cannot know. Only digests of cookies are kept. A session may depend on an API key, and then ends with the
-key.
+once, within CODE_LIFE_S. The code begins a session: a secret for a cookie, and another for the header of commands,
+which a foreign page cannot know. Only digests of cookies are kept. A session may depend on an API key, and then ends
+with the key.
 """
 
 from __future__ import annotations

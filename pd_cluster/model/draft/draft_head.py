@@ -1,8 +1,9 @@
 """A draft head: one layer after the model's last that predicts the token after the next one (EAGLE-3, MTP).
 
-It reads pairs of a token and the model's states of the preceding token. Pair j consists of token j and the states of
-token j - 1. It is stored in token j's slot of the pool's last layer, and has token j's rotary position. So a block's
-bytes depend only on the tokens up to its end, as in other layers. Slot 0 has no pair, so attention begins at FIRST_KEY.
+The head reads pairs of a token and the model's states of the preceding token. Pair j consists of token j and the states
+of token j - 1. The pair's keys and values are stored in token j's slot of the pool's last layer, and the pair has token
+j's rotary position. So a block's bytes depend only on the tokens up to its end, as in other layers. Slot 0 has no pair,
+so attention begins at FIRST_KEY.
 """
 
 from __future__ import annotations

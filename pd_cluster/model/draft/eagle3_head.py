@@ -1,8 +1,8 @@
 """Loads an EAGLE-3 head: a decoder layer that reads a token's embedding and states of the model's inner layers.
 
 The input of its attention is both, each normed, then concatenated; the residual stream starts with only the states.
-`fc` computes these once per token, from the inputs of three of the model's layers. Later drafts of a chain use the
-layer's own output instead. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
+`fc` computes the states once per token, from the inputs of three of the model's layers. Later drafts of a chain use
+the head's own output instead. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
 """
 
 from __future__ import annotations
@@ -122,7 +122,15 @@ def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
     config, kept = folder.config, target.caches[0]
     wanted = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
     if has_latents(target.caches) or kept.apart_from_index != wanted:
-        raise ModelError(f"{config.file}: its layer keeps {wanted}, but the model's layers {kept}; {WAY_OUT}")
+        raise ModelError(
+            f"{config.file}: the head's layer keeps {_shape(wanted)} for each token, but the model's layers keep "
+            f"{_shape(kept.apart_from_index)}; {WAY_OUT}"
+        )
+
+
+def _shape(cache: LayerCache) -> str:
+    planes = " and ".join(f"{plane.name} ({plane.width} values)" for plane in cache.planes)
+    return f"{cache.num_heads} heads of {planes}" if planes else "nothing"
 
 
 class _HeadWeights:

@@ -1,9 +1,9 @@
 """The layer after a checkpoint's last layer, which predicts the token after the next one (MTP), as a draft head.
 
-DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers. It is a decoder layer with
+DeepSeek-V3, GLM-4.5 and others store this layer as model.layers.N of a model with N layers. It is a decoder layer with
 `shared_head.norm`; `enorm`, `hnorm` and `eh_proj` compute its input from a token's embedding and the states of the
-preceding token. Its embedding and output layer are copies of the model's, so they are not read. It is loaded as a model
-with one layer of the same type, by the same code and with the same checks as any model.
+preceding token. The stored embedding and output layer of the head are copies of the model's, so they are not read. The
+head is loaded as a model with one layer of the same type, by the same code and with the same checks as any model.
 
 States are taken after a final norm, either the model's or the head's own, and pair j has rotary position j.
 transformers' MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) differs: it counts

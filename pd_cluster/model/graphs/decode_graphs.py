@@ -46,8 +46,8 @@ Capture = Callable[[Run], Callable[..., torch.Tensor]]  # returns `Replay`, whic
 def sizes_of(given: Sequence[int], max_num_seqs: int) -> list[int]:
     """Returns the numbers of sequences for which graphs are captured, ascending, at most `max_num_seqs`.
 
-    `given`: the value of `--graph-sizes`. Empty: 1, 2, 4, multiples of 8, and `max_num_seqs`. One number: the same
-    with this number in place of `max_num_seqs`. Several numbers are used as they are.
+    `given`: the value of `--graph-sizes`. Empty: 1, 2, 4, multiples of 8, and `max_num_seqs`. One number replaces
+    `max_num_seqs` in this list. Several numbers are used as they are.
     """
     if len(given) > 1:
         return sorted({min(size, max_num_seqs) for size in given})

@@ -67,7 +67,10 @@ class _PromptParts(NamedTuple):
 
     @classmethod
     def of(cls, size: GraphSize, num_tiles: int, num_blocks: int) -> _PromptParts:
-        """Sizes are in int32 elements; the first four arrays are int64. One more sequence has no tokens."""
+        """Slices count int32 elements; an element of the first four arrays, which are int64, takes two.
+
+        There is room for one more sequence, which has no tokens: padding refers to it.
+        """
         num_tokens, num_seqs = size
         lengths = [*[2 * num_tokens] * 3, 2 * num_seqs, num_seqs + 2, num_seqs + 1, num_seqs + 2, num_seqs]
         starts = np.cumsum([0, *lengths, 2 * num_tiles, num_blocks]).tolist()
@@ -80,7 +83,9 @@ class PromptGraphs:
     def __init__(
         self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, planner: AttentionPlanner
     ) -> None:
-        """`rules`: its sizes are those of decode steps. Graphs may be captured later, when a size is first used."""
+        """`rules`: its `sizes` are for decode steps and not used here. Graphs may also be captured later: each when its
+        size is first used.
+        """
         self._model, self._pool, self._capture, self._planner = model, pool, capture, planner
         self._rules, self._is_over = rules, False
         self._sizes = sizes_up_to(rules.max_num_seqs)

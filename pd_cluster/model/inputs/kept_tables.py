@@ -22,8 +22,8 @@ class KeptTable:
     def up_to(self, first: int, num_blocks: int) -> npt.NDArray[np.int64]:
         """Returns the first blocks as an array, which the next call may overwrite.
 
-        The tokens of entries before `first` are computed; such an entry changes only when the window has passed it:
-        then the padding block replaces it, one entry after another.
+        Entries before `first` hold only computed tokens. They change only when the window passes them: then the padding
+        block replaces them, one after another.
         """
         table, blocks, first = self.table, self.blocks, min(first, self._num_known)
         blocks[first:num_blocks] = table[first:num_blocks]

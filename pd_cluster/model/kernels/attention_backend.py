@@ -56,7 +56,7 @@ def check_deterministic(wanted: str, device: Device) -> None:
     """Raises ConfigError if this device and backend cannot make results independent of the batch."""
     if not device.is_accelerator:
         name = told(DETERMINISTIC)
-        log.info("%s changes nothing on a CPU: docs/models.md says which results have equal bits there", name)
+        log.info("%s has no effect on a CPU: docs/models.md says which results are the same to the bit there", name)
     elif not device.traits.runs_triton:
         raise ConfigError(
             f"{DETERMINISTIC}: {device.kind.upper()}s' operators choose their order of sums by the number of rows; "
@@ -146,9 +146,9 @@ def latents_by_modules(wanted: str, is_deterministic: bool, device: Device) -> A
 def _sparse(
     wanted: str, config: Any, layout: KVLayout, device: Device, max_num_seqs: int, is_deterministic: bool
 ) -> Attention:
-    """Returns an attention to chosen keys: Triton's, or that of torch-npu's operators. Nothing replaces them.
+    """Returns the attention to chosen keys, by Triton or by torch-npu's operators.
 
-    Raises ConfigError.
+    Raises ConfigError if that backend does not support the model; no other replaces it.
     """
     setting = f"{called('device')} {device.kind}"
     if wanted not in ("auto", "triton"):

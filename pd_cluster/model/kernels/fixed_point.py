@@ -1,6 +1,6 @@
 """Probability masses as integers: their sums are exact in any order, so every device keeps and draws the same tokens.
 
-A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It is computed only with
+A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS, computed only with
 additions and multiplications of doubles, each rounded separately. So numpy, torch and Triton
 (cuda/sampling/draw_kernels.py) get the same bits, although their libraries' functions differ in the last bits. Does not
 choose tokens.

@@ -106,7 +106,7 @@ def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -
 def fused_parts(
     model: Any, fused: FusedCausalLM, device: Device, share: RankShare | None = None, experts: ExpertShare | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields each part of a fused model, and the same part made of other weights.
+    """Yields each part of a fused model together with the same part made from other weights.
 
     `model`: the modules with these weights, on the host; `share` and `experts` as at the first load. Only the yielded
     part is on the device, so the caller drops it before the next one.
@@ -115,7 +115,7 @@ def fused_parts(
         share.remove(model)
     config, inner, ends = model.config, model.model, fused.ends
     quirks, order = ARCHITECTURES[type(model).__name__], ends.ropes.order
-    targets = None if fused.adapters is None else LoraTargets()  # forgotten: the adapters stay where they are
+    targets = None if fused.adapters is None else LoraTargets()  # not used: the adapters' memory stays as it is
     maker = LayerMaker(fused.ops, targets, "model", None if experts is None else ExpertBlocks(experts))
     for index, layer in enumerate(inner.layers):
         inner.layers[index] = torch.nn.Identity()

@@ -1,7 +1,7 @@
 """Copies the tensors of one part of a model into those of another part that was made in the same way.
 
 The memory of the first part stays where it is, so graphs that were captured with it compute with the new values. Both
-parts are walked together: objects, modules, containers and what functions have bound. Knows nothing of models.
+parts are walked together: objects, modules, containers, and values that functions have bound. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TENSORS = {"_parameters", "_buffers", "_modules"}  # where a module has its part
 
 
 class CannotOverwrite(Exception):
-    """Names the first difference that is not a tensor's content."""
+    """The parts differ in more than the contents of tensors; the message names the first such difference."""
 
 
 def overwrite(old: Any, new: Any) -> None:
@@ -31,7 +31,7 @@ def overwrite(old: Any, new: Any) -> None:
 
 class _TensorWalk:
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # by their ids, which stay theirs while they live
+        self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # by ids; holding the objects keeps the ids unique
 
     def pair(self, old: Any, new: Any, place: str) -> None:
         if old is new or isinstance(old, KEPT) or (id(old), id(new)) in self._seen:
@@ -64,7 +64,7 @@ class _TensorWalk:
             self.pair(each, new[name], f"{place}.{name}")
 
     def _bound(self, old: Any, new: Any, place: str) -> None:
-        """Walks what a function, a method or a partial call has bound."""
+        """Walks the values that a function, a method or a partial call has bound."""
         if isinstance(old, partial):
             self.pair((old.func, old.args, old.keywords), (new.func, new.args, new.keywords), place)
         elif isinstance(old, MethodType):

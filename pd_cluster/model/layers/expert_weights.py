@@ -101,7 +101,7 @@ class ExpertWeights:
     """The two products: `gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
 
     `Ops.experts` expects gates before ups; some architectures interleave them. Experts without gates have only ups.
-    `rows`: `down` takes whole rows and is one rank's share.
+    `rows`: set if `down` reads whole rows, joined from all ranks, and has only this rank's outputs.
     """
 
     gate_up: ExpertStack

@@ -75,7 +75,7 @@ class GatedMLP:
         return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Up to twice as many rows stay below glibc's limit, and one piece is faster than two.
+        # One piece is faster than two, and up to twice as many rows stay below glibc's limit.
         if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)

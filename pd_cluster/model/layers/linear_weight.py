@@ -112,8 +112,8 @@ class PlainWeight:
 class WeightForm:
     """`parts`: the tensors of a layer in safetensors files, by the last component of their names.
 
-    A layer has all parts; only parts that are added may be missing. `rounds_activations`: activations are rounded to
-    codes; the last bits of earlier results can change a code.
+    Every part must be present, except those with `is_added` (biases). `rounds_activations`: activations are rounded to
+    codes, and the last bits of earlier results can change a code.
     """
 
     parts: Mapping[str, WeightPart]
@@ -148,7 +148,8 @@ class WeightTensors(torch.nn.Module):
 class UnpackedLinear(torch.nn.Module):
     """A linear layer of a transformers model whose weight is in a form that transformers does not support.
 
-    `rows`: the layer takes whole rows, and this is one rank's share; see `between_ranks`.
+    `rows`: set if the layer reads whole rows, joined from all ranks, and holds only this rank's outputs; see
+    `between_ranks`.
     """
 
     def __init__(self, parts: WeightTensors, shape: Sequence[int], rows: WholeRows | None = None) -> None:

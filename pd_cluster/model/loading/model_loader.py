@@ -221,7 +221,7 @@ def _is_fused(model: Any, checkpoint: Checkpoint, layout: KVLayout, device: Devi
 def _check_of(
     plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
 ) -> Callable[[FusedCausalLM], None]:
-    """Computes a model's logits; returns a check that its fused layers give the same. Both may raise ModelError."""
+    """Computes a model's logits; returns a check that its fused layers give the same. Each may raise ModelError."""
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
@@ -241,7 +241,7 @@ def _check_of(
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
-    """Raises ConfigError for products of some weights, which only CPUs support."""
+    """Raises ConfigError if this device does not support products of the checkpoint's weights."""
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
     if found is not None:
@@ -308,11 +308,11 @@ def _modules_of(
 def overwrite_weights(
     fused: FusedCausalLM, checkpoint: Checkpoint, dtype: str, device: Device, group: Group, experts: ExpertShare | None
 ) -> None:
-    """Copies a checkpoint's weights into the memory of a model's, which graphs refer to.
+    """Copies a checkpoint's weights into the memory of a model's weights, to which graphs refer.
 
-    The host holds the weights until they are copied, the device one more layer. `experts` as at the first load; not of
-    a unit. Raises ModelError, and CannotOverwrite if a part of the model depends on its weights in another way; the
-    model is then unusable.
+    Until they are copied, the new weights are on the host, except one layer, which is on the device. `experts`: as at
+    the first load; not of a unit. Raises ModelError, and CannotOverwrite if a part of the model depends on its weights
+    in another way; the model is then unusable.
     """
     share = _share_of(checkpoint, group, experts is not None)
     modules = _modules_of(checkpoint, dtype, CPU, share, group, _experts_of(checkpoint, experts))

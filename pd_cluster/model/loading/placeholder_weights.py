@@ -24,7 +24,7 @@ from pd_cluster.model.weights.weight_forms import FORMS, form_of
 # The layers that are joined into each product of transformers, in this order.
 JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 LAYER_OF = re.compile(r"(?:.*\.)?layers\.\d+\.")
-# Parts of paths in files, and in the model (Nemotron-H, Kimi-Linear).
+# Parts of paths in files -> in the model, for Nemotron-H and Kimi-Linear.
 RENAMED = (
     (re.compile(r"^backbone\."), "model."),
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
@@ -39,7 +39,8 @@ OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> 
 class PlaceholderModules:
     """Weights by the path of the module that they replace; for experts, by the product's name.
 
-    `rows`: for linear layers and experts' `down_proj` that take whole rows on several ranks, by the same paths.
+    `rows`, by the same paths: for each linear layer or experts' `down_proj` that reads whole rows on every rank, how
+    these are joined and which outputs this rank computes.
     """
 
     linears: dict[str, WeightTensors] = field(default_factory=dict)
@@ -103,7 +104,7 @@ def hold(
 
 
 def _renamed(path: str) -> str:
-    """Returns the path in the model of a layer whose path in the files differs."""
+    """Maps a layer's path in the files to its path in the model."""
     for part, name in RENAMED:
         path = part.sub(name, path)
     return path

@@ -122,7 +122,7 @@ def load_plain(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # wrong sizes are refused below, by name
+                ignore_mismatched_sizes=True,  # wrong sizes are refused below, with the tensors' names
                 **({} if held else straight_to(device)),  # on a device, placeholders would occupy their full memory
             )
     except torch.OutOfMemoryError as error:

@@ -14,9 +14,9 @@ class UninitializedModules(TorchFunctionMode):
 
     transformers builds modules on that device: it draws initial weights, and computes rotary frequencies from
     `torch.arange`. For these operations torch imports sympy, which takes longer than loading a small model. In this
-    mode nothing is drawn, and ranges are real tensors. An architecture that combines them with a tensor on the meta
-    device fails, as longrope does. transformers recomputes all these tensors after it has moved them from the meta
-    device.
+    mode nothing is drawn, and ranges are real tensors. Architectures that combine a range with a tensor on the meta
+    device, such as longrope, cannot be built in this mode. transformers recomputes all these tensors after it has moved
+    them from the meta device.
     """
 
     def __torch_function__(

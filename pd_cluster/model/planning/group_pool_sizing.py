@@ -69,8 +69,9 @@ class GroupNeeds:
 
     @property
     def left_nbytes(self) -> int | None:
-        """Returns the bytes left on an accelerator for blocks that requests can hold; a pool's extra blocks have the
-        same size. None: the pools are in host memory.
+        """Returns the bytes left on an accelerator for blocks that requests can hold, without the pools' extra blocks.
+
+        None: the pools are in host memory.
         """
         extra = NUM_EXTRA_BLOCKS * sum(layout.block_nbytes for layout in self.layouts)
         return None if self.left is None else max(0, self.left[0] - extra)

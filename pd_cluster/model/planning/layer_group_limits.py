@@ -1,6 +1,4 @@
-"""Refuses, by name, settings that cannot be combined with several groups of layers, and decides whether sliding windows
-form a group.
-"""
+"""Refuses settings that cannot be combined with states, and decides whether sliding windows form a group of layers."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
 def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int, str]:
     """Returns the bytes left for pools on an accelerator, and the setting that limits them.
 
-    They are this process's share of the memory without its other needs, and at most the free memory.
+    These bytes are this process's share of the memory without its other needs, and at most the free memory.
     """
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))

@@ -59,8 +59,8 @@ def load_runner(
 ) -> ModelRunner:
     """Loads a runner. `group`: the ranks that share the model; all of them load their runners at the same time.
 
-    `unit`: this rank's part of the exchange between instances that share the experts. These instances also load at the
-    same time.
+    `unit`: this rank's part of the exchange between instances that share the experts. All these instances load at
+    the same time, too.
 
     Raises ConfigError, and ModelError for a model that must not be served; on an error all pools are closed.
     """

@@ -143,7 +143,7 @@ def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: i
     """Returns the bytes of scores, of the best among them, and of lists of chosen keys: in a step with `num_tokens`
     tokens, and in decode graphs.
 
-    The step that is measured chooses nothing, because its sequences are short.
+    The measured step does not contain these, because its sequences are too short for a choice.
     """
     if not layout.has_index or max_model_len <= model.config.index_topk:
         return 0

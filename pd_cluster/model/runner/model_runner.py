@@ -375,10 +375,10 @@ class ModelRunner:
             give_freed_back()
 
     def change_weights(self, path: str, stamp: Stamp) -> None:
-        """Loads the weights of another folder in place of these, between two steps; no block may be in use.
+        """Replaces the weights by those of another folder, between two steps; no block may be in use.
 
-        Graphs stay if the weights can be copied into the memory of these, and are captured again otherwise. Raises
-        ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
+        If the new weights can be copied into the memory of the old ones, graphs stay; otherwise they are captured
+        again. Raises ModelError if the files have changed since `stamp` was taken, or cannot be loaded.
         """
         plan = plan_from(self._plan, path)
         check_stamp(path, stamp)
@@ -389,7 +389,7 @@ class ModelRunner:
         self.graphs, self._parts = StepGraphs(), None  # first, so that only one version is in memory
         gc.collect()
         if on_device:
-            reserved_nbytes(self.device)  # gives back what they took
+            reserved_nbytes(self.device)  # frees the memory that they took
         self._parts = self._loaded_again()
         if on_device:
             self.graphs = graphs_again(plan, self._parts, self.pools)
@@ -431,9 +431,8 @@ class ModelRunner:
             )
         with self.threads.loading():
             parts = load_parts(self._plan)
-        if (head := parts.head) is not None and not (
-            head.is_of_model or head.identity == self.pool.layout.draft_head  # replaced weights name the former
-        ):
+        # The identity of a head that belongs to the model changes when weights are replaced.
+        if (head := parts.head) is not None and not (head.is_of_model or head.identity == self.pool.layout.draft_head):
             place = self._plan.config.speculation.model or checkpoint.path
             raise ModelError(f"{place}: the draft head has changed during the sleep; restart all instances")
         self.held.adopt(parts.model)

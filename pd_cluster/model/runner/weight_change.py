@@ -34,7 +34,7 @@ def overwrite_parts(plan: LoadPlan, parts: LoadedParts) -> bool:
         log.warning("weights are loaded into new memory, and graphs captured again: %s", why)
     else:
         synchronize(plan.device)
-    reserved_nbytes(plan.device)  # gives back what the last layer took
+    reserved_nbytes(plan.device)  # frees the memory that the last layer took
     return bool(plan.group.least(int(not why)))
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model's own logits. Does not use sampling parameters.
 
-They are computed either at once or in two steps: the logits' device computes the larger part, without waiting, and the
-host computes the rest. Both ways give exactly the same result.
+Log-probabilities are computed either at once or in two steps: the logits' device computes the larger part, without
+waiting, and the host computes the rest. Both ways give exactly the same result.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, n
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
         logits of the named tokens
 
-    "most equals" are needed because topk may return any of several equal tokens. They are the lowest ids of tokens
+    "most equals" are needed because topk may return any of several equal tokens: they are the lowest ids of tokens
     with the same logit as the last of the most likely tokens, counted from the vocabulary's end; 0 if none is left.
     """
     table = mended(logits)

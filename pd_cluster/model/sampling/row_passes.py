@@ -24,7 +24,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 BLOCK_SIZE = 128  # tokens whose masses are added up in float32; a draw searches within one block
 LARGEST = torch.finfo(torch.float32).max
-LEADING_BLOCK_SIZE = 32  # tokens of which at first only the best is compared
+LEADING_BLOCK_SIZE = 32  # tokens of a block; a search for the best tokens first compares the best of each block
 
 
 def on_host(logits: Tensor) -> bool:

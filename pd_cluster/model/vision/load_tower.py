@@ -91,7 +91,7 @@ def _load(checkpoint: Checkpoint, kind: Any, config: Any, name_of: Callable[[str
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # wrong sizes are refused below, by name
+            ignore_mismatched_sizes=True,  # wrong sizes are refused below, with the tensors' names
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{checkpoint.path}: cannot load the vision tower: {error}") from error

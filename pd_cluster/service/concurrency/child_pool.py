@@ -63,9 +63,9 @@ class ChildPool:
     """`name`: the thing that the jobs check, for messages. `started` checks a new child's first line, and may raise.
 
     Most jobs are quick. A job that takes longer than QUICK_S gives up its place, so that quick jobs do not wait for it,
-    and continues in a place for `slow` jobs; clients take turns for both kinds of places. If no slow place is available
-    for its client, the job is stopped, and starts again when one is. Its client may then start no other job for twice
-    the time that was lost. A slow job ends when its caller leaves.
+    and continues in a place for `slow` jobs. For both kinds of places, clients take turns. If no slow place is
+    available for its client, the job is stopped, and starts again when such a place is free. Until twice the lost time
+    has passed, the client may start no other job. A slow job ends when its caller leaves.
 
     `num_killed` counts children that were killed because they took too long, had no place to continue, or failed.
     """

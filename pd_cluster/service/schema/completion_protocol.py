@@ -1,7 +1,7 @@
 """Defines the schema of requests: OpenAI's chat and completion schemas with vLLM's extra parameters.
 
 A parameter is honoured, or refused with a 400 that names it; an unsupported parameter is accepted only with a value
-that asks for nothing. Unknown fields are accepted and logged once. Checks that need the model or the server's limits
+that has no effect. Unknown fields are accepted and logged once. Checks that need the model or the server's limits
 (ids, lengths) are in request_limits.py.
 """
 
@@ -39,7 +39,7 @@ ALL_LOGPROBS = -1  # logprobs of the whole vocabulary, as in vLLM
 RANDOM_SEED = -1  # a random seed, as in vLLM
 MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy, as in vLLM
 
-# Parameters of other servers that are not supported yet -> the values that ask for nothing.
+# Parameters of other servers that are not supported yet -> the values without effect, which are accepted.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (),
     "logits_processors": ([],),
@@ -60,7 +60,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "moderation": (),
 }
-# Parameters that are not for this route, or not for this server -> the values that ask for nothing, and the way out.
+# Parameters that are not for this route, or not for this server -> the values without effect, and what errors say.
 ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": (([], ""), "is not supported, since prompts are never embeddings; give a text or token ids"),
     "return_token_offsets": ((False,), "is for the routes that render a prompt, such as /v1/completions/render"),
@@ -68,7 +68,7 @@ ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_start": ((0,), "is for sampling_params of /inference/v1/generate"),
     "extra_args": (({},), "is for sampling_params of /inference/v1/generate; give vllm_xargs"),
 }
-# SGLang's names for parameters that have another name here -> the values that ask for nothing, and the way out.
+# SGLang's names for parameters that have another name here -> the values without effect, and what to send instead.
 SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "regex": (("",), 'give structured_outputs: {"regex": …}'),
     "ebnf": (("",), 'give structured_outputs: {"grammar": …}'),
@@ -98,7 +98,7 @@ HARMLESS = frozenset(
     | {"service_tier", "store", "verbosity"}
     | {"mm_payload", "return_mm_kwargs"}  # vLLM's, for the form of images in rendered requests
 )
-# Parameters that only chats have -> the values that ask for nothing.
+# Parameters that only chats have -> the values without effect.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),

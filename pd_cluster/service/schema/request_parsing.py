@@ -40,7 +40,7 @@ OFFSETS = "return_token_offsets"  # refused by routes that do not honour it
 
 CHECKED = frozenset(
     {*NOT_YET, *ELSEWHERE, *SGLANGS, *CHAT_ONLY, *HARMLESS}
-)  # names that are not logged as unknown: their values ask for nothing
+)  # names that are not logged as unknown: their accepted values have no effect
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)

@@ -1,6 +1,7 @@
 """Reads objects that have a field `type`: items, parts of contents, blocks.
 
-Unsupported types, and fields that ask for unsupported features, are refused by name, with a way out.
+Unsupported types, and fields that request unsupported features, are refused: the error names them and says what to send
+instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The links from prefill instances to a worker. State × event table in docs/protocol/pairs.md.
 
 Runs on the engine's thread, with two exceptions: `route` and `meet` run on the mailbox's thread and pass on its
-messages; the lanes' threads report events, and so ask to confirm a landed transfer without waiting for a step.
+messages; the lanes' threads report events. So a landed transfer need not wait for a step to be confirmed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class InLinkUsers(Protocol):
     """The transfers that use the links. Imports implements it."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Ends the landings of a link that went down. Its threads still run, to acknowledge that they write no more."""
+        """Ends the landings of a link that went down. The link's threads still run, to acknowledge that they write no
+        more.
+        """
 
 
 class InLinks:

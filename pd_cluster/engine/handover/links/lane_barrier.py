@@ -9,7 +9,7 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
 
 
 class LaneBarrier:
-    """A transfer has arrived, landed or drained once all lanes have reported that. One lane's fault fails it.
+    """A transfer has arrived, landed or drained once all lanes have reported so. It fails if one lane reports a fault.
 
     For each transfer, a lane may report `Arrived`, then `Landed` or `LandFault`, then `Drained`, and then nothing more.
     """

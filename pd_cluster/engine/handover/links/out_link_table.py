@@ -30,19 +30,19 @@ class OutLinkTable:
         self.by_conn: dict[str, OutLink] = {}
         self.closed_nbytes = 0  # sent over closed links
         self._layouts, self._clock = context.endpoint.layouts, context.clock
-        self._states: dict[str, LinkState] | None = None  # None: a link has changed since
-        self.idle_until_s = -math.inf  # until then no link needs anything, unless one changes
+        self._states: dict[str, LinkState] | None = None  # None: a link has changed since the last call
+        self.idle_until_s = -math.inf  # no link needs attention before, unless a link changes
 
     @property
     def links(self) -> ValuesView[OutLink]:
         return self.by_peer.values()
 
     def changed(self) -> None:
-        """Records that a link has come, gone or changed its state, or must rest."""
+        """Records that a link was added, was removed, has changed its state, or must rest."""
         self._states, self.idle_until_s = None, -math.inf
 
     def states(self) -> dict[str, LinkState]:
-        """Returns the states that peers must know, by peer: the same dict, never changed, until a link changes."""
+        """Returns the states of links for the peers, by peer. Never changed: after a change there is another dict."""
         if self._states is None:
             self._states = {peer: link.shown for peer, link in self.by_peer.items()}
         return self._states

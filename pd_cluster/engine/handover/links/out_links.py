@@ -41,7 +41,7 @@ class OutLinkUsers(Protocol):
         """Called when a link for which transfers wait will not open."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
-        """Ends the transfers of a link that went down. Its state still exists during the call."""
+        """Ends the transfers of a link that went down. The link's state still exists during the call."""
 
 
 class OutLinks:

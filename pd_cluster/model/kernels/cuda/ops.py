@@ -50,10 +50,10 @@ class CudaOps:
     is_capturable = True
     wide_latents = False
     few_gated = FEW_GATED
-    # Whether products of latents have the same tile for every number of rows and, with an indexer, all tokens attend to
-    # lists of keys.
+    # With one tile, products of latents have the same tile for every number of rows, and with an indexer every token
+    # attends to a list.
     has_one_tile = False
-    scans_chunks = True  # other kernels may compute recurrent layers over prompts
+    scans_chunks = True  # chunk kernels of another library may compute prompts in recurrent layers
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton", speedups: Sequence[str] = ()) -> None:
         """`attention`: its name, for the log. `speedups`: see model/kernels/cuda_speedups.py."""

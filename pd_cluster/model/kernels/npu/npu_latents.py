@@ -1,10 +1,10 @@
 """Latent attention (MLA) on NPUs, with torch-npu's fused operator: absorbed queries; latents are both keys and values.
 
-The operator reads the pool's two planes as they are: latents, and their rotated parts. It supports one width of each,
-and only powers of two of heads, so heads of zeros are added and their results dropped. Sequences of a step are packed
-(TND). A chunk of a prompt is split into sequences of at most 16 tokens, the most that all versions of the operator
-support; a step of more than 4,096 of these, the most in a call, takes several calls. `problem` reports at load what the
-operator does not support. Nothing here has run on hardware.
+The operator reads the pool's two planes: latents, and the rotated parts beside them. It supports only WIDTHS, and
+numbers of heads that are powers of two; other numbers are filled up with heads of zeros, whose results are dropped. A
+step's sequences are packed (TND). All versions of the operator accept up to 16 tokens per sequence, so a longer chunk
+of a prompt is cut into several sequences. A call accepts up to 4,096 sequences, so a larger step takes several calls.
+`problem` reports at load what the operator does not support. Nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_QUERIES = 16  # tokens of one sequence in a call, at most
 
 
 def takes_widths(layout: KVLayout) -> bool:
-    """Whether the operator supports the widths of a model's latents; `problem` checks the rest."""
+    """Whether the operator supports the widths of a model's latents."""
     return tuple(plane.width for plane in layout.planes[:2]) == WIDTHS
 
 
@@ -120,7 +120,7 @@ class NpuLatentOps(NpuOps):
 
 
 def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
-    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros added up to `whole`."""
+    """Returns x [num_tokens, num_heads, width], contiguous, with heads of zeros appended up to `whole` heads."""
     num_tokens, num_heads, width = x.shape
     if whole == num_heads:
         return x.contiguous()

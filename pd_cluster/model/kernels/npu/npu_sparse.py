@@ -1,8 +1,9 @@
 """Sparse latent attention (DSA) on NPUs, by two operators of torch-npu: one chooses keys, one attends to them.
 
-The first takes 64 heads of 128 numbers; further heads are zeros, which add nothing to a score. Both read lengths on the
-device, and a token with few keys attends to all, so graphs need no values of the host. Which of equal keys it chooses
-is up to the operator. `problem` reports at load what the two do not support. Nothing here has run on hardware.
+The first operator takes 64 heads of 128 numbers; fewer heads are filled up with zeros, which add nothing to a score.
+Among keys with equal scores, its choice is not specified. Both operators read lengths on the device, and a token with
+few keys attends to all of them, so graphs need no values from the host. `problem` reports at load what the operators do
+not support. Nothing here has run on hardware.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Indexer:
     weights: Linear  # from the layer's normed rows, to [num_rows, num_heads]
     norm: IndexNorm
     scaling: float
-    index_topk: int  # the proof at load sets a smaller value
-    weighs_in_float32: bool  # `weights` has float32 weights, beside 16 bits in other layers
+    index_topk: int  # smaller during the proof at load
+    weighs_in_float32: bool  # whether `weights` has float32 weights although other layers have 16 bits
     ops: SparseOps
 
     def choose(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:

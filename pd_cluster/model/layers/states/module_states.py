@@ -180,7 +180,7 @@ def store(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StatePart
 
 @contextmanager
 def _no_shorter_steps(module: torch.nn.Module, least: float) -> Iterator[None]:
-    """Applies the lower bound of Mamba-2's time step to single tokens, where transformers omits it, as to chunks.
+    """Applies the lower bound of Mamba-2's time step to single tokens, too; transformers applies it only to chunks.
 
     The time step is softplus(dt + bias), and dt are the last outputs of `in_proj`, one per head. So dt is bounded.
     """

@@ -23,8 +23,8 @@ Texts = Annotated[list[str], FAIL_FAST]
 
 
 class PoolingRequest(BaseModel):
-    """The fields that these requests share. `REFUSED`: field -> the values that ask for nothing, and what to do
-    instead.
+    """The fields that these requests share. `REFUSED`: field -> the values without effect, and the rest of the error
+    for other values.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")

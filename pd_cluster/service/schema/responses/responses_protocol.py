@@ -1,6 +1,6 @@
 """Defines the schema of /v1/responses: OpenAI's requests.
 
-Fields of unsupported features accept only values that ask for nothing.
+Fields of unsupported features accept only values without effect.
 Knows nothing of chats; responses_to_chat.py converts a request to a chat.
 """
 
@@ -160,7 +160,8 @@ class ResponsesRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     request_id: str | None = Field(
-        default=None, description="Its name in logs and timelines is resp_ and this. The response's id is different."
+        default=None,
+        description="In logs and timelines the request is named resp_ and this value. The response has another id.",
     )
     cache_salt: str | None = None
     session_id: SessionId | None = None

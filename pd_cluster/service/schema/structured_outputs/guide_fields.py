@@ -22,7 +22,7 @@ MAX_WHITESPACE_NUM_CHARS = 256
 NO_WHITESPACE = ""
 OPTIONS = "x-guidance"  # llguidance's key for a schema's whitespace; not for clients
 NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # parameters of structured_outputs -> the values that ask for nothing
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # parameters of structured_outputs -> the values without effect
     "disable_fallback": (False, True),  # there is only one library
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False, True),  # handled separately
@@ -95,7 +95,7 @@ def _guided(request: GuideFields) -> list[Asked]:
 
 
 def _structured_outputs(request: GuideFields) -> list[Asked]:
-    """Reads vLLM's current parameter. Null and a false `json_object` ask for nothing."""
+    """Reads vLLM's current parameter. Null and a false `json_object` have no effect."""
     given = {name: value for name, value in (request.structured_outputs or {}).items() if value is not None}
     whitespace = _whitespace(
         "structured_outputs.whitespace_pattern", given.pop("whitespace_pattern", request.guided_whitespace_pattern)

@@ -257,7 +257,10 @@ class FlashInfer:
         return _Planner(wrapper, decodes, len(self._workspace), mark(self._device))
 
     def _graph_wrapper(self, batch: ForwardBatch, slot: int) -> Any:
-        """Makes a wrapper that reads the batch's own table. One graph replays at a time, so plans share a buffer."""
+        """Makes a wrapper that reads the batch's own table.
+
+        Plans share a buffer, because only one graph replays at a time.
+        """
         device = self._device.torch_name
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,

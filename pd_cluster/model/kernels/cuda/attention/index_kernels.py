@@ -172,16 +172,17 @@ def score_keys(
 
 @triton.jit
 def _number_of(score):
-    """Returns int32 in the order of the scores; zeros of both signs are equal."""
+    """Maps scores to int32 in the same order; zeros of both signs are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Finds the next eight bits of the worst chosen number, after the bits in `found`, which is 0 before the first.
+    """Finds the next eight bits of the smallest number to choose. `found`: its bits before these; 0 if there are none.
 
-    `wanted`: how many numbers to choose among those that begin with `found`. Returns both, with these bits.
+    `wanted`: how many numbers to choose among those that begin with `found`. Returns `found` with the new bits
+    appended, and how many numbers to choose among those that begin with this.
     """
     values = tl.arange(0, NUM_VALUES)
     counts = tl.zeros([NUM_VALUES], tl.int32)
@@ -189,7 +190,7 @@ def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.
         at = start + tl.arange(0, BLOCK)
         is_counted = at < num_seen
         number = _number_of(tl.load(scores + at, mask=is_counted, other=0.0))
-        if SHIFT == 24:  # the sign is part of it
+        if SHIFT == 24:  # the first eight bits include the sign
             own = (number >> SHIFT) + 128
         else:
             own = (number >> SHIFT) & 255

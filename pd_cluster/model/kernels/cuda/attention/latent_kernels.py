@@ -79,7 +79,7 @@ def prepare_latents(
         head = ((tile - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (head < NUM_HEADS) & (rope_at < rope_half)
         ends = queries + token * query_stride + head * (QUERY_WIDTH + ROPE_WIDTH) + QUERY_WIDTH + rope_at
-        # Names that the other branch has, too, would need the same shapes.
+        # Triton requires one shape for a name that both branches assign, so these names differ from the other branch's.
         query_left, query_right = rotated(ends, inside, weight, cos, sin, eps, ROPE_WIDTH, ROPE_HALF, False)
         target = absorbed + (token * NUM_HEADS + head) * (WIDTH + ROPE_WIDTH) + WIDTH + rope_at
         tl.store(target, query_left, mask=inside)

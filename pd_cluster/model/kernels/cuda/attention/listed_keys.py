@@ -1,7 +1,7 @@
 """Sparse latent attention on CUDA: lists the slots of the keys that each token attends to, and attends to those.
 
-`ForwardBatch.chosen` [num_tokens, most] has these slots, the first of them for a token with fewer keys. Each token
-becomes a sequence of its own whose table is its list. Nothing here waits for the device, and shapes depend on the
+`ForwardBatch.chosen` [num_tokens, most] has these slots; a token with fewer keys uses only the first entries. Each
+token becomes a sequence of its own whose table is its list. Nothing here waits for the device, and shapes depend on the
 batch's own shape alone, so graphs can capture all of it.
 """
 
@@ -42,8 +42,8 @@ Kept = TypeVar("Kept")
 class _Lists(NamedTuple):
     """The parts of a batch's metadata that are the same in all layers, on the device. int32.
 
-    `token_seqs` [num_tokens]: each token's sequence; `starts` [num_tokens + 1]: 0, 1, …; `table_starts`: the same times
-    `most`. Each layer that chooses writes `nums_listed` [num_tokens], in a graph at each replay.
+    `token_seqs` [num_tokens]: each token's sequence; `starts` [num_tokens + 1]: 0, 1, …; `table_starts`: `starts` times
+    `most`. Each layer that chooses keys writes `nums_listed` [num_tokens]; in a graph, at each replay.
     """
 
     token_seqs: torch.Tensor
@@ -99,8 +99,8 @@ def prepare_index(
 def choose_keys(rows: IndexRows, batch: ForwardBatch, lists_all: bool, pdl: bool = False) -> torch.Tensor | None:
     """Writes the index keys to the pool; returns the new value of `ForwardBatch.chosen`.
 
-    It is None if no token has more than `rows.most` keys, unless `lists_all`. The batch of a graph decides by its
-    longest context.
+    This value is None if no token has more than `rows.most` keys, unless `lists_all`. For the batch of a graph, the
+    longest context that it supports decides.
     """
     (num_tokens, width), plane = rows.keys.shape, batch.pool.planes(rows.layer_idx)[2]
     _check(rows, plane, batch)
@@ -233,9 +233,10 @@ def _planned(
 
 
 def with_whole_tiles(configs: AttentionConfigs, num_heads: int) -> AttentionConfigs:
-    """Returns the configs whose tiles have heads of one token in all rows: tokens have lists of their own.
+    """Returns configs in which all rows of a tile are heads of one token, because each token has its own list.
 
-    All tiles of keys are masked: with loops for both kinds, the addresses of single keys would spill registers.
+    All tiles of keys are masked. With a second loop for unmasked tiles, the addresses of single keys would not fit the
+    registers.
     """
     assert configs.latent is not None
     group = largest_divisor(num_heads, configs.prefill.rows)
@@ -256,7 +257,7 @@ def _new_lists(batch: ForwardBatch, most: int) -> _Lists:
 
 
 def _kept(batch: ForwardBatch, key: object, make: Callable[[], Kept]) -> Kept:
-    """Returns what the first layer that asks makes. Graphs replay none of it."""
+    """Returns a value that the first layer makes and the others share. Graphs do not replay how it is made."""
     known = batch.kernel_state
     if not isinstance(known, dict):
         known = batch.kernel_state = {}

@@ -60,8 +60,10 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrices:
-    """The products of a block's experts. `rows`: `down` takes whole rows and is one rank's share: it computes some of
-    the outputs from the features of all ranks.
+    """The products of a block's experts.
+
+    `rows`: set if `down` is divided over ranks by outputs. `down` then reads whole rows, joined from all ranks, and
+    computes this rank's outputs.
     """
 
     gate_up: ExpertMatrices  # hidden_size to 2 * num_features: gates, then ups

@@ -1,8 +1,8 @@
 """Decides whether flash-linear-attention's chunk kernels compute prompts in a model's recurrent layers.
 
-They do if the package fla is installed, the weights have 16 bits (of float32, it would multiply 10) and a trial
-succeeds: before the first layer of each shape, both kernels compute the same random rows. The library's name is part of
-the model's `Numerics`.
+They do if the package fla is installed, the weights have 16 bits (fla would multiply float32 with 10 bits of mantissa)
+and a trial succeeds: before the first layer of each shape, fla's and Triton's kernels compute the same random rows.
+The library's name is part of the model's `Numerics`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2,
 log = logging.getLogger(__name__)
 
 PACKAGE = "fla"
-DEVICE = "cuda"  # the type of torch device that runs its kernels
+DEVICE = "cuda"  # the type of torch device that runs fla's kernels
 DTYPES = (torch.float16, torch.bfloat16)
-# The most that outputs and states may differ, relative to their norms: in 16 bits, chunks differ by less than 0.01.
+# The largest accepted difference of outputs and states, relative to their norms. Correct chunks differ by less than
+# 0.01 in 16 bits.
 TOLERANCE = 0.04
-# Two sequences of more than a chunk; of the first one's state, a copy is made before.
+# Two sequences of more than a chunk of rows. The state of the first is copied after its first five rows.
 TRIAL = (Segment(0, 5, 0, 2), Segment(5, 71, 0), Segment(71, 137, 1))
 FAILURES = (TritonError, ImportError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError)
 
 
 class ChunkChoice:
-    """The choice for the layers of one model. `name`: the library and its version, once a layer uses it; before, ""."""
+    """The choice for the layers of one model. `name`: the library and its version; "" until a layer uses it."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -59,7 +60,7 @@ class ChunkChoice:
         except FAILURES as failure:
             why = f"{type(failure).__name__}: {failure}".partition("\n")[0]
         if why:
-            log.warning("flash-linear-attention does not compute prompts here, and Triton kernels do: %s", why)
+            log.warning("recurrent layers: Triton kernels compute prompts, not flash-linear-attention: %s", why)
             return False
         if not self.name:
             self.name = f"fla {library.VERSION}"

@@ -1,8 +1,8 @@
 """Divides a step of recurrent layers: long sequences are advanced by chunk kernels, the others token by token.
 
-A chunk kernel advances several sequences at a time, each by one run of consecutive rows. A sequence has several runs if
-its state is copied in between (a checkpoint), and each run begins from the state that the one before has left: so the
-step takes several passes. Knows nothing of the kernels.
+A chunk kernel advances several sequences at a time, each by one run of consecutive rows. If a sequence's state is
+copied on the way (a checkpoint), the sequence has several runs. Each run begins with the state after the previous one,
+so the runs of a sequence are in different passes. Knows nothing of the kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pd_cluster.devices.device import Device
 from pd_cluster.model.inputs.forward_batch import on_device
 from pd_cluster.model.inputs.state_rows import NO_BLOCK, Segment
 
-LEAST_ROWS = 64  # rows of a long sequence: one chunk
-MOST_RUNS = 32  # runs in one pass: each takes a copy of a state before, and another after
+LEAST_ROWS = 64  # the least number of rows of a long sequence: one chunk
+MOST_RUNS = 32  # runs in one pass, limited because each needs memory for its state before and its state after
 
 Table = npt.NDArray[np.int32]  # see inputs/state_rows.py
 
@@ -27,8 +27,8 @@ Table = npt.NDArray[np.int32]  # see inputs/state_rows.py
 class ChunkPass(NamedTuple):
     """Runs of different sequences, on the device.
 
-    `rows`: the rows of all runs, one after the other. `keeps`: the blocks that receive copies of states, and `kept`:
-    the runs after which they do.
+    `rows`: the rows of all runs, one after the other. `kept`: the runs after which states are copied. `keeps`: the
+    blocks that receive these copies.
     """
 
     rows: slice | torch.Tensor

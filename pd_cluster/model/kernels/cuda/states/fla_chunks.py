@@ -1,9 +1,9 @@
 """Chunk kernels of flash-linear-attention (package fla) for the gated delta rule, Kimi delta attention and Mamba-2.
 
 They advance the same states as the kernels for single tokens, but multiply chunks of 64 rows on tensor cores, in 16
-bits, with tiles that fla chooses by timing them: so results depend on where steps cut a prompt, and on that choice.
-Mamba-2 is fla's simple gated linear attention with C as queries, B as keys, and steps times x as values; there the host
-waits for the device once per call. Written for fla-core 0.6.0; importing this file imports it.
+bits. fla chooses their tiles by timing them. So results depend on where steps cut a prompt, and on the chosen tiles.
+Mamba-2 is fla's simple gated linear attention with C as queries, B as keys, and steps times x as values; for this
+attention, the host waits for the device once per call. Written for fla-core 0.6.0, which this file imports.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeltaScan:
         if self.bias.numel() == delta.num_heads:
             g = -self.rates * softplus(decays.float() + self.bias)
             found: Scanned = chunk_gated_delta_rule(*qkv, g=g[None], beta=beta, **options)
-        else:  # the kernels compute decays, which would take more memory than keys
+        else:  # the kernels compute the decays, because a tensor of these would take more memory than the keys
             gates = {"use_gate_in_kernel": True, "A_log": self.rates.log(), "dt_bias": self.bias}
             found = chunk_kda(*qkv, g=_by_head(decays, delta.key_width), beta=beta, **gates, **options)
         return found
@@ -87,7 +87,7 @@ class MambaScan:
         keys, queries = (_by_head(each, mamba.state_size).repeat_interleave(share, dim=2) for each in (b, c))
         wide = _by_head(x, mamba.head_width).float()
         values, g = (wide * steps[None, :, :, None]).to(x.dtype), (-self.rates * steps)[None]
-        # A state has a row for each feature of x, and a column for each of B: values first.
+        # A state has a row for each feature of x and a column for each feature of B, so values come first.
         found, final = chunk_simple_gla(queries, keys, values, g=g, scale=1.0, state_v_first=True, **options)
         return found + self.skips[:, None] * wide, final
 

@@ -2,8 +2,7 @@
 widths.
 
 Times indexing and attention together, for one token after a long context and for a prompt's last tokens. Values are
-random.
-peers/gpu_sparse.py measures the same on a GPU.
+random. peers/gpu_sparse.py measures the same on a GPU.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 #   sh scripts/gpu_check.sh [correct] [engine] [cluster] [--wheels FOLDER] [--quick] [--device cpu]
 #   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: downloads the wheels
 #
-# correct: attention against float64, two ranks' shares of experts added up, graphs against eager steps, the 8B model's
-# logits, the model tests. engine: start, decode, prefill, kernels, drafts, sparse attention, the price of
+# correct: attention against float64, the sum of two ranks' expert outputs, graphs against eager steps, the 8B model's
+# logits, the model tests. engine: start, decode, prefill, kernels, drafts, sparse attention, the cost of
 # --deterministic, prompts in recurrent layers. cluster: clusters of real processes, the handover.
-# $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
-# docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
+# Every step updates report.json, README.md (its table), summary.txt and logs.tar.gz in $OUT; default:
+# docs/benchmarks/gpu-<device name>. Later stages add to these files. Missing packages are installed from FOLDER (or
 # $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that
 # sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 17 GB of
 # models; default: /dev/shm if they fit there. Exits with 0 if every test passed and every part was measured.

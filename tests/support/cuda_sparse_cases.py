@@ -151,6 +151,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listed_keys, "MOST_SCORES", 1000)
     monkeypatch.setattr(listed_keys, "SPAN", 64)
     monkeypatch.setattr(listed_keys, "LISTED", 64)
+    monkeypatch.setattr(listed_keys, "PART", 32)
 
 
 @pytest.mark.usefixtures("_small_tiles")

@@ -19,7 +19,7 @@ from pd_cluster.wire import Plane
 from tests.support.checkpoints import prefers
 from tests.support.engines import generate, random_prompt
 from tests.support.npu_cases import ATTENTION, NUM_SIZES, calls, core_of
-from tests.support.npu_latent_cases import THREE_HEADS, folder_of
+from tests.support.npu_latent_cases import LONG_YARN, THREE_HEADS, folder_of
 from tests.support.ranks import ranks
 
 __all__ = ["calls"]  # a fixture
@@ -42,7 +42,7 @@ def check(folder: Path, core: EngineCore, *lens: int) -> None:
     [
         ("glm_moe_dsa", SHALLOW, False),
         pytest.param("glm_moe_dsa", {}, True, marks=slow),
-        pytest.param("deepseek_v32", THREE_HEADS, False, marks=slow),
+        pytest.param("deepseek_v32", {**THREE_HEADS, **LONG_YARN}, False, marks=slow),
     ],
 )
 def test_fused_layers_are_exact(

@@ -19,6 +19,7 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
 from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_decode
 from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES
 from pd_cluster.model.planning import pool_sizing
 from pd_cluster.model.runner import memory_profile
 from pd_cluster.settings.engine_config import EngineConfig
@@ -118,6 +119,16 @@ def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
     for attention in ("FlashInfer", "deterministic Triton"):
         Model.attention = attention
         assert memory_profile.decode_workspace_nbytes(cast(CausalLM, Model()), LAYOUT, 256, 20_000) == 0
+
+
+def test_lists_of_chosen_keys_are_counted_if_a_context_can_be_long_enough() -> None:
+    """With the scores from which they are chosen, for steps and for graphs."""
+    layout = replace(LAYOUT, planes=(Plane("latent", 16), Plane("rope", 8), Plane("index", 16)))
+    model = cast(CausalLM, SimpleNamespace(config=SimpleNamespace(index_topk=2048)))
+    found = memory_profile.lists_nbytes(model, layout, 8192, 256, 2049)
+    assert found == 2 * 8 * MOST_SCORES + 4 * (8192 + 256) * 2048
+    assert memory_profile.lists_nbytes(model, layout, 8192, 256, 2048) == 0
+    assert memory_profile.lists_nbytes(model, LAYOUT, 8192, 256, 2049) == 0
 
 
 def test_a_large_gpu_takes_large_steps_by_default(

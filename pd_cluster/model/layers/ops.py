@@ -156,8 +156,8 @@ class LatentOps(Ops, Protocol):
     ) -> torch.Tensor:
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
-        It norms and rotates `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token attends
-        to the keys in `batch.chosen`, which the same operations have chosen.
+        Applies the norm and rope to `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token
+        attends to the keys in `batch.chosen`, which the same operations have chosen.
         """
 
 

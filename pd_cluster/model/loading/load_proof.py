@@ -150,8 +150,8 @@ def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, devi
 def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
-    """Returns the same logits from fused layers, in chunks through pools with these layouts, perhaps in smaller
-    blocks.
+    """Returns the same logits from fused layers, in chunks through pools. These have the given layouts, perhaps in
+    smaller blocks.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):

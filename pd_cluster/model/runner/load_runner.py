@@ -121,8 +121,8 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout]
         peak += nbytes_of_graphs(model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
     if device.is_accelerator:
         peak += nbytes_of_adapters(model.config, config.adapters, plan.dtype)
+        peak += lists_nbytes(model, layout, plan.max_num_batched_tokens, num_seqs, plan.max_model_len)
     peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
-    peak += lists_nbytes(model, layout, plan.max_num_batched_tokens, num_seqs, plan.max_model_len)
     num_pairs = sum(num_lanes(each, config.paired_tp_sizes) for each in layouts)
     if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone, plan.exchanges_rows):
         log.info("%.2f GiB are reserved for communicators, %d of them for KV transfers", nbytes / 2**30, num_pairs)

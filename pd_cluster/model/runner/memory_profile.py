@@ -140,13 +140,14 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
 
 
 def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes of scores and lists of chosen keys: of a step with `num_tokens` tokens, and of decode graphs.
+    """Returns the bytes of scores, of the best among them, and of lists of chosen keys: in a step with `num_tokens`
+    tokens, and in decode graphs.
 
     The measured step does not contain these, because its sequences are too short for a choice.
     """
     if not layout.has_index or max_model_len <= model.config.index_topk:
         return 0
-    scores_nbytes = 2 * 4 * max(MOST_SCORES, max_model_len)
+    scores_nbytes = 2 * (4 + 4) * max(MOST_SCORES, max_model_len)
     return scores_nbytes + 4 * (num_tokens + num_seqs) * int(model.config.index_topk)
 
 

@@ -50,7 +50,8 @@ class OutLinkTable:
     @property
     def sent_nbytes(self) -> int:
         ends = [lane.end for link in self.links for lane in link.lanes]
-        return self.closed_nbytes + sum(map(SENT_NBYTES, ends))
+        sent_nbytes: int = sum(map(SENT_NBYTES, ends))
+        return self.closed_nbytes + sent_nbytes
 
     def link_to(self, peer: str) -> str | None:
         link = self.by_peer.get(peer)

@@ -106,7 +106,7 @@ def rotated(
     source,  # [HEADS, HALF] pointers to the left halves
     inside,
     weight,
-    cos,  # pointer to a row, like sin
+    cos,  # pointer to a row, as is sin
     sin,
     eps,
     HEAD_DIM: tl.constexpr,

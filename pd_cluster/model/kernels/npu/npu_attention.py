@@ -216,8 +216,8 @@ def tables_of(batch: ForwardBatch) -> torch.Tensor:
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
-    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no id: all must be valid
-    # index_select gathers; indexing by a tensor may make the host wait for the device, which no graph supports.
+    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no ids, so all must be valid
+    # Indexing by a tensor may make the host wait for the device, which a graph cannot do; index_select does not.
     return batch.block_table.index_select(0, at.flatten()).view(at.shape)
 
 

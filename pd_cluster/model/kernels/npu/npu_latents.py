@@ -130,7 +130,7 @@ def padded_heads(x: torch.Tensor, whole: int) -> torch.Tensor:
 
 
 def _in_calls(step: PlannedStep, batch: ForwardBatch) -> tuple[PlannedStep, ...]:
-    """Returns the calls of a step whose sequences with more than MAX_QUERIES tokens are cut."""
+    """Returns the calls of a step, with sequences of more than MAX_QUERIES tokens split into pieces."""
     lens = np.asarray(batch.query_lens)
     if lens.max() <= MAX_QUERIES:
         return (step,)

@@ -19,7 +19,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 @dataclass(slots=True, eq=False)
 class Indexer:
-    """The indexer of one layer. The first features of its queries and keys are rotated as halves."""
+    """The indexer of one layer. The first features of its queries and keys are rotated, as halves."""
 
     layer_idx: int
     queries: Linear  # from the input of the attention's query projection, to [num_rows, num_heads * width]

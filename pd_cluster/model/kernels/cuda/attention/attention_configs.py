@@ -106,7 +106,7 @@ _LATENT_TABLE: dict[tuple[int, Arch], tuple[tuple[int, int, int, int], tuple[int
 
 
 def latent_group(num_heads: int) -> int:
-    """Returns how many query heads a program has: the largest divisor of `num_heads` that is at most 16."""
+    """Returns the number of query heads per program: the largest divisor of `num_heads` that is at most 16."""
     return largest_divisor(num_heads, MAX_LATENT_GROUP)
 
 

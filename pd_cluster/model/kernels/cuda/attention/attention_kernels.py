@@ -16,9 +16,9 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SLOTS: tl.constexpr):
-    """Returns the block of a tile of keys, or the block or slot of each of its keys; 0 from `hi` on.
+    """Returns one block for the tile's keys, or one for each key; 0 for keys from `hi` on.
 
-    HAS_SLOTS: the table has a slot for each key.
+    HAS_SLOTS: the table has a slot for each key, which is returned instead.
     """
     if HAS_SLOTS:
         n = tl.arange(0, BLOCK_N)

@@ -3,6 +3,7 @@
     prepare_index    norms a step's index keys, and rotates them and the index queries
     keep_index_keys  writes a step's index keys to the pool
     score_keys       scores the keys that each token sees
+    keep_best        finds the best keys in parts of a long context, many programs at once
     list_keys        lists the slots of each token's best keys, in the order of the keys
 
 Scores are float32; of equal scores the first wins. A token's scores and list do not depend on the other tokens.
@@ -203,12 +204,80 @@ def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.
     return found * 256 + value, left
 
 
+@triton.jit
+def _worst_chosen(scores, num_scores, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the MOST-th largest number, and how many of those equal to it are chosen."""
+    worst, wanted = _next_digit(scores, num_scores, 0, MOST, 24, BLOCK)
+    worst, wanted = _next_digit(scores, num_scores, worst, wanted, 16, BLOCK)
+    worst, wanted = _next_digit(scores, num_scores, worst, wanted, 8, BLOCK)
+    return _next_digit(scores, num_scores, worst, wanted, 0, BLOCK)
+
+
+@triton.jit
+def _chosen(scores, at, num_scores, worst, wanted, num_chosen, num_equal):
+    """Chooses in a tile of scores; returns them, which ones are chosen, their places, and both numbers after it."""
+    score = tl.load(scores + at, mask=at < num_scores, other=0.0)
+    number = _number_of(score)
+    is_equal = (at < num_scores) & (number == worst)
+    in_turn = num_equal + tl.cumsum(is_equal.to(tl.int32), axis=0)
+    is_chosen = (at < num_scores) & ((number > worst) | (is_equal & (in_turn <= wanted)))
+    place = num_chosen + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+    num_chosen += tl.sum(is_chosen.to(tl.int32), axis=0)
+    num_equal += tl.sum(is_equal.to(tl.int32), axis=0)
+    return score, is_chosen, place, num_chosen, num_equal
+
+
+@triton.jit(
+    do_not_specialize=["first_token"],
+    do_not_specialize_on_alignment=["token_seqs", "query_starts", "context_lens"],
+)
+def keep_best(
+    scores,  # [tokens of this launch, score_stride] float32
+    best,  # [tokens of this launch, best_stride] float32, out: MOST of each part, then those of the last one
+    best_at,  # the same, int32: their keys
+    token_seqs,
+    query_starts,
+    context_lens,
+    first_token,
+    score_stride,
+    best_stride,
+    MOST: tl.constexpr,
+    PART: tl.constexpr,  # more than MOST
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (tokens, parts). Finds the best keys among PART keys of a token, in the order of the keys."""
+    begin(PDL)
+    token = first_token + tl.program_id(0)
+    seq = tl.load(token_seqs + token)
+    num_seen = _num_seen(token, seq, query_starts, context_lens)
+    first = tl.program_id(1) * PART
+    num_scores = tl.minimum(num_seen - first, PART)
+    if (num_seen > MOST) & (num_scores > 0):
+        scores += tl.program_id(0).to(tl.int64) * score_stride + first
+        out = tl.program_id(0).to(tl.int64) * best_stride + tl.program_id(1) * MOST
+        worst = -2147483648
+        wanted = num_scores
+        if num_scores > MOST:
+            worst, wanted = _worst_chosen(scores, num_scores, MOST, BLOCK)
+        num_chosen = 0
+        num_equal = 0
+        for start in range(0, num_scores, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            score, is_chosen, place, num_chosen, num_equal = _chosen(
+                scores, at, num_scores, worst, wanted, num_chosen, num_equal
+            )
+            tl.store(best + out + place, score, mask=is_chosen)
+            tl.store(best_at + out + place, first + at, mask=is_chosen)
+
+
 @triton.jit(
     do_not_specialize=["first_token"],
     do_not_specialize_on_alignment=["token_seqs", "query_starts", "context_lens", "block_table", "table_starts"],
 )
 def list_keys(
-    scores,  # [tokens of this launch, score_stride] float32
+    scores,  # [tokens of this launch, score_stride] float32: of all keys, or with PART those of `keep_best`
+    keys,  # the same, int32: the keys of `keep_best`; read with PART
     listed,  # [num_tokens, MOST]: slots, out
     nums_listed,  # [num_tokens], out
     token_seqs,
@@ -219,6 +288,7 @@ def list_keys(
     first_token,
     score_stride,
     MOST: tl.constexpr,
+    PART: tl.constexpr,  # 0: the scores are those of all keys
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -237,21 +307,21 @@ def list_keys(
             block = tl.load(table + at // BLOCK_SIZE, mask=at < num_seen, other=0)
             tl.store(out + at, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=at < num_seen)
     else:
-        scores += tl.program_id(0).to(tl.int64) * score_stride
-        worst, wanted = _next_digit(scores, num_seen, 0, MOST, 24, BLOCK)
-        worst, wanted = _next_digit(scores, num_seen, worst, wanted, 16, BLOCK)
-        worst, wanted = _next_digit(scores, num_seen, worst, wanted, 8, BLOCK)
-        worst, wanted = _next_digit(scores, num_seen, worst, wanted, 0, BLOCK)
+        num_scores = num_seen
+        if PART > 0:
+            last = tl.cdiv(num_seen, PART) - 1
+            num_scores = last * MOST + tl.minimum(num_seen - last * PART, MOST)
+        own = tl.program_id(0).to(tl.int64) * score_stride
+        worst, wanted = _worst_chosen(scores + own, num_scores, MOST, BLOCK)
         num_chosen = 0
         num_equal = 0
-        for start in range(0, num_seen, BLOCK):
+        for start in range(0, num_scores, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            number = _number_of(tl.load(scores + at, mask=at < num_seen, other=0.0))
-            is_equal = (at < num_seen) & (number == worst)
-            in_turn = num_equal + tl.cumsum(is_equal.to(tl.int32), axis=0)
-            is_chosen = (at < num_seen) & ((number > worst) | (is_equal & (in_turn <= wanted)))
-            place = num_chosen + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
-            block = tl.load(table + at // BLOCK_SIZE, mask=is_chosen, other=0)
-            tl.store(out + place, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=is_chosen)
-            num_chosen += tl.sum(is_chosen.to(tl.int32), axis=0)
-            num_equal += tl.sum(is_equal.to(tl.int32), axis=0)
+            _, is_chosen, place, num_chosen, num_equal = _chosen(
+                scores + own, at, num_scores, worst, wanted, num_chosen, num_equal
+            )
+            key = at
+            if PART > 0:
+                key = tl.load(keys + own + at, mask=is_chosen, other=0)
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_chosen, other=0)
+            tl.store(out + place, block * BLOCK_SIZE + key % BLOCK_SIZE, mask=is_chosen)

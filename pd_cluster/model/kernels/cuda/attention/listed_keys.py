@@ -34,7 +34,8 @@ from pd_cluster.model.layers.ops import Rope
 MAX_HEADS, MAX_WIDTH = 128, 256  # of an indexer
 SCORED, SCORED_WIDE = (64, 4, 2), (16, 8, 1)  # keys in a tile of scores, warps, stages; the second for float32
 SPAN = 512  # keys that a program scores: one long context occupies the whole device
-LISTED = 2048  # scores that a program of `list_keys` reads at once
+PART = 16384  # keys of a longer context among which a program finds the best
+LISTED = 8192  # scores that a program reads at once when it chooses
 Kept = TypeVar("Kept")
 
 
@@ -101,55 +102,90 @@ def choose_keys(rows: IndexRows, batch: ForwardBatch, lists_all: bool, pdl: bool
     This value is None if no token has more than `rows.most` keys, unless `lists_all`. For the batch of a graph, the
     longest context that it supports decides.
     """
-    (num_tokens, num_heads, width), plane = rows.queries.shape, batch.pool.planes(rows.layer_idx)[2]
+    (num_tokens, width), plane = rows.keys.shape, batch.pool.planes(rows.layer_idx)[2]
     _check(rows, plane, batch)
-    block_size, strides = plane.shape[1], plane.stride()[:2]
     if num_tokens:
         kernels.keep_index_keys[(num_tokens,)](
-            *(rows.keys, plane, batch.slot_mapping, *strides),
+            *(rows.keys, plane, batch.slot_mapping, *plane.stride()[:2]),
             WIDTH=width,
             D=padded(width),
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=plane.shape[1],
             num_warps=1,
             **launched(pdl),
         )
     longest = int(batch.host_context_lens.max(initial=0))
     if longest <= rows.most and not lists_all:
         return None
-    lists = _lists(batch, rows.most)
     chosen = batch.slot_mapping.new_empty(num_tokens, rows.most, dtype=torch.int32)
-    is_wide = rows.queries.dtype == torch.float32
-    keys, num_warps, num_stages = SCORED_WIDE if is_wide else SCORED
-    at_once = max(1, MOST_SCORES // longest) if longest > rows.most else max(1, num_tokens)
-    scores = rows.weights.new_empty(min(num_tokens, at_once), longest if longest > rows.most else 1)
-    places = (lists.token_seqs, batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts)
+    at_once = max(1, MOST_SCORES // longest if longest > rows.most else num_tokens)
     for first in range(0, num_tokens, at_once):
-        num = min(at_once, num_tokens - first)
-        if longest > rows.most:
-            kernels.score_keys[(num, triton.cdiv(longest, SPAN))](
-                *(rows.queries, rows.weights, plane, scores, *places, first, scores.stride(0), *strides),
-                MOST=rows.most,
-                NUM_HEADS=num_heads,
-                HEADS=padded(num_heads),
-                WIDTH=width,
-                D=padded(width),
-                BLOCK_SIZE=block_size,
-                BLOCK_N=keys,
-                SPAN=SPAN,
-                PRECISION="ieee" if is_wide else "tf32",
-                num_warps=num_warps,
-                num_stages=num_stages,
-                **launched(pdl),
-            )
-        kernels.list_keys[(num,)](
-            *(scores, chosen, lists.nums_listed, *places, first, scores.stride(0)),
+        _list_keys(rows, batch, longest, slice(first, min(first + at_once, num_tokens)), chosen, pdl)
+    return chosen
+
+
+def _list_keys(
+    rows: IndexRows, batch: ForwardBatch, longest: int, tokens: slice, chosen: torch.Tensor, pdl: bool
+) -> None:
+    """Writes the lists of these tokens. `longest`: the batch's longest context."""
+    num_tokens, plane = tokens.stop - tokens.start, batch.pool.planes(rows.layer_idx)[2]
+    lists = _lists(batch, rows.most)
+    seqs = (lists.token_seqs, batch.query_starts, batch.context_lens)
+    tables = (batch.block_table, batch.table_starts)
+    block = min(LISTED, triton.next_power_of_2(max(16, longest)))
+    scores = keys = rows.weights  # not read if all lists are whole
+    part = 0
+    if longest > rows.most:
+        scores = rows.weights.new_empty(num_tokens, longest)
+        _score(rows, plane, scores, (*seqs, *tables, tokens.start), pdl)
+    if longest > max(rows.most, own_part := max(PART, triton.next_power_of_2(2 * rows.most))):
+        part, num_parts = own_part, triton.cdiv(longest, own_part)
+        best = scores.new_empty(num_tokens, num_parts * rows.most)
+        keys = torch.empty_like(best, dtype=torch.int32)
+        kernels.keep_best[(num_tokens, num_parts)](
+            *(scores, best, keys, *seqs, tokens.start, longest, best.shape[1]),
             MOST=rows.most,
-            BLOCK_SIZE=block_size,
-            BLOCK=min(LISTED, triton.next_power_of_2(max(16, longest))),
-            num_warps=8,
+            PART=part,
+            BLOCK=block,
+            num_warps=16,
             **launched(pdl),
         )
-    return chosen
+        scores = best
+    kernels.list_keys[(num_tokens,)](
+        *(scores, keys, chosen, lists.nums_listed, *seqs, *tables, tokens.start, scores.shape[1]),
+        MOST=rows.most,
+        PART=part,
+        BLOCK_SIZE=plane.shape[1],
+        BLOCK=block,
+        num_warps=16,
+        **launched(pdl),
+    )
+
+
+def _score(
+    rows: IndexRows,
+    plane: torch.Tensor,
+    scores: torch.Tensor,
+    places: tuple[torch.Tensor | int, ...],  # of the tokens, and the first of them
+    pdl: bool,
+) -> None:
+    (_, num_heads, width), (num_tokens, longest) = rows.queries.shape, scores.shape
+    is_wide = rows.queries.dtype == torch.float32
+    keys, num_warps, num_stages = SCORED_WIDE if is_wide else SCORED
+    kernels.score_keys[(num_tokens, triton.cdiv(longest, SPAN))](
+        *(rows.queries, rows.weights, plane, scores, *places, longest, *plane.stride()[:2]),
+        MOST=rows.most,
+        NUM_HEADS=num_heads,
+        HEADS=padded(num_heads),
+        WIDTH=width,
+        D=padded(width),
+        BLOCK_SIZE=plane.shape[1],
+        BLOCK_N=keys,
+        SPAN=SPAN,
+        PRECISION="ieee" if is_wide else "tf32",
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **launched(pdl),
+    )
 
 
 def attend_listed(

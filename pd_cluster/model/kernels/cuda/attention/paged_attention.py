@@ -33,8 +33,8 @@ WRITE_CHUNK = 1024  # elements of a token that one program writes
 class BatchMetadata:
     """A batch's metadata on the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]).
 
-    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has context_len 0 and no blocks; its
-    output is zero. `has_slots`: the table has the slot of each key instead of blocks.
+    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has the context_len 0 and no blocks;
+    its output is zero. `has_slots`: the table has the slot of each key instead of blocks.
     """
 
     query_starts: torch.Tensor  # [num_seqs + 1]
@@ -46,7 +46,7 @@ class BatchMetadata:
     # [plan.num_arrivals(num_kv_heads)]: counters of completed splits, 0 between launches. They belong to one plan,
     # whose launches run one after another; graphs keep them outside of the memory that they share.
     arrivals: torch.Tensor
-    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: up to its own
     has_slots: bool = False
 
 

@@ -10,7 +10,7 @@ RESOLUTION_S = 1e-9  # timers this close fire together; any cost is far larger
 
 
 class VirtualClock:
-    """The time of a loop. An attribute, because a simulation reads it more often than anything else."""
+    """The time of a loop. `now_s` is a plain attribute, because a simulation reads it more often than anything else."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

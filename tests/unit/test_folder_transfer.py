@@ -106,7 +106,7 @@ def listed(text: bytes) -> Send:
         (b'{"files": [' + b",".join([b'["a",0]'] * 4097) + b"]}", "the list of files is invalid"),
         (b"rubbish", "the list of files is invalid"),
         (b'{"files": [["a.safetensors", 67108865]]}', "more than the 67108864"),
-        (b'{"files": [["a.json", 10]]}', "nothing came within"),
+        (b'{"files": [["a.json", 10]]}', "nothing arrived within"),
     ],
 )
 def test_lists_that_are_refused(tmp_path: Path, text: bytes, why: str) -> None:
@@ -153,7 +153,7 @@ def test_a_sender_that_dies_or_stands_still_is_noticed(tmp_path: Path, number: s
         os.kill(processes[0].pid, number)
 
     try:
-        with pytest.raises(PayloadError, match="nothing came within 2 s"):
+        with pytest.raises(PayloadError, match="nothing arrived within 2 s"):
             received(tmp_path / "to", send)
         assert 0 < (tmp_path / "to" / "large.safetensors").stat().st_size < 40 << 20
     finally:

@@ -140,8 +140,8 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
 
 
 def lists_nbytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes of scores, of the best among them, and of lists of chosen keys: in a step with `num_tokens`
-    tokens, and in decode graphs.
+    """Returns the bytes of scores, of the best scores, and of lists of chosen keys: in a step with `num_tokens` tokens,
+    and in decode graphs.
 
     The measured step does not contain these, because its sequences are too short for a choice.
     """

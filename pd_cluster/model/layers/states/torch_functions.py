@@ -1,7 +1,8 @@
 """Makes transformers' recurrent modules call transformers' own torch functions, whichever packages are installed.
 
 transformers prefers functions of fla, mamba_ssm and causal_conv1d wherever it can import them, although they fail on
-CPUs and for tensors without data. They would also change results without changing their name (pd_cluster/numerics.py).
+CPUs and for tensors without data. They would also change results while the name of the numerics stays the same
+(pd_cluster/numerics.py).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 
 from pd_cluster.model.layers.states.state_planes import state_modules
 
-CHOSEN = "implementation"  # transformers' wrappers of such functions: a variable in their closure
+CHOSEN = "implementation"  # a variable in the closures of transformers' wrappers of such functions
 
 
 def use_torch_functions(model: torch.nn.Module) -> None:
-    """Replaces the functions that the model's recurrent modules call, in the modules of Python that define these."""
+    """Replaces functions that the model's recurrent modules call, in the Python modules that define these classes."""
     for name in {type(module).__module__ for module in state_modules(model).values()}:
         space = vars(sys.modules[name])
         for key, value in list(space.items()):
@@ -29,7 +30,7 @@ def use_torch_functions(model: torch.nn.Module) -> None:
 
 
 def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function without arguments that only other packages' functions have."""
+    """Returns the function wrapped to ignore arguments that only other packages' functions accept."""
     names = inspect.signature(function).parameters
 
     @functools.wraps(function)

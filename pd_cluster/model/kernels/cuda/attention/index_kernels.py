@@ -206,7 +206,7 @@ def _next_digit(scores, num_seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _worst_chosen(scores, num_scores, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the MOST-th largest number, and how many of those equal to it are chosen."""
+    """Returns the MOST-th largest number, and how many numbers equal to it are chosen."""
     worst, wanted = _next_digit(scores, num_scores, 0, MOST, 24, BLOCK)
     worst, wanted = _next_digit(scores, num_scores, worst, wanted, 16, BLOCK)
     worst, wanted = _next_digit(scores, num_scores, worst, wanted, 8, BLOCK)
@@ -215,7 +215,7 @@ def _worst_chosen(scores, num_scores, MOST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _chosen(scores, at, num_scores, worst, wanted, num_chosen, num_equal):
-    """Chooses in a tile of scores; returns them, which ones are chosen, their places, and both numbers after it."""
+    """Chooses in a tile of scores; returns these, which are chosen, their places, and the counts after the tile."""
     score = tl.load(scores + at, mask=at < num_scores, other=0.0)
     number = _number_of(score)
     is_equal = (at < num_scores) & (number == worst)
@@ -233,7 +233,7 @@ def _chosen(scores, at, num_scores, worst, wanted, num_chosen, num_equal):
 )
 def keep_best(
     scores,  # [tokens of this launch, score_stride] float32
-    best,  # [tokens of this launch, best_stride] float32, out: MOST of each part, then those of the last one
+    best,  # [tokens of this launch, best_stride] float32, out: MOST of each part; the last part may have fewer
     best_at,  # the same, int32: their keys
     token_seqs,
     query_starts,
@@ -246,7 +246,7 @@ def keep_best(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (tokens, parts). Finds the best keys among PART keys of a token, in the order of the keys."""
+    """Grid: (tokens, parts). Finds the best keys in a part of PART keys of a token, in the order of the keys."""
     begin(PDL)
     token = first_token + tl.program_id(0)
     seq = tl.load(token_seqs + token)
@@ -276,8 +276,8 @@ def keep_best(
     do_not_specialize_on_alignment=["token_seqs", "query_starts", "context_lens", "block_table", "table_starts"],
 )
 def list_keys(
-    scores,  # [tokens of this launch, score_stride] float32: of all keys, or with PART those of `keep_best`
-    keys,  # the same, int32: the keys of `keep_best`; read with PART
+    scores,  # [tokens of this launch, score_stride] float32: of all keys; with PART, of the keys from `keep_best`
+    keys,  # the same, int32: the keys from `keep_best`; read only with PART
     listed,  # [num_tokens, MOST]: slots, out
     nums_listed,  # [num_tokens], out
     token_seqs,

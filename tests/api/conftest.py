@@ -1,4 +1,4 @@
-"""One small cluster for all API tests, OpenAI's own client for it, and one whose model calls tools and reasons."""
+"""A small cluster for all API tests, OpenAI's own client for it, and a cluster whose model calls tools and reasons."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLAGS = [
     "--trust-request-chat-template",
     "--prefix-retention=3600",
 ]
-KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # by their tenants
+KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # tenant -> key
 METRICS_KEY = "mk-0123456789"
-MAX_FILE_MIB = 33  # more than other bodies may have
+MAX_FILE_MIB = 33  # larger than the limit of other bodies
 GUARDED_FLAGS = [
     *("--api-workers=2", "--root-path=/llm", "--enable-request-id-headers", "--max-logprobs=-1"),
     *('--allowed-origins=["https://a.example"]', *(f"--api-key-tenant={name}" for name in KEYS)),
@@ -45,7 +45,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 @pytest.fixture(scope="session")
 def client(cluster: LiveCluster) -> Iterator[openai.OpenAI]:
-    """Returns a user's client, but without retries."""
+    """Yields OpenAI's client without retries."""
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
@@ -57,7 +57,7 @@ def tokenizer(model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """USE_OPENAI=0. Nothing is left in it when the last of its tests has ended."""
+    """Yields a cluster with USE_OPENAI=0; asserts after its last test that nothing is held."""
     with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
         yield running
         running.assert_home()
@@ -65,7 +65,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 
 @pytest.fixture(scope="session")
 def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two API processes with keys, and folders of responses and files. Keys are in the environment, as under `up`."""
+    """Yields two API processes with keys (in the environment, as under `up`) and folders for responses and files."""
     folder = tmp_path_factory.mktemp("guarded")
     flags = [*FLAGS, *GUARDED_FLAGS, f"--response-store={folder / 'kept'}", f"--files-dir={folder / 'files'}"]
     flags += [f"--max-file-size={MAX_FILE_MIB}", "--files-tenant-mib=200"]
@@ -84,7 +84,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 @pytest.fixture(scope="session")
 def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Says the scenarios of FAMILIES["qwen3"]."""
+    """Returns a model that answers with the scenarios of FAMILIES["qwen3"]."""
     return FAMILIES["qwen3"].make(tmp_path_factory.mktemp("qwen3"))
 
 

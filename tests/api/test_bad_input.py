@@ -1,6 +1,6 @@
-"""Invalid and hostile input gives one clear error in time, disturbs no other client, and leaves nothing behind.
+"""Invalid and hostile input gives one clear error in time, disturbs no other client, and leaves nothing held.
 
-Which values of which field are wrong is tested in tests/unit/test_protocol*.py; here are one of each kind, over HTTP.
+tests/unit/test_protocol*.py tests each field's invalid values; this file tests one of each kind over HTTP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_DEPTH = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
-    """A stream goes on beside all of these requests, and its text stays the same."""
+    """Runs a repeated stream beside all of these requests, whose text must stay the same; nothing stays held."""
     with nothing_left(cluster), Canary(cluster).singing():
         yield
 
@@ -51,7 +51,7 @@ def post(
 
 
 def refused(answer: httpx.Response, status: int = 400, param: str | None = None) -> str:
-    """The message of an error in OpenAI's shape."""
+    """Returns the message of an error in OpenAI's format."""
     assert answer.status_code == status, answer.text[:500]
     assert answer.headers["content-type"] == "application/json"
     assert set(answer.json()) == {"error"}
@@ -97,7 +97,7 @@ def test_bodies_that_are_no_requests(cluster: LiveCluster, name: str) -> None:
 
 @pytest.mark.parametrize("of", ["arrays", "objects"])
 def test_how_deep_a_body_may_be(cluster: LiveCluster, of: str) -> None:
-    """The body itself is the first level. A schema in a string has a limit, too."""
+    """The body itself is level 1. Schemas within strings are limited as well."""
     for route, body in BODIES.items():
         good = json.dumps(body).encode()[:-1]
         assert post(cluster, route, good + f', "x": {nested(MAX_DEPTH - 1, of)}}}'.encode()).status_code == 200
@@ -106,12 +106,12 @@ def test_how_deep_a_body_may_be(cluster: LiveCluster, of: str) -> None:
 
 
 def test_bodies_over_the_limit(cluster: LiveCluster) -> None:
-    """Whole, without an end, and announced; and a compressed one, which is not unpacked."""
+    """Covers whole, endless and announced bodies over the limit, and a compressed one, which is not unpacked."""
     answer = post(cluster, "completions", b'{"prompt": "' + b"x" * (33 * MIB) + b'"}')
     assert "32 MiB" in refused(answer, 413)
-    assert answer.headers["connection"] == "close"  # no other request may follow what was not read
+    assert answer.headers["connection"] == "close"  # no other request may follow an unread body
     refused(cluster.client.post(f"{cluster.url}/v1/completions", content=(b" " * MIB for _ in range(40))), 413)
-    for num_bytes in ((32 << 20) + 1, 10**15):  # nothing of the body is sent, or ever will be
+    for num_bytes in ((32 << 20) + 1, 10**15):  # the body is never sent
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=DEADLINE_S) as connection:
             connection.sendall(head.encode())
@@ -128,7 +128,7 @@ def test_bodies_under_the_limit_are_refused_for_what_they_are(cluster: LiveClust
 
 
 def test_content_types_do_not_matter(cluster: LiveCluster) -> None:
-    """Except for that which a web page may send anywhere without asking."""
+    """Any content type is accepted except those that a web page may send anywhere without a CORS preflight."""
     for content_type in ("text/plain; charset=utf-8", "application/x-www-form-urlencoded", ""):
         answer = post(cluster, "completions", COMPLETION, {"Content-Type": content_type})
         assert answer.status_code == (400 if content_type.startswith("text/plain") else 200)
@@ -137,7 +137,7 @@ def test_content_types_do_not_matter(cluster: LiveCluster) -> None:
 
 
 SAID = [{"role": "user", "content": "a"}]
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # a good body, and the field that prompts come in
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # route -> (valid body, its prompt field)
     "/v1/responses": ({"input": "a", "tools": []}, "input"),
     "/v1/messages": ({"messages": SAID, "max_tokens": 4, "tools": []}, "messages"),
     "/inference/v1/generate": ({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, "token_ids"),
@@ -148,7 +148,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # a good body, and the field 
 
 @pytest.mark.parametrize("path", OTHERS)
 def test_hostile_bodies_of_other_routes(cluster: LiveCluster, path: str) -> None:
-    """More of them, and of every route, are in test_hostile_everywhere.py."""
+    """test_hostile_everywhere.py has more hostile bodies, for every route."""
     body, name = OTHERS[path]
     good, field = json.dumps(body).encode(), name.encode()
     assert post(cluster, path, good).status_code == 200

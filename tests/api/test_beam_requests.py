@@ -1,4 +1,4 @@
-"""Beam search over HTTP in a live cluster: the hypotheses of transformers' generate(), best first, all at the end."""
+"""Beam search over HTTP gives the hypotheses of transformers' generate(), best first, all at the end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_length_penalty_and_early_stopping(
 
 
 def test_best_of_is_the_width(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
-    """The document's own example; the best of as many beams, not of as many as are answered."""
+    """In the document's example, best_of is the number of beams, independent of the number of answers."""
     for n in (1, 2):
         found = ids_of(post(cluster, n=n, best_of=5))
         assert found == ids_of(post(cluster, n=5))[:n]
@@ -87,7 +87,7 @@ def test_best_of_is_the_width(cluster: LiveCluster, model: Path, tokenizer: Toke
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_searches_that_end_at_once(cluster: LiveCluster, model: Path, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """On the prefill instance, or with the first step of the decode instance."""
+    """Covers searches that end on the prefill instance, or in the decode instance's first step."""
     found = ids_of(post(cluster, max_tokens=max_tokens))
     assert_same_beams(model, tokenizer.encode(PROMPT), found, params(3, max_tokens=max_tokens))
     cluster.assert_home()
@@ -152,7 +152,7 @@ def test_who_leaves_a_search_leaves_nothing(cluster: LiveCluster) -> None:
         ({"length_penalty": 11}, "length_penalty"),
         ({"early_stopping": "soon"}, "early_stopping"),
         ({"use_beam_search": False, "n": 1, "length_penalty": 2.0}, "length_penalty"),
-        ({"use_beam_search": False}, "n"),  # greedy gives one answer
+        ({"use_beam_search": False}, "n"),  # greedy allows one answer only
         ({"guided_choice": ["a", "b"]}, "guided_choice"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Options that change a chat's prompt, seen in the prompt's tokens; and how an answer is named and counted."""
+"""Options that change a chat's prompt tokens, and how an answer is named and counted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt_of(cluster: LiveCluster, tokenizer: Tokenizer, *messages: dict[str, A
 
 @pytest.mark.parametrize("fields", [{}, {"chat_template": OWN}], ids=["servers", "requests"])
 def test_typed_control_tokens_are_text(cluster: LiveCluster, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    """/tokenize shows it, too; a prompt that was rendered elsewhere keeps them as control tokens."""
+    """Typed control tokens stay text, also in /tokenize; prompts rendered elsewhere keep them as control tokens."""
     typed, eos = {"role": "user", "content": "a<eos>b"}, tokenizer.encode("<eos>")[0]
     assert "a<eos>b" in prompt_of(cluster, tokenizer, typed, **fields)
     assert eos not in post(cluster, typed, **fields).json()["prompt_token_ids"]
@@ -94,7 +94,7 @@ def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: s
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_ended_an_answer(cluster: LiveCluster, tokenizer: Tokenizer, stream: bool) -> None:
-    """The stop string or stop token; neither the end of sequence nor a full answer is one."""
+    """stop_reason is the stop string or token, and null after an end of sequence or at the length limit."""
     whole = cluster.client.post(
         f"{cluster.url}/v1/completions",
         json={"prompt": "hello", "temperature": 0, "max_tokens": 8, "return_token_ids": True},

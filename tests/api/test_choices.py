@@ -1,4 +1,4 @@
-"""n and best_of, in a live cluster: prefill computes the prompt once, decode continues with every sequence."""
+"""n and best_of: prefill computes the prompt once, decode continues with every sequence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_n_answers(cluster: LiveCluster, n: int) -> None:
 
 
 def test_a_seed_repeats_every_choice_whatever_n(cluster: LiveCluster) -> None:
-    """Choice k is drawn from (seed, k): more choices change nothing for the first ones."""
+    """Choice k is drawn from (seed, k), so more choices do not change the first ones."""
     five = ids_of(post(cluster, n=5))
     assert ids_of(post(cluster, n=5)) == five
     assert ids_of(post(cluster, n=2)) == five[:2]
@@ -55,7 +55,7 @@ def test_a_seed_repeats_every_choice_whatever_n(cluster: LiveCluster) -> None:
 
 
 def test_more_sequences_than_the_pool_holds(cluster: LiveCluster) -> None:
-    """128 sequences of two blocks each, in 128 blocks: slower or refused; others are served all the while."""
+    """128 sequences of two blocks each in 128 blocks are slow or refused, while other requests are served."""
     greedy = {**BODY, "temperature": 0}
     expected = cluster.client.post(f"{cluster.url}/v1/completions", json=greedy).json()["choices"]
     with ThreadPoolExecutor(1) as pool:
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_only_its_own_choice(cluster: LiveCluster, tokenizer:
 
 
 def test_a_stop_string_in_token_one(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """The choice ends while its siblings are still being handed over."""
+    """A choice ends while the others are still being handed over."""
     allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"], "temperature": 2}
     full = [choice["text"] for choice in post(cluster, n=6, **allowed)["choices"]]
     stop = full[3][0]

@@ -1,4 +1,4 @@
-"""/classify and /pooling of a sequence classifier over a split cluster, against transformers; and --pooler-config."""
+"""/classify and /pooling with a sequence classifier over a split cluster, against transformers; --pooler-config."""
 
 from __future__ import annotations
 

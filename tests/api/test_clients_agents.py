@@ -1,8 +1,8 @@
-"""Agents' libraries and command lines, unmodified: they call a tool, send its result back and end with the answer.
+"""Unmodified agent libraries and command lines call a tool, send its result back and get the answer.
 
-Each is installed into a folder of its own, which is kept between runs. The command lines run without any network but
-the server; PD_CLUSTER_AGENT_CLIS names the folder of their programs (`npm install @openai/codex
-@anthropic-ai/claude-code`, then its node_modules/.bin).
+Each is installed into a separate folder, which is kept between runs. The command lines can reach only the server;
+PD_CLUSTER_AGENT_CLIS names the folder of their programs (`npm install @openai/codex @anthropic-ai/claude-code`, then
+its node_modules/.bin).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tests.support.agent_model import FLAGS, make_agent_model
 from tests.support.cluster import LiveCluster
 from tests.support.no_network import is_possible, run_without_network
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # two installations, and what they are for
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # includes two installations
 CLIENTS = Path(__file__).parents[1] / "clients"
 CLIS = os.environ.get("PD_CLUSTER_AGENT_CLIS", "")
 ANSWER = "The answer is seven."
-NOWHERE = "http://127.0.0.1:9"  # nobody listens
+NOWHERE = "http://127.0.0.1:9"  # no listener
 ONLY_HERE = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1"}
 Start = Callable[[str, dict[str, Any]], LiveCluster]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Returns `start(tool, arguments)`: a cluster whose model calls that tool, and answers after its first result."""
+    """Yields `start(tool, arguments)`, starting a cluster whose model calls the tool and answers with its result."""
     running: dict[str, LiveCluster] = {}
 
     def make(tool: str, arguments: dict[str, Any]) -> LiveCluster:
@@ -57,7 +57,7 @@ def adds(start: Start) -> LiveCluster:
 
 
 def installed(request: pytest.FixtureRequest, name: str, files: Sequence[str], commands: Sequence[list[str]]) -> Path:
-    """Returns a folder where the commands have run, once for each content of the files. Skips where they cannot."""
+    """Returns a folder in which the commands have run once per content of the files; skips the test if they fail."""
     cache = request.config.cache
     assert cache is not None
     folder = cache.mkdir("clients") / name
@@ -106,7 +106,7 @@ def test_llama_index(request: pytest.FixtureRequest, adds: LiveCluster) -> None:
     seen = found_by([python_of(request, "llama-index"), CLIENTS / "ask_llama_index.py", adds.url], CLIENTS)
     assert seen["agent"] == ANSWER
     assert seen["streamed"] == seen["chat"]
-    assert seen["chat"].startswith("<tool_call>")  # no tools, so it is text
+    assert seen["chat"].startswith("<tool_call>")  # without tools it is text
     assert seen["completion"] == seen["chat"][:5]
     assert seen["vectors"] == [128, 128]
     adds.assert_home()
@@ -134,7 +134,7 @@ def test_the_lock_file_names_no_host() -> None:
 
 
 def cli(name: str, arguments: list[str], cluster: LiveCluster, env: dict[str, str], folder: Path) -> str:
-    """Returns what it wrote; everything but the cluster is out of its reach."""
+    """Runs a command line that can reach only the cluster; returns its output."""
     if not CLIS:
         pytest.skip("PD_CLUSTER_AGENT_CLIS names no folder of agents' programs")
     if not is_possible():
@@ -147,7 +147,7 @@ def cli(name: str, arguments: list[str], cluster: LiveCluster, env: dict[str, st
 
 
 def test_codex(start: Start, tmp_path: Path) -> None:
-    """Speaks /v1/responses, with a namespace of tools among others."""
+    """Codex uses /v1/responses, with a namespace of tools among others."""
     cluster = start("exec_command", {"cmd": "echo seven > said"})
     (tmp_path / "config.toml").write_text(
         f"""model = "tiny"
@@ -168,7 +168,7 @@ request_max_retries = 0
 
 
 def test_claude_code(start: Start, tmp_path: Path) -> None:
-    """Speaks /v1/messages, streamed, with manuals of tools of some 19,000 characters."""
+    """Claude Code uses streamed /v1/messages, with tool descriptions of some 19,000 characters."""
     cluster = start("Bash", {"command": "echo seven", "description": "Says seven"})
     env = {
         "ANTHROPIC_BASE_URL": cluster.url,

@@ -80,19 +80,19 @@ class Pet(pydantic.BaseModel, extra="forbid"):
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(langchain: Any, server: dict[str, Any], with_tools: Any, method: str) -> None:
-    """By a form, or by one tool, which must be called."""
+    """Structured output works by response_format, and by a required tool call."""
     chat = langchain.ChatOpenAI(**server, temperature=0, max_tokens=120) if method == "json_schema" else with_tools
     assert isinstance(chat.with_structured_output(Pet, method=method).invoke("hello"), Pet)
 
 
 def get_weather(city: str, days: int = 1) -> str:
     """Tells the weather."""
-    raise NotImplementedError  # only its signature is sent
+    raise NotImplementedError  # LangChain sends only the signature
 
 
 @pytest.fixture
 def with_tools(langchain: Any, scripted: LiveCluster) -> Any:
-    """Chat at the cluster whose model calls tools."""
+    """Returns a chat model for the cluster whose model calls tools."""
     fields = {"model": "tiny", "base_url": f"{scripted.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
     return langchain.ChatOpenAI(**fields, temperature=0, max_tokens=200)
 

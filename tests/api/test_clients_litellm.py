@@ -43,7 +43,7 @@ def test_a_completion(litellm: Any, server: dict[str, Any], expected: str, prefi
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
     usage = answer.usage
-    assert usage.prompt_tokens == len("<|user|>hello<|assistant|>")  # a byte a token
+    assert usage.prompt_tokens == len("<|user|>hello<|assistant|>")  # one token per byte
     assert usage.completion_tokens == 12
     assert usage.total_tokens == usage.prompt_tokens + 12
 
@@ -99,7 +99,7 @@ def test_errors_are_mapped(litellm: Any, server: dict[str, Any], prefix: str, st
 
 
 def test_too_long_a_prompt_can_fall_back_to_a_larger_model(litellm: Any, server: dict[str, Any]) -> None:
-    """LiteLLM tells such errors by their words; its `context_window_fallbacks` hang on them."""
+    """LiteLLM recognizes such errors by their text, on which its `context_window_fallbacks` depend."""
     messages = [{"role": "user", "content": "x" * MAX_MODEL_LEN}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(model="openai/tiny", messages=messages, **server)

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness, unmodified, as its users run it: its numbers are those of the model behind the cluster.
+"""Unmodified lm-evaluation-harness gives the numbers of the cluster's model.
 
-Multiple choice asks for the logprobs of given continuations: prompts of token ids, several in a request, with `echo`
-and `logprobs`. generate_until asks for text. Both must be what transformers computes from the same checkpoint.
+Multiple-choice tasks request logprobs of given continuations: token id prompts, several per request, with `echo` and
+`logprobs`. generate_until requests text. Both must equal transformers' results for the same checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Samples = dict[str, dict[str, list[dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def samples(cluster: LiveCluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """batch size -> task -> what the harness noted of each question."""
+    """Returns batch size -> task -> the harness's records of each question."""
     folder = tmp_path_factory.mktemp("lm_eval")
     data = folder / "questions.json"
     data.write_text("\n".join(json.dumps({"question": each, "choices": CHOICES}) for each in QUESTIONS))
@@ -96,7 +96,7 @@ def test_loglikelihoods_are_those_of_transformers(samples: Samples, model: Path,
 def test_texts_and_chats_are_those_of_transformers(
     samples: Samples, model: Path, tokenizer: Tokenizer, cluster: LiveCluster
 ) -> None:
-    """For chats the harness sends messages; the server's template makes the prompt."""
+    """Texts and chats equal transformers'; for chats the harness sends messages, which the server renders."""
     for question, sample in zip(QUESTIONS, samples[BATCH_SIZE]["local_text"], strict=True):
         tokens = reference_greedy(model, tokenizer.encode(prompt_of(question)), MAX_NEW_TOKENS)
         assert sample["resps"] == [[tokenizer.decode(tokens).partition("\n\n")[0]]]
@@ -112,7 +112,7 @@ def prompt_of(question: str) -> str:
 
 
 def loglikelihood(model: Path, tokenizer: Tokenizer, question: str, choice: str) -> tuple[float, bool]:
-    """Returns the loglikelihood of the choice's tokens after the question, and whether each is the likeliest one."""
+    """Returns the log-likelihood of the choice's tokens after the question, and whether each token is the likeliest."""
     context = tokenizer.encode(prompt_of(question))
     answer = tokenizer.encode(f" {choice}")
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The Python of docs/clients.md runs as it stands there; tests/cluster/test_guided.py runs the client with tools."""
+"""The Python code of docs/clients.md runs unchanged; tests/cluster/test_guided.py runs the client with tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole cluster whose scheduler has few descriptors, attacked from outside; its answers meanwhile."""
+"""A cluster whose scheduler has few descriptors keeps answering during attacks from outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITED = (
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 SENT_NBYTES = 16 << 20
-TAKEN_NBYTES = 8 << 20  # more than what lies in both systems' buffers, less than was sent
+TAKEN_NBYTES = 8 << 20  # more than both systems' buffers hold, less than was sent
 
 
 class Poor(LiveCluster):
@@ -57,7 +57,7 @@ def crowd(cluster: LiveCluster, count: int, sent: bytes, port_offset: int = 0) -
 
 
 def assert_answers(cluster: LiveCluster) -> None:
-    """Asserts answers on new connections."""
+    """Asserts that new connections get answers."""
     for url in (f"{cluster.url}/health", f"{cluster.url}/ping", f"{cluster.admin_url}/instances"):
         assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
 
@@ -73,7 +73,7 @@ def test_more_connections_than_descriptors(poor: LiveCluster, sent: bytes, is_ad
 
 
 def test_more_requests_than_descriptors(poor: LiveCluster) -> None:
-    """Their bodies never come; new requests are served or get a time to retry, and probes are answered."""
+    """With many requests whose bodies never arrive, new ones are served or told when to retry; probes are answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     with crowd(poor, NUM_DESCRIPTORS, head):
         assert_answers(poor)
@@ -85,7 +85,7 @@ def test_more_requests_than_descriptors(poor: LiveCluster) -> None:
 
 @pytest.mark.parametrize("sent", [b"X: ", b"X: 1\r\n" * 1000], ids=["one header", "many headers"])
 def test_heads_without_end(poor: LiveCluster, sent: bytes) -> None:
-    """Each connection ends long before it has sent what it wants to."""
+    """Each connection is closed long before it has sent its endless head."""
     with crowd(poor, 4, b"GET /health HTTP/1.1\r\nHost: x\r\n" + sent) as clients:
         for client in clients:
             num_sent = 0

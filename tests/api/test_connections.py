@@ -1,4 +1,4 @@
-"""A cluster with keys, CORS and a root path in front of two API processes, asked over real connections."""
+"""A cluster with keys, CORS and a root path, and two API processes, over real connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cluster import LiveCluster, children_of
 FIRST, SECOND = KEYS.values()
 RIGHT = {"Authorization": f"Bearer {SECOND}"}
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
-NUM_TRIES = 8  # new connections: both processes get some
+NUM_TRIES = 8  # enough new connections for both processes
 
 
 def each_process(path: str, headers: dict[str, str], url: str) -> Iterator[httpx.Response]:
@@ -55,12 +55,12 @@ def cached(guarded: LiveCluster, key: str, prompt: list[int], **fields: object) 
 
 
 def test_cached_prompts_of_one_key_are_nothing_to_another(guarded: LiveCluster) -> None:
-    """Neither process lets one key find out by counts or times what another asked: nothing is found."""
+    """In neither process can one key learn from counts or times what another key requested."""
     secret = [(17 * at) % 239 for at in range(100)]
     assert cached(guarded, FIRST, secret) == 0
     assert [cached(guarded, FIRST, secret) for _ in range(NUM_TRIES)] == [96] * NUM_TRIES
     guesses = [secret, secret[:50], [*secret[:50], 1]]
-    assert [cached(guarded, SECOND, guess) for guess in guesses] == [0, 48, 48], "the second key finds its own alone"
+    assert [cached(guarded, SECOND, guess) for guess in guesses] == [0, 48, 48], "the second key finds only its own"
     assert cached(guarded, FIRST, secret, cache_salt="mine") == 0
 
 
@@ -92,7 +92,7 @@ def test_raw_requests_that_try_to_get_around_it(guarded: LiveCluster) -> None:
 
 
 def raw(guarded: LiveCluster, line: str, *headers: str) -> bytes:
-    """The answer's first bytes, up to the end of its headers."""
+    """Returns the answer's bytes up to the end of its headers."""
     port = httpx.URL(guarded.url).port
     assert port is not None
     lines = [line, "Host: 127.0.0.1", *headers, "", ""]
@@ -130,7 +130,7 @@ def test_a_page_of_another_origin(guarded: LiveCluster) -> None:
 
 
 def test_keys_are_written_nowhere(guarded: LiveCluster) -> None:
-    """Neither into a log nor to the processes that the scheduler starts."""
+    """Keys appear neither in logs nor in the processes that the scheduler starts."""
     for name in guarded.members:
         log = guarded.log_file(name).read_text(errors="replace")
         assert "sk-" not in log

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank: OpenAI's client, and transformers' hidden states as the reference."""
+"""/v1/embeddings, /score and /rerank with OpenAI's client, against transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def post(cluster: LiveCluster, path: str, body: Any) -> Any:
 
 
 def test_texts_by_openai_s_client(client: openai.OpenAI, model: Path, tokenizer: Tokenizer) -> None:
-    """Which asks for base64 by itself."""
+    """OpenAI's client requests base64 by default."""
     answer = client.embeddings.create(model=str(model), input=TEXTS)
     assert [each.index for each in answer.data] == [0, 1, 2]
     ids = [tokenizer.encode(text) for text in TEXTS]
@@ -61,8 +61,8 @@ def test_one_input_alone_is_the_same_to_the_bit(cluster: LiveCluster) -> None:
 
 
 def test_nothing_is_decoded_and_nothing_stays(cluster: LiveCluster) -> None:
-    """The prefill instance does it all: no KV cache moves."""
-    cluster.assert_home()  # earlier tests' KV cache may still be on its way
+    """Only the prefill instance works; no KV cache is sent, and nothing stays held."""
+    cluster.assert_home()  # earlier tests' KV cache may still be in transit
     before = cluster.instance("decode-0")
     errors = in_parallel([lambda: post(cluster, "/v1/embeddings", {"input": IDS}).json()["data"]] * 8, concurrency=8)
     assert not errors, errors[0]

@@ -1,4 +1,4 @@
-"""Files and batches over two API processes and two tenants: OpenAI's client, as its documentation uses it."""
+"""Files and batches over two API processes and two tenants, with OpenAI's client as in its documentation."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_files_are_their_owners_alone(one: openai.OpenAI, two: openai.OpenAI) ->
 
 def test_files_are_listed_read_and_removed(one: openai.OpenAI) -> None:
     made = [upload(one, b"x" * at) for at in range(1, 4)]
-    listed = [file.id for file in one.files.list(purpose="batch", limit=2, order="desc")]  # reads on by itself
+    listed = [file.id for file in one.files.list(purpose="batch", limit=2, order="desc")]  # the client loads all pages
     assert [each for each in listed if each in made] == made[::-1]
     assert one.files.content(made[2]).content == b"xxx"
     assert one.files.retrieve(made[1]).bytes == 2

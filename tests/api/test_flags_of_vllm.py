@@ -1,4 +1,4 @@
-"""vLLM's flags over real processes: a YAML file of them, and a cluster that is served at a Unix socket."""
+"""vLLM's flags with real processes: a YAML file of flags, and a cluster served at a Unix socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOGS = {
     "formatters": {"own": {"format": "OWN %(process)d %(levelname)s %(message)s"}},
     "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
 }
-SELDOM = ["--heartbeat-interval=15", "--dead-after=60"]  # so that only what is sent besides shows changes in time
+SELDOM = ["--heartbeat-interval=15", "--dead-after=60"]  # so rare that heartbeats alone would show changes too late
 PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 
 
@@ -143,7 +143,7 @@ def test_gauges_do_not_wait_for_heartbeats(served: LiveCluster) -> None:
     def num_cached() -> float:
         return told(served)["pd_cluster:num_cached_blocks", "decode-0"]
 
-    for first in (37, 41):  # a heartbeat may show one of them, but not both
+    for first in (37, 41):  # a heartbeat may coincide with one change, but not with both
         before = num_cached()
         post(served, "/v1/completions", **{**PROMPT, "prompt": [first] * 128})
         served.wait_until("the gauge shows the prompt's blocks", lambda least=before + 8: num_cached() >= least, 12)
@@ -159,7 +159,7 @@ def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:
 def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: LiveCluster) -> None:
     taken = served.folder / "api.sock"
     other = LiveCluster(tmp_path, model, arguments=FLAGS, member_arguments={"scheduler": [f"--uds={taken}"]})
-    other.members = {member.name: member for member in other.plan() if member.is_scheduler}  # no workers
+    other.members = {member.name: member for member in other.plan() if member.is_scheduler}  # without workers
     try:
         other.start_member("scheduler")
         assert other.await_exit("scheduler") == 1

@@ -1,4 +1,4 @@
-"""Whose sampling defaults a request gets: the model folder's, none, another folder's, and what overrides them."""
+"""The source of a request's sampling defaults (the model folder, none, another folder), and overrides."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetit
 
 @pytest.fixture(scope="module")
 def greedy(model: Path) -> list[int]:
-    """The reference's answer, which no default changes."""
+    """Returns the reference's answer without any defaults."""
     return reference_greedy(model, Tokenizer(model).encode(PROMPT), NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def ending(greedy: list[int]) -> int:
-    """A token in the middle of that answer, to end it."""
+    """Returns a token in the middle of that answer, used to end it."""
     return next(token for at, token in enumerate(greedy) if at > 3 and token not in greedy[:at])
 
 
 @pytest.fixture(scope="module")
 def opinionated(model: Path, ending: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model; its folder has defaults of its own, and one more token that ends answers."""
+    """Returns the same model with sampling defaults and one more end token in its folder."""
     folder = tmp_path_factory.mktemp("opinionated") / "model"
     shutil.copytree(model, folder)
     (folder / "generation_config.json").write_text(json.dumps({**OWN, "eos_token_id": [EOS_ID, ending]}))
@@ -49,9 +49,9 @@ def opinionated(model: Path, ending: int, tmp_path_factory: pytest.TempPathFacto
 
 
 class Urls(NamedTuple):
-    """Schedulers that take their defaults from different places, before the same workers."""
+    """URLs of schedulers with different sources of defaults, over the same workers."""
 
-    overridden: str  # greedy comes from another folder, the cap from the override; the penalty of neither
+    overridden: str  # greedy from another folder, the cap from the override; no penalty
     automatic: str
     neutral: str
 
@@ -66,7 +66,7 @@ def cluster(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "scheduler-1": ["--generation-config=auto"],
         "scheduler-2": ["--generation-config=vllm", "--require-model", "--enable-per-request-metrics"],
     }
-    flags = [*FLAGS, f"--generation-config={other}"]  # of the workers, too
+    flags = [*FLAGS, f"--generation-config={other}"]  # also for the workers
     folder = tmp_path_factory.mktemp("defaults")
     with LiveCluster(folder, opinionated, 1, 1, flags, member_arguments=own, num_schedulers=len(own)) as running:
         for url in running.launch.urls:
@@ -165,7 +165,7 @@ def test_llm_names_the_argument_that_is_wrong(opinionated: Path) -> None:
 
 
 def test_metrics_in_every_answer(urls: Urls) -> None:
-    """With --enable-per-request-metrics, unless a request wants none; elsewhere only if it wants some."""
+    """With --enable-per-request-metrics, answers have metrics unless a request opts out; otherwise only on request."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
     for url, more, has in (
         (urls.neutral, {}, True),

@@ -1,4 +1,4 @@
-"""Guided outputs over HTTP, across a real prefill and decode process: every spelling, streams, hostile guides."""
+"""Guided outputs over HTTP with real prefill and decode processes: every request form, streams, hostile guides."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> htt
 
 
 def texts(answer: httpx.Response) -> list[str]:
-    """Returns the texts of the choices, each of which must have ended."""
+    """Returns the choices' texts; asserts that each choice has ended."""
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}, choices
@@ -81,7 +81,7 @@ def test_the_other_kinds(cluster: LiveCluster, route: str, temperature: float) -
     assert texts(post(cluster, route, guided_grammar=grammar, **fields))[0] in ("SELECT a FROM t", "SELECT b FROM t")
     lark = '?start: "SELECT " COL\nCOL: "a" | "b"'
     assert texts(post(cluster, route, structured_outputs={"grammar": lark}, **fields))[0] in ("SELECT a", "SELECT b")
-    bias = {"34": 20, "125": 100}  # for the tokens of these bytes: it closes what it opens
+    bias = {"34": 20, "125": 100}  # prefers quotes and braces, so that the model closes what it opens
     answer = post(cluster, route, response_format={"type": "json_object"}, logit_bias=bias, **fields)
     (choice,) = answer.json()["choices"]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -122,7 +122,7 @@ def test_a_stream_is_the_same(cluster: LiveCluster, route: str) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path) -> None:
-    """Prefill chooses token one, decode the rest; one engine does it all by itself."""
+    """Prefill chooses token one and decode the rest, with the same result as a single engine."""
     core = make_core(model, num_blocks=200)
     prompt = Tokenizer(model).encode(PROMPT)
     schema = json.dumps(SCHEMA, separators=(",", ":"))
@@ -191,6 +191,6 @@ def test_a_canary_streams_on_while_hostile_guides_are_cut_off(cluster: LiveClust
 
 
 def num_guide_children(cluster: LiveCluster) -> int:
-    """Templates and pictures have children, too."""
+    """Counts guide-checking children only, because templates and pictures also have children."""
     pids = children_of(cluster.processes["scheduler"].pid)
     return sum(b"guide_child" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)

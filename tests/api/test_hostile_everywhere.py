@@ -1,7 +1,7 @@
-"""Every route of every port, from the apps' own lists, with hostile bodies and queries, while a canary streams on.
+"""Sends hostile bodies and queries to every route of every port, from the apps' lists, during a repeated stream.
 
-A route that is not in the table below fails the first test: it needs a good body, from which the hostile ones are made.
-No answer is a server's fault or late, and a refusal has the shape of errors, on one line.
+A route that is missing in the table below fails the first test, because hostile bodies are derived from a valid one.
+No answer may be a 5xx fault or late, and refusals must be well-formed errors on one line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.support.public_port import make_app
 Port = Literal["public", "plain", "admin"]
 DEADLINE_S = 20.0
 UNREAD_NBYTES = 1 << 20
-NOBODY = "nobody"  # a name or id that no instance, request or response has
+NOBODY = "nobody"  # a name or id that does not exist
 BAD_QUERY = "mode=%00&level=1e999&tags=%ff&wait_for_inflight_requests=maybe&limit=-1&include=%22&x=" + "x" * 3000
 SAID = [{"role": "user", "content": "a"}]
 TEXTS = {"input": ["a", "b"], "query": "a", "documents": ["b"], "text_1": "a", "text_2": "b"}
@@ -54,7 +54,7 @@ WRONG: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Good:
-    """A body that a route may get. `keeps`: hostile bodies that would be good commands, by their names."""
+    """A valid body for a route. `keeps`: names of hostile bodies that would be valid commands, and are skipped."""
 
     body: dict[str, Any] = field(default_factory=dict)
     query: str = ""
@@ -75,7 +75,7 @@ def _rerank() -> Good:
 
 DERENDER = {"choices": [{"index": 0, "token_ids": [5], "finish_reason": "length"}]}
 NONE = Good()
-COMMAND = Good(query=BAD_QUERY)  # acts on the whole cluster and reads no body: only a wrong query is refused
+COMMAND = Good(query=BAD_QUERY)  # acts on the whole cluster and reads no body, so only wrong queries are sent
 SESSION = Good({"code": "x"})
 DATA, TEXT = "/dashboard/api", "/v1/completions"
 CHANGES: dict[tuple[Port, str, str], Good] = {
@@ -151,16 +151,16 @@ for _name in ("", *(f"/{{name}}/{command}" for command in ("drain", "undrain", "
 
 
 def routes_of(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Yields method and path of each route, those of included routers too."""
+    """Yields each route's method and path, including those of included routers."""
     for route in app.router.routes:
         within = route.effective_route_contexts() if hasattr(route, "effective_route_contexts") else [route]
         for each in within:
-            for method in getattr(each, "methods", None) or ():  # a mount has files
+            for method in getattr(each, "methods", None) or ():  # mounts (files) have no methods
                 yield method, each.path
 
 
 def all_routes(folder: Path) -> set[tuple[Port, str, str]]:
-    """Returns the routes of all ports, with every option that adds some."""
+    """Returns the routes of all ports, with every option that adds routes."""
     world = ElasticWorld()
     stats = RequestStats(lambda: 0.0)
     overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
@@ -231,11 +231,11 @@ def hostile_bodies(good: Good) -> Iterator[tuple[str, bytes]]:
         yield f"again {name}", with_more(text, f'"{name}": null, "{name}": {json.dumps(good.body[name])}'.encode())
 
 
-# ---- asking
+# ---- sending
 
 
 class Asker:
-    """One client per port; the admin's has the token and a dashboard's session."""
+    """Clients for all ports; the admin port's has the token and a dashboard session."""
 
     def __init__(self, urls: dict[Port, str], token: str) -> None:
         self._clients = {port: httpx.Client(base_url=url, timeout=60, trust_env=False) for port, url in urls.items()}
@@ -267,17 +267,17 @@ class Asker:
         return self._clients[port].request(method, target, content=content, headers=headers)
 
     def judge(self, route: tuple[Port, str, str], what: str, query: str, content: bytes) -> str:
-        """Returns what is wrong with the answer; "" for nothing."""
+        """Sends a request; returns what is wrong with the answer, or ""."""
         began_s = time.monotonic()
         try:
             answer = self.ask(route, query, content)
-        except httpx.NetworkError as error:  # cut off while it sent a body that nobody reads
+        except httpx.NetworkError as error:  # disconnected while sending a body that is not read
             return "" if len(content) >= UNREAD_NBYTES else f"{route} {what}: {error!r}"
         took_s = time.monotonic() - began_s
         told = f"{route} {what}: {answer.status_code} after {took_s:.1f} s: {answer.text[:300]}"
         if (answer.status_code >= 500 and answer.status_code != 503) or took_s > DEADLINE_S:
             return told
-        has_shape = route[1] != "HEAD" and not (route[2].startswith("/dashboard/{"))  # files have none
+        has_shape = route[1] != "HEAD" and not (route[2].startswith("/dashboard/{"))  # files have no such errors
         if answer.status_code < 400 or not has_shape:
             return ""
         try:
@@ -326,7 +326,7 @@ def test_hostile_bodies_everywhere(open_wide: LiveCluster, tmp_path: Path) -> No
     cluster, routes = open_wide, all_routes(tmp_path)
     token = (cluster.folder / ADMIN_TOKEN_FILE).read_text().strip()
     with nothing_left(cluster), Asker({"public": cluster.url, "admin": cluster.admin_url}, token) as asker:
-        for route, good in CHANGES.items():  # they are all there, and their good bodies are understood
+        for route, good in CHANGES.items():  # all routes exist and accept their valid bodies
             if route[0] != "plain":
                 answer = asker.ask(route, good.query, json.dumps(good.body).encode())
                 assert '"unknown_url"' not in answer.text, (route, answer.text)

@@ -1,6 +1,6 @@
-"""Hostile requests at a server's port, over real sockets: endless heads, trailers and framing, and smuggled ones.
+"""Hostile requests at a server's port over real sockets: endless heads, trailers, framing, and request smuggling.
 
-Each client sends a bounded number of bytes and looks at what the server holds and answers then.
+Each client sends a bounded number of bytes, then checks the server's memory and answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 async def test_an_endless_head_is_cut_off(name: str) -> None:
-    """A client sends a MiB; the server takes 64 KiB and answers. No route hears of it."""
+    """Of a MiB of head, the server reads 64 KiB and answers; no route is called."""
     async with serving() as at:
         client = await at.connect()
         await client.send(ENDLESS[name])
         for _ in range(64):
             await client.send(b"a" * 16 * KIB)
         answer = await client.answer()
-        assert status(answer) in (431, 0)  # 0: reset, as more was sent than anybody reads
+        assert status(answer) in (431, 0)  # 0: reset, because unread bytes were left
         assert await client.is_closed()
         assert at.app.num_heard == 0
         client.close()
@@ -52,7 +52,7 @@ async def test_a_head_just_within_the_limits_is_served() -> None:
 
 
 async def test_each_request_of_a_connection_has_a_head_of_its_own() -> None:
-    """Three large ones after each other, behind each other, and cut anywhere."""
+    """Sends three large heads one after the other, pipelined, and split anywhere; each is limited separately."""
     async with serving() as at:
         large = GET + b"X: " + b"a" * 40 * KIB + b"\r\n\r\n"
         body = POST + b"Content-Length: 70000\r\n\r\n" + b"b" * 70000
@@ -86,7 +86,7 @@ async def test_heads_and_bodies_may_be_cut_anywhere(size: int) -> None:
 
 
 async def test_thousands_of_requests_behind_each_other_wait_their_turn() -> None:
-    """One that is not answered yet holds back those behind it, unparsed."""
+    """An unanswered request holds back the pipelined requests after it, unparsed."""
     async with serving() as at:
         client = await at.connect()
         await client.send(HELD + (GET + b"\r\n") * 5000)
@@ -142,7 +142,7 @@ async def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pyte
 
 
 async def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client may still send as much as a body may have, so that it gets to read the answer."""
+    """The client may still send up to a body's limit, so that it can read the answer."""
     monkeypatch.setattr(http_protocol, "MAX_BODY_NBYTES", 256 * KIB)
     async with serving() as at:
         client = await at.connect()
@@ -156,7 +156,7 @@ async def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeyp
         client.close()
 
 
-# ---- what two servers could read differently
+# ---- requests that two servers could parse differently
 
 
 SMUGGLED = {
@@ -182,7 +182,7 @@ SMUGGLED = {
 
 @pytest.mark.parametrize("name", SMUGGLED)
 async def test_what_two_servers_could_read_differently(name: str) -> None:
-    """Refused with a closed connection, so nothing behind it is read as a request."""
+    """Such a request is refused and the connection closed, so that nothing after it is parsed as a request."""
     async with serving() as at:
         client = await at.connect()
         await client.send(SMUGGLED[name] + GET + b"\r\n")
@@ -195,7 +195,7 @@ async def test_what_two_servers_could_read_differently(name: str) -> None:
 
 
 async def test_a_body_behind_a_wish_to_upgrade_is_a_body() -> None:
-    """Java's client wishes for HTTP/2 with every request; the parser alone would read the body as a request."""
+    """Java's client offers an upgrade to HTTP/2 with every request; its body must not be parsed as another request."""
     async with serving() as at:
         wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
         body = GET + b"\r\n"

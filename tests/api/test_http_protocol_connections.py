@@ -1,6 +1,6 @@
-"""Clients that take their time at a server's port, and crowds of them, over real sockets.
+"""Slow clients, and many of them, at a server's port over real sockets.
 
-Deadlines are shortened, and only end what would otherwise never end.
+Tests shorten deadlines, and use them only to end what would otherwise never end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_SPARE = ConnectionLimits().spare
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET, b"\r\n"], ids=["nothing", "half", "a second", "crlf"])
 async def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """A slow head with steady progress has one, too."""
+    """Also applies to a slow head with steady progress."""
     monkeypatch.setattr(connection_limiter, "HEAD_TIMEOUT_S", 0.3)
     async with serving() as at:
         client = await at.connect()
@@ -55,7 +55,7 @@ async def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch, path: byte
 
 
 async def test_a_client_that_takes_long_to_answer_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines are for what the client sends, not for what the server does."""
+    """Deadlines limit the client's sending, not the server's computing."""
     monkeypatch.setattr(connection_limiter, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(connection_limiter, "BODY_TIMEOUT_S", 0.1)
     async with serving() as at:
@@ -125,7 +125,7 @@ async def test_one_address_does_not_take_the_others_places() -> None:
 
 
 async def test_an_upload_has_time_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other bodies do not, and neither has an upload that stands still."""
+    """An upload may take longer while bytes arrive; other bodies, and stalled uploads, may not."""
     monkeypatch.setattr(connection_limiter, "BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_protocol, "LEAST_NBYTES", 1000)
     async with serving(uploads={b"/up": 64 << 20}) as at:

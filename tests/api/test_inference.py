@@ -1,4 +1,4 @@
-"""Tokens in and out, rendered prompts, batches of chats and /invocations, against the routes that they stand for."""
+"""Tokens in and out, rendered prompts, batches of chats and /invocations, against the equivalent routes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_a_completion(cluster: LiveCluster) -> None:
 
 
 def test_tokens_fill_the_context_unless_max_tokens_is_given(cluster: LiveCluster) -> None:
-    """As in vLLM; each parameter means what it means in a completion."""
+    """As in vLLM, tokens fill the context unless max_tokens is given; parameters mean the same as in completions."""
     answer = right(post(cluster, "/inference/v1/generate", token_ids=[7] * 240, sampling_params=GREEDY))
     assert answer["usage"]["completion_tokens"] == 16
     drawn = {"temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
@@ -111,7 +111,7 @@ def test_a_rendered_completion_is_answered_as_it_is(cluster: LiveCluster) -> Non
 
 
 def test_a_guide_that_has_no_form_is_not_rendered(scripted: LiveCluster) -> None:
-    """Behind reasoning, a guide constrains only what follows it."""
+    """With reasoning, a guide constrains only the text after it, which has no rendered form."""
     body = {"messages": HELLO, "response_format": {"type": "json_object"}}
     status, param, message = error_of(post(scripted, "/v1/chat/completions/render", **body))
     assert (status, param) == (400, "tools")
@@ -141,7 +141,7 @@ def test_a_batch_answers_each_conversation(cluster: LiveCluster) -> None:
 def test_an_answer_tells_its_times(
     cluster: LiveCluster, path: str, prompt: dict[str, Any], room: dict[str, Any]
 ) -> None:
-    """Whole or streamed; they fit together and into the time that the request took."""
+    """Whole and streamed answers have times that are consistent with each other and with the request's duration."""
     body = {**prompt, **room, "include_metrics": True, **({} if "inference" in path else GREEDY)}
     started_s = time.monotonic()
     found = [
@@ -168,7 +168,7 @@ def test_an_answer_tells_its_times(
 def test_a_handle_leads_to_the_cache_of_its_prompt(
     cluster: LiveCluster, path: str, prompt: dict[str, Any], of_answer: dict[str, Any]
 ) -> None:
-    """As a router does that splits requests itself: one has the prompt computed, the other generates."""
+    """As with a router that splits requests: one request computes the prompt, another uses its handle to generate."""
     greedy = {} if "inference" in path else {"temperature": 0}
     first = {"sampling_params": {"max_tokens": 1, "temperature": 0}} if "inference" in path else {"max_tokens": 1}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}

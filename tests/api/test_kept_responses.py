@@ -1,4 +1,4 @@
-"""Responses that are kept, over two API processes and two tenants: OpenAI's client, unmodified."""
+"""Stored responses over two API processes and two tenants, with OpenAI's unmodified client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.cluster import LiveCluster
 from tests.support.kept import ids_in
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
-NUM_TRIES = 6  # each over a new connection: both processes get some
+NUM_TRIES = 6  # enough new connections for both processes
 HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "temperature": 0}
 
 
@@ -57,7 +57,7 @@ def test_a_response_is_kept_and_found_by_every_process(guarded: LiveCluster, one
 
 
 def test_a_conversation_goes_on(guarded: LiveCluster, one: openai.OpenAI) -> None:
-    """The second response has the prompt of the whole conversation; instructions are not carried over."""
+    """The second response's prompt has the whole conversation, without the first one's instructions."""
     first = one.responses.create(**HELLO, instructions="s")
     items: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     second = one.responses.create(**{**HELLO, "input": items}, previous_response_id=first.id)
@@ -74,7 +74,7 @@ def test_a_conversation_goes_on(guarded: LiveCluster, one: openai.OpenAI) -> Non
     assert third.usage is not None
     assert third.usage.input_tokens == count
     assert third.previous_response_id == second.id
-    one.responses.delete(first.id)  # later responses have what they need
+    one.responses.delete(first.id)  # later responses do not need the deleted one
     assert one.responses.create(**HELLO, previous_response_id=second.id).usage is not None
     alone = {name: value for name, value in HELLO.items() if name != "input"}
     usage = one.responses.create(**alone, previous_response_id=second.id).usage
@@ -114,14 +114,14 @@ def test_a_refused_request_and_a_client_that_leaves_keep_nothing(guarded: LiveCl
     with pytest.raises(openai.BadRequestError):
         one.responses.create(**{**HELLO, "max_output_tokens": 0})
     long: Any = {**HELLO, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}, "stream": True}
-    for _ in range(10):  # an answer may have ended before its client left
+    for _ in range(10):  # an answer may end before its client leaves
         with one.responses.create(**long) as stream:
             next(iter(stream))
         guarded.assert_home()
         if kept_ids(guarded) == before:
             return
         before = kept_ids(guarded)
-    raise AssertionError("ten answers were kept whose clients had left")
+    raise AssertionError("all ten answers were stored although their clients had left")
 
 
 def test_made_up_ids_and_lists_that_are_none(guarded: LiveCluster, one: openai.OpenAI) -> None:

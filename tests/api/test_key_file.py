@@ -1,4 +1,4 @@
-"""Keys of a file before two API processes: OpenAI's client at its limits, what comes back, and a file read again."""
+"""API keys from a file with two API processes: OpenAI's client at its limits, refunds, and reloading the file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.cluster import LiveCluster, children_of
 SALT = "5a" * 32
 METRICS_KEY = "mk-0123456789"
 FLAG_KEY = "sk-from-the-flag"
-NUM_TRIES = 6  # new connections: both processes get some
-A_MINUTE = 1200  # tokens: twenty come back each second
+NUM_TRIES = 6  # enough new connections for both processes
+A_MINUTE = 1200  # tokens per minute; twenty return each second
 LONG = {"max_tokens": 240, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -58,7 +58,7 @@ class Keyed(LiveCluster):
         write_key_file(self.file, KeyFile(SALT, keys))
 
     def hang_up(self, said: str) -> None:
-        """SIGHUP, until a new line of the scheduler's log has this in it."""
+        """Sends SIGHUP until a new line of the scheduler's log contains `said`."""
         num_before = self.log_file("scheduler").read_text().count(said)
         self.processes["scheduler"].send_signal(signal.SIGHUP)
         log = self.log_file("scheduler")
@@ -91,7 +91,7 @@ def headers_of(name: str) -> dict[str, str]:
 
 
 def tokenized(keyed: Keyed, name: str) -> httpx.Response:
-    """A request that counts, without tokens; over a connection of its own."""
+    """Sends a request that counts but uses no tokens, over a new connection."""
     body = {"prompt": "a"}
     return httpx.post(f"{keyed.url}/tokenize", json=body, headers=headers_of(name), trust_env=False, timeout=60)
 
@@ -123,7 +123,7 @@ def test_openais_client_at_its_limit_of_requests(keyed: Keyed) -> None:
 
 
 def prompts_of(num_tokens: int) -> list[list[int]]:
-    """Prompts that cost so many tokens, with one of answer for each."""
+    """Returns prompts that use `num_tokens` tokens in total, with one answer token each."""
     num_whole, rest = divmod(num_tokens, 241)
     return [[7] * 240] * num_whole + ([[7] * (rest - 1)] if rest > 1 else [])
 
@@ -131,7 +131,7 @@ def prompts_of(num_tokens: int) -> list[list[int]]:
 def test_openais_client_waits_as_long_as_it_is_told_and_is_let_in(keyed: Keyed) -> None:
     with client_of(keyed, "tokens") as client, client_of(keyed, "tokens", retries=3) as patient:
         wanted: Any = prompts_of(A_MINUTE)
-        for _ in range(50):  # a second may pass between two of them, and what is missing be there
+        for _ in range(50):  # a slow second between two requests may refill the bucket
             try:
                 client.completions.create(model="tiny", prompt=wanted, max_tokens=1)
             except openai.RateLimitError as error:
@@ -148,7 +148,7 @@ def test_openais_client_waits_as_long_as_it_is_told_and_is_let_in(keyed: Keyed) 
 def test_a_client_that_leaves_has_its_tokens_back(keyed: Keyed) -> None:
     body = {"model": "tiny", "prompt": [1] * 16, "max_tokens": 240, "n": 4, "ignore_eos": True, "stream": True}
     assert left(keyed, "left") == 1000
-    keyed.kill_rank("decode-0", signal.SIGSTOP)  # or the answer might end before its client leaves
+    keyed.kill_rank("decode-0", signal.SIGSTOP)  # otherwise the answer might end before its client leaves
     try:
         with httpx.stream(
             "POST", f"{keyed.url}/v1/completions", json=body, headers=headers_of("left"), trust_env=False, timeout=60
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_has_its_tokens_back(keyed: Keyed) -> None:
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PARAMS = {"sampling_params": GREEDY}
-ROUTES: dict[str, dict[str, Any]] = {  # what of an answer the adapter changes: not that of the others
+ROUTES: dict[str, dict[str, Any]] = {  # route -> fields of an answer that depend on the adapter
     "/v1/completions": {"prompt": "a", **GREEDY},
     "/v1/chat/completions": {**CHAT, **GREEDY},
     "/v1/chat/completions/batch": {"messages": [CHAT["messages"]] * 2, **GREEDY},
@@ -189,7 +189,7 @@ TELLING = re.compile(r'"(?:text|content|token_ids|embedding|score|relevance_scor
 
 @pytest.mark.parametrize("path", ROUTES | OTHER_ROUTES)
 def test_a_key_that_may_use_an_adapter_alone(keyed: Keyed, path: str) -> None:
-    """Another name, of the model, of an adapter or of nothing, is not found; and the adapter really answers."""
+    """Any other name, existing or not, is not found; and the adapter itself answers."""
 
     def ask(key: str, **naming: str) -> httpx.Response:
         body = {**(ROUTES | OTHER_ROUTES)[path], **naming}
@@ -205,7 +205,7 @@ def test_a_key_that_may_use_an_adapter_alone(keyed: Keyed, path: str) -> None:
         assert told["french"]
     refused = {name: ask("adapter", model=name) for name in ("tiny", "german", "nothing")}
     refused[""] = ask("adapter")
-    if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):  # these need a name
+    if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):  # these need a model name
         assert refused[""].status_code == 404
     for name in ("tiny", "german", "nothing"):
         assert refused[name].status_code == 404
@@ -227,7 +227,7 @@ def test_a_key_sees_its_adapters_alone(keyed: Keyed) -> None:
 
 
 def spend_all(keyed: Keyed) -> float:
-    """Returns when nothing was left to the key `shared`; one request comes back every six seconds."""
+    """Uses up the key `shared`; returns the time. One request returns every six seconds."""
     now_s = time.monotonic()
 
     def is_spent() -> bool:
@@ -240,7 +240,7 @@ def spend_all(keyed: Keyed) -> float:
 
 
 def num_left(keyed: Keyed) -> int:
-    """Asks once more, and returns how many may follow."""
+    """Sends one more request; returns how many may follow."""
     return int(tokenized(keyed, "shared").headers["x-ratelimit-remaining-requests"])
 
 
@@ -248,7 +248,7 @@ def test_two_processes_have_one_limit(keyed: Keyed) -> None:
     begun_s = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda _: tokenized(keyed, "shared").status_code, range(24)))
-    num_back = int((time.monotonic() - begun_s) / 6)  # one every six seconds
+    num_back = int((time.monotonic() - begun_s) / 6)  # one request every six seconds
     assert {*statuses} == {200, 429}
     assert 10 <= statuses.count(200) <= 10 + num_back
 
@@ -268,7 +268,7 @@ def test_a_file_that_is_read_again_disturbs_nothing(keyed: Keyed) -> None:
         keyed.wait_until("both processes have the new keys", is_swapped)
         assert sum(len(chunk.choices[0].text) > 0 for chunk in [first, *stream]) > 1
         assert following.completions.create(model="tiny", prompt="a", max_tokens=1).choices
-        assert num_left(keyed) <= (time.monotonic() - since_s) / 6, "what is left stays"
+        assert num_left(keyed) <= (time.monotonic() - since_s) / 6, "the remaining requests must stay"
         whole = json.loads(keyed.file.read_text())
         whole["keys"][0]["requests_per_minute"] = "many"
         keyed.file.write_text(json.dumps(whole))
@@ -281,7 +281,7 @@ def test_a_file_that_is_read_again_disturbs_nothing(keyed: Keyed) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_started_again_has_the_new_keys(keyed: Keyed) -> None:
-    """This holds after kill -9, too, with the file broken meanwhile."""
+    """Also after kill -9 while the file is broken."""
     scheduler = keyed.processes["scheduler"].pid
     since_s = spend_all(keyed)
     keyed.write(*KEYS[:-1], key_of("third"))
@@ -298,7 +298,7 @@ def test_a_process_that_is_started_again_has_the_new_keys(keyed: Keyed) -> None:
             return False
 
     keyed.wait_until("both are there again", is_back)
-    assert num_left(keyed) <= (time.monotonic() - since_s) / 6, "what is left stayed"
+    assert num_left(keyed) <= (time.monotonic() - since_s) / 6, "the remaining requests must have stayed"
 
 
 def test_tenants_are_counted_by_all_processes_together(keyed: Keyed) -> None:
@@ -334,6 +334,6 @@ def test_holders_of_keys_do_not_learn_how_busy_others_keep_the_cluster(keyed: Ke
     headers = {"Authorization": f"Bearer {FLAG_KEY}", "endpoint-load-metrics-format": "TEXT"}
     answer = keyed.client.post(f"{keyed.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
     assert (answer.status_code, "endpoint-load-metrics" in answer.headers) == (200, False)
-    for name in keyed.members:  # and keys are written nowhere
+    for name in keyed.members:  # keys must not be in any log
         log = keyed.log_file(name).read_text(errors="replace")
         assert not [each for each in ("pdc-", FLAG_KEY, SALT, *(key.digest for key in KEYS)) if each in log]

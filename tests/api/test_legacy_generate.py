@@ -103,7 +103,7 @@ def test_bad_requests(plain: LiveCluster, fields: dict[str, Any], param: str, st
 
 
 def test_beams(plain: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
-    """Whole, and as one stream's last frame; the text of each hypothesis behind the prompt."""
+    """Beams come whole, and as a stream's last frame; each hypothesis's text follows the prompt."""
     beams = Sampling(n=3, beam_width=4, max_tokens=8, temperature=0.0, ignore_eos=True)
     expected = [tokenizer.decode(each) for each in generate_beams(model, tokenizer.encode(PROMPT), beams)]
     fields = {"use_beam_search": True, "n": 3, "best_of": 4, "max_tokens": 8}

@@ -1,4 +1,4 @@
-"""Logprobs of answers and prompts, in a live cluster, against transformers' own."""
+"""Logprobs of answers and prompts against transformers'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 12
-EXACT = 2e-3  # float32 with another order of additions
+EXACT = 2e-3  # float32 with another order of summation
 
 
 def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> dic
 
 
 def reference(model: Path, token_ids: list[int]) -> torch.Tensor:
-    """Logprobs of the token after each of these, [num_tokens, vocab_size]."""
+    """Returns logprobs of the next token after each token, [num_tokens, vocab_size]."""
     with torch.inference_mode():
         logits = reference_model(model)(torch.tensor([token_ids])).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
@@ -37,7 +37,7 @@ def reference(model: Path, token_ids: list[int]) -> torch.Tensor:
 def test_logprobs_are_the_models(
     cluster: LiveCluster, model: Path, tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    """They are the model's own distribution, whatever the temperature; each token has the three likeliest."""
+    """Logprobs are the model's distribution at any temperature; each token has the three likeliest ones."""
     (choice,) = post(cluster, logprobs=3, return_tokens_as_token_ids=True, **fields)["choices"]
     prompt = tokenizer.encode(PROMPT)
     expected = reference(model, [*prompt, *choice["token_ids"]])[len(prompt) - 1 :]
@@ -78,13 +78,15 @@ def test_a_chats_logprobs(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
         assert len(entry["top_logprobs"]) == 2
         first, second = entry["top_logprobs"]
         assert first["logprob"] >= second["logprob"]
-        assert (entry["token"], entry["logprob"]) == (first["token"], first["logprob"]), "greedy takes the likeliest"
+        assert (entry["token"], entry["logprob"]) == (first["token"], first["logprob"]), (
+            "greedy takes the likeliest token"
+        )
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == choice["message"]["content"]
     (choice,) = post(cluster, "chat/completions", logprobs=True)["choices"]
     assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
 
 
-# ---- of prompts
+# ---- logprobs of prompts
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
@@ -106,7 +108,7 @@ def test_prompt_logprobs_are_the_models(cluster: LiveCluster, model: Path, route
 
 
 def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
-    """Evaluation harnesses ask for this: the prompt's own logprobs, and nothing generated."""
+    """Evaluation harnesses request only the prompt's logprobs, without generated tokens."""
     prompt = tokenizer.encode(PROMPT)
     data = post(cluster, echo=True, logprobs=1, max_tokens=0)
     (choice,) = data["choices"]
@@ -125,7 +127,7 @@ def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tok
 
 
 def test_every_token_of_the_vocabulary(guarded: LiveCluster) -> None:
-    """--max-logprobs -1: probabilities of the whole vocabulary add up to one, across the split and over HTTP."""
+    """With --max-logprobs -1, the whole vocabulary's probabilities add up to one, across the split and over HTTP."""
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_tokens_as_token_ids": True}
     answer = guarded.client.post(
         f"{guarded.url}/v1/completions",

@@ -1,4 +1,4 @@
-"""Anthropic's own Python client, unmodified, against the cluster: text, tools, thinking, streams, counts and errors."""
+"""Anthropic's unmodified Python client against the cluster: text, tools, thinking, streams, counts and errors."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ FAMILY = FAMILIES["qwen3"]
 
 
 def client_of(cluster: LiveCluster, **more: Any) -> Any:
-    import anthropic  # takes seconds
+    import anthropic  # its import takes seconds
 
     return anthropic.Anthropic(**{"base_url": cluster.url, "api_key": "none", "max_retries": 0, "timeout": 60, **more})
 
 
 @pytest.fixture(scope="module")
 def ours(cluster: LiveCluster) -> Iterator[Any]:
-    """The client. Nothing is left in the cluster after the last test."""
+    """Yields the client; asserts after the last test that the cluster holds nothing."""
     with client_of(cluster) as made:
         yield made
     cluster.assert_home()
 
 
 class Speaker:
-    """A client of a model that answers as a scenario says."""
+    """A client of a model with scripted scenarios."""
 
     def __init__(self, folder: Path, client: Any) -> None:
         self._folder = folder
         self.client = client
 
     def fields(self, scenario: str, tools: bool = False, **more: Any) -> dict[str, Any]:
-        """The request. Its tools are shown to the model as a chat's are: the answer depends on the prompt's length."""
+        """Returns the request for a scenario. The prompt's length, tools included, selects the answer."""
         shown = {"tools": [SHOWN]} if tools else {}
         messages = FAMILY.ask(self._folder, scenario, ASKED, **shown)
         return {
@@ -57,7 +57,7 @@ class Speaker:
         }
 
     def message(self, scenario: str, tools: bool = False, **more: Any) -> Any:
-        """The message, after the same was streamed and said the same."""
+        """Returns the message, after asserting that the streamed one is equal."""
         asked = {**self.fields(scenario, tools, **more), "temperature": 0}
         temperature = {"extra_body": {"temperature": asked.pop("temperature")}}
         whole = self.client.messages.create(**asked, **temperature)
@@ -85,7 +85,7 @@ def speaker(scripted_model: Path, scripted: LiveCluster) -> Iterator[Speaker]:
 
 
 def test_a_message_is_the_chats_answer(ours: Any, client: openai.OpenAI) -> None:
-    """The same prompt and the same tokens as /v1/chat/completions, with and without a stream."""
+    """Prompt and tokens equal those of /v1/chat/completions, with and without streaming."""
     chat = client.chat.completions.create(**HELLO, temperature=0)  # type: ignore[call-overload]
     message = ours.messages.create(**HELLO, extra_body={"temperature": 0})
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
@@ -121,7 +121,7 @@ def test_the_order_of_events(cluster: LiveCluster) -> None:
 
 
 def test_a_system_prompt_blocks_and_turns(ours: Any, cluster: LiveCluster) -> None:
-    """They are the chat's messages; neighbours of one role are one message."""
+    """System prompt, blocks and turns become the chat's messages; adjacent ones of a role are merged."""
     text = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, text]},
@@ -162,7 +162,7 @@ def test_a_stop_sequence(ours: Any) -> None:
     assert message.content[0].text == plain.content[0].text.partition(stop)[0]
 
 
-# ---- the usage of the cache
+# ---- cache usage
 
 
 def marked(text: str, ttl: str | None = None) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def marked(text: str, ttl: str | None = None) -> dict[str, Any]:
 
 
 def usage_of(ours: Any, **fields: Any) -> Any:
-    """Returns a message's usage, after asserting that its stream tells the same at its start and at its end."""
+    """Returns a message's usage, after asserting that a stream has the same at its start and end."""
     asked = {"model": "tiny", "max_tokens": 3, "extra_body": {"temperature": 0}, **fields}
     whole = ours.messages.create(**asked).usage
     *events, last = [event for event in ours.messages.create(**asked, stream=True) if getattr(event, "type", "")]
@@ -178,7 +178,7 @@ def usage_of(ours: Any, **fields: Any) -> Any:
     assert last.type == "message_stop"
     for each in found:
         assert total(each) == total(whole)
-        assert each.cache_read_input_tokens >= whole.cache_read_input_tokens  # the second time, it is cached
+        assert each.cache_read_input_tokens >= whole.cache_read_input_tokens  # the second time the prompt is cached
     assert found[0].model_dump()["cache_creation"] == found[1].model_dump()["cache_creation"]
     return whole
 
@@ -190,13 +190,13 @@ def total(usage: Any) -> int:
 
 
 def num_until(tokenizer: Tokenizer, cluster: LiveCluster, chat: list[dict[str, Any]], text: str) -> tuple[int, int]:
-    """Returns how many tokens of a chat's prompt reach to the end of this text, and how many there are."""
+    """Returns a chat prompt's number of tokens up to the end of `text`, and in total."""
     ids = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": chat}).json()["tokens"]
     return next(at for at in range(len(ids)) if text in tokenizer.decode(ids[:at], False)), len(ids)
 
 
 def test_usage_counts_reads_writes_and_the_rest(ours: Any, cluster: LiveCluster, tokenizer: Tokenizer) -> None:
-    """Tokens up to the last cache_control were read or written; those that follow it are the input."""
+    """Tokens up to the last cache_control count as read or written; the following ones as input."""
     system, asked = "read all of this first, " * 2, "then say what it was"
     chat = [{"role": "system", "content": system + "now"}, {"role": "user", "content": asked}]
     end, num_tokens = num_until(tokenizer, cluster, chat, system + "now")
@@ -232,7 +232,7 @@ def test_usage_counts_writes_by_their_ttl(ours: Any, cluster: LiveCluster, token
 
 
 def test_usage_of_tools_and_results(speaker: Speaker) -> None:
-    """A cache_control of a tool, a call or a result is found in the prompt that the template makes of it."""
+    """A cache_control on a tool, a call or a result is located in the rendered prompt."""
     call = {"type": "tool_use", "id": "t", "name": WEATHER["name"], "input": {"city": "Paris"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "sun and wind"}
     end = {"cache_control": {"type": "ephemeral"}}
@@ -298,7 +298,7 @@ def test_an_eager_tools_input_comes_in_pieces(speaker: Speaker) -> None:
 
 
 def test_results_go_back_to_the_model(speaker: Speaker) -> None:
-    """A whole turn with a tool is the prompt that the chat makes of it."""
+    """A whole turn with a tool gives the same prompt as in a chat."""
     thinking = {"type": "thinking", "thinking": "I need a tool.", "signature": "unsigned"}
     call = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Berlin"}}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]}
@@ -373,7 +373,7 @@ def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> Non
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-SHOWING = [  # an image in a result, which only a model without images refuses
+SHOWING = [  # an image in a result, refused only by models without image support
     *ASKED,
     {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]},
@@ -399,7 +399,7 @@ def test_what_cannot_be_done_is_refused_by_name(cluster: LiveCluster, fields: di
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 def test_clients_learn_that_no_conversation_is_kept(cluster: LiveCluster, thread: dict[str, Any]) -> None:
-    """These details make Anthropic's runner of tools, which asks for a thread by default, go on without one."""
+    """With these error details Anthropic's tool runner, which requests a thread by default, continues without one."""
     answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, "thread": thread})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -408,7 +408,7 @@ def test_clients_learn_that_no_conversation_is_kept(cluster: LiveCluster, thread
 
 
 def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:
-    """Thinking is never left out, so keeping all of it is granted; a tool's manual may be long."""
+    """Thinking is never omitted, so requests to keep it all are accepted; a tool's description may be long."""
     kept = {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}
     tool = {"name": "t", "description": "d" * 40_000, "input_schema": {"type": "object"}}
     greedy = {**HELLO, "temperature": 0}
@@ -417,7 +417,7 @@ def test_what_agents_send_beside_it(cluster: LiveCluster) -> None:
     answer = cluster.client.post(f"{cluster.url}/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"] == plain["content"]
-    assert "citations" not in answer.json()["content"][0]  # the AI SDK takes no null
+    assert "citations" not in answer.json()["content"][0]  # the AI SDK rejects null
 
 
 @pytest.mark.parametrize("route", ["messages", "messages/count_tokens"])

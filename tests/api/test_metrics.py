@@ -1,4 +1,4 @@
-"""GET /metrics and /load, read back with Prometheus' own parser: known requests, exact differences."""
+"""GET /metrics and /load, read with Prometheus' own parser: known requests give exact differences."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OF_ONE_REQUEST = (
 
 
 def arrived(num_answers: int, max_tokens: int) -> dict[str, int]:
-    """The counts of one request with PROMPT."""
+    """Returns the expected counts of one request with PROMPT."""
     counts = {"requests": 1, "prompt_tokens": 20, "prompt_pairs": 190, "answers": num_answers, "max_tokens": max_tokens}
     return {f"arrived_{name}_total": count for name, count in counts.items()}
 
 
 @contextmanager
 def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
-    """Asserts that the block changes the metrics of requests by exactly this difference, and soon."""
+    """Asserts that the block soon changes the request metrics by exactly this difference."""
     cluster.assert_home()
     before = counts_of(cluster)
     yield
@@ -38,7 +38,7 @@ def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
 
     def made() -> bool:
         found = counts_of(cluster) - before
-        for name in OF_CACHES:  # it depends on earlier tests
+        for name in OF_CACHES:  # these depend on earlier tests
             found.pop(name, None)
         return found == wanted
 
@@ -59,7 +59,7 @@ def test_what_dashboards_query_of_instances_moves(cluster: LiveCluster) -> None:
     def made(name: str, instance_id: str = "prefill-0") -> float:
         return after[name, instance_id] - before[name, instance_id]
 
-    assert made("vllm:prefix_cache_hits_total") >= 96  # the second time, all blocks of 16 but the last token's
+    assert made("vllm:prefix_cache_hits_total") >= 96  # the second time, all blocks of 16 except the last token's
     assert made("vllm:prefix_cache_queries_total") >= made("vllm:gpu_prefix_cache_hits_total") >= 96
     assert after["pd_cluster:num_cached_blocks", "decode-0"] > 0
     assert (made("pd_cluster:handovers_finished_total"), made("pd_cluster:handovers_failed_total")) == (2, 0)
@@ -90,12 +90,12 @@ def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
     assert (took("request_params_n"), took("request_params_max_tokens")) == (1, 8)
     parts = [took(f"request_{what}_time_seconds") for what in ("queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts)
-    assert abs(sum(parts) - took("e2e_request_latency_seconds")) < 1e-4  # each is reported in millionths
+    assert abs(sum(parts) - took("e2e_request_latency_seconds")) < 1e-4  # each is rounded to millionths
     assert abs(parts[0] + parts[1] - took("time_to_first_token_seconds")) < 1e-4
 
 
 def test_where_tokens_came_from_and_what_steps_had(cluster: LiveCluster) -> None:
-    """The second time the prompt is cached, but for its last token's block; a decode instance asks for the rest."""
+    """The second time all of the prompt except its last block is cached; decode receives only what it lacks."""
     found: list[dict[str, float]] = []
     for _ in range(2):
         cluster.assert_home()
@@ -120,7 +120,7 @@ def test_where_tokens_came_from_and_what_steps_had(cluster: LiveCluster) -> None
 
 
 def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
-    """Three of a prompt, which is computed once."""
+    """Three sequences of one prompt, which is computed once, count by their own ends."""
     with difference(
         cluster,
         prompt_tokens_total=20,
@@ -136,7 +136,7 @@ def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
 
 
 def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
-    """Tokens generated beyond it are not counted."""
+    """Tokens generated after the stop string do not count."""
     body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     text = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"][0]["text"]
     cluster.assert_home()
@@ -150,7 +150,7 @@ def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
 
 
 def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> None:
-    """On a slow day an answer may be complete before its client has left; another client then leaves."""
+    """If an answer is complete before its client leaves, the test tries another client."""
     body = {"prompt": PROMPT, "max_tokens": 230, "temperature": 0, "ignore_eos": True, "stream": True}
 
     def leave() -> Counts:
@@ -173,7 +173,7 @@ def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> N
 
 
 def test_load_is_the_number_of_requests_in_flight(cluster: LiveCluster) -> None:
-    """A request counts from its first byte on; requests for the load do not."""
+    """A request counts from its first byte; requests for /load do not count."""
 
     def load() -> object:
         return cluster.client.get(f"{cluster.url}/load").json()

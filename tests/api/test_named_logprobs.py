@@ -1,4 +1,4 @@
-"""Logprobs of tokens that a request names, of an answer and of its prompt, against transformers; and label scores."""
+"""Logprobs of tokens named by a request, in answers and prompts, against transformers; and label scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.cluster import LiveCluster
 from tests.support.sse import chunks_of
 
 PROMPT = [7, 8, 9, 10, 11]
-NAMED = [100, 20, 60]  # in no order, and none of them likely
+NAMED = [100, 20, 60]  # unsorted and unlikely tokens
 EXACT = 2e-4
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -33,7 +33,7 @@ def right(answer: httpx.Response) -> Any:
 
 
 def reference(model: Path, token_ids: list[int]) -> torch.Tensor:
-    """Returns the logprobs after each token, [num_tokens, vocab_size]."""
+    """Returns logprobs of the next token after each token, [num_tokens, vocab_size]."""
     with torch.inference_mode():
         return reference_model(model)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
@@ -43,7 +43,7 @@ def by_id(entries: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def test_an_answer_tells_the_tokens_that_are_named(cluster: LiveCluster, model: Path) -> None:
-    """The prefill instance chooses the first token, the decode instance the others."""
+    """Named tokens' logprobs are right for the first token (from prefill) and the others (from decode)."""
     fields = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprob_token_ids": NAMED}
     shown = {"logprobs": 5, "return_tokens_as_token_ids": True, "return_token_ids": True}
     (choice,) = right(post(cluster, "/v1/completions", prompt=PROMPT, **shown, **fields))["choices"]
@@ -116,7 +116,7 @@ def test_a_prompt_tells_the_tokens_that_are_named(cluster: LiveCluster, model: P
         own = answer["prompt_logprobs"][at + 2][str(prompt[at + 2])]["logprob"]
         assert scores[at, 0] == pytest.approx(own, abs=1e-6)
     assert np.isneginf(scores[[0, 2], 1]).all()
-    assert all(len(each) <= 2 for each in answer["prompt_logprobs"][1:]), "named tokens are not among the likeliest"
+    assert all(len(each) <= 2 for each in answer["prompt_logprobs"][1:]), "named tokens are listed separately"
     alone = {"max_tokens": 1, "prompt_logprob_token_ids": [[each] for each in prompt[1:]]}
     answer = right(post(cluster, "/inference/v1/generate", token_ids=prompt, sampling_params=alone))
     assert scores_of(answer).shape == (4, 1)

@@ -1,4 +1,4 @@
-"""Commands to a scheduler that serves by itself; tests/cluster/test_control.py has more, with two API processes."""
+"""Commands to a scheduler with one process; tests/cluster/test_control.py has more, with two API processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) ->
     url, body = f"{cluster.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 
     def is_there() -> bool:
-        """It waits for its turn: /load counts it before its body is read."""
+        """Whether the request waits for its turn; /load counts it before its body is read."""
         return told(cluster)["pd_cluster:queued_requests", ""] == 1
 
     cluster.order("/pause?mode=keep&clear_cache=false")
@@ -29,7 +29,7 @@ def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) ->
 
 
 def asleep(cluster: LiveCluster) -> list[float]:
-    """Returns whether each instance is awake, without its KV cache, and without its weights, too."""
+    """Returns metrics: whether instances are awake, without KV cache, and also without weights."""
     text = cluster.client.get(f"{cluster.url}/metrics").text
     families = [each for each in text_string_to_metric_families(text) if each.name == "vllm:engine_sleep_state"]
     return [sample.value for family in families for sample in family.samples]

@@ -23,7 +23,7 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 24}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 24}
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-EXACTLY: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # as many tokens as were asked for
+EXACTLY: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # forces exactly the requested number of tokens
 
 
 def test_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
@@ -59,7 +59,7 @@ def test_a_stream(client: openai.OpenAI, is_chat: bool) -> None:
     else:
         assert "".join(choice.text for choice in choices) == whole.choices[0].text
     assert [choice.finish_reason for choice in choices] == [None] * (len(chunks) - 1) + ["length"]
-    assert len(chunks) > 5, "the text came in one piece"
+    assert len(chunks) > 5, "the text must come in several pieces"
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == whole.usage.completion_tokens
@@ -104,7 +104,7 @@ def test_too_long_a_prompt_says_so(client: openai.OpenAI) -> None:
 
 
 def reference_body(model: str) -> dict[str, Any]:
-    """Step 9 of the reference document."""
+    """Returns the body of step 9 of the reference document."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": "hello"}],
@@ -158,5 +158,5 @@ def test_a_workers_own_answers(cluster: LiveCluster, name: str) -> None:
     missing = httpx.get(f"{url}/v1/models", trust_env=False)
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
     secret = read_secret(cluster.folder / SECRET_FILE).secret
-    for content in (health.content, answer.content):  # nor anything against which guesses could be checked
+    for content in (health.content, answer.content):  # nor anything that would let guesses be checked
         assert not [each for each in (secret, secret.hex()[:12].encode(), b"secret", b"digest") if each in content]

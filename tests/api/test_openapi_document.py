@@ -1,4 +1,4 @@
-"""Every example of the OpenAPI document, sent to the cluster as it is: 200, and an answer as the document says."""
+"""Every example of the OpenAPI document, sent unchanged, gets 200 and an answer that matches the document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def examples() -> Iterator[Any]:
 
 
 def schema_of(path: str, method: str, status: int, media_type: str) -> dict[str, Any]:
-    """Returns the schema of an answer, or of the data of each event of a stream."""
+    """Returns the schema of an answer, or of a stream event's data."""
     schema: dict[str, Any] = WRITTEN["paths"][path][method]["responses"][str(status)]["content"][media_type]["schema"]
     if media_type == "text/event-stream":
         data = schema["properties"]["data"]
@@ -32,13 +32,13 @@ def schema_of(path: str, method: str, status: int, media_type: str) -> dict[str,
 
 
 def answer_of(answer: httpx.Response) -> tuple[str, list[Any]]:
-    """Its media type, and it, or each event of a stream."""
+    """Returns (media type, [answer], or all events of a stream)."""
     media_type = answer.headers["content-type"].partition(";")[0]
     if media_type != "text/event-stream":
         return media_type, [answer.json()]
     *events, last, end = answer.text.split("\n\n")
     assert end == ""
-    if last.startswith("event: "):  # each names its type, and the last one says that it is the last
+    if last.startswith("event: "):  # events have types, and the last one marks the end
         return media_type, [json.loads(event.partition("\ndata: ")[2]) for event in [*events, last]]
     assert last == "data: [DONE]"
     return media_type, [json.loads(event.removeprefix("data: ")) for event in events]
@@ -100,7 +100,7 @@ def test_errors_are_documented(cluster: LiveCluster, path: str, body: Any, statu
     assert str(status) in WRITTEN["paths"][path]["post"]["responses"]
     answer = cluster.client.post(f"{cluster.url}{path}", json=body)
     assert answer.status_code == status
-    kind = "MessageError" if "messages" in path and status != 413 else "Error"  # the HTTP protocol knows no paths
+    kind = "MessageError" if "messages" in path and status != 413 else "Error"  # the HTTP layer knows no paths
     answer_validator(WRITTEN, {"$ref": f"#/components/schemas/{kind}"}).validate(answer.json())
 
 

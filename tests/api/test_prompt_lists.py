@@ -1,4 +1,4 @@
-"""Several prompts in one request: each is answered as if it had come alone, and all of them end together."""
+"""Several prompts in one request are each answered as if sent alone, and all end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of every API as tokens, and token ids as answers again, against the routes that do both at once."""
+"""Rendering every API's prompts to tokens, and token ids to answers, against the routes that do both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
 
 
 def without_ids(answer: dict[str, Any]) -> str:
-    """Returns choices and usage, without what is drawn anew and what only a computed answer has."""
+    """Returns choices and usage, without random ids and fields that only computed answers have."""
     for choice in answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls") or []:
             call["id"] = ""
@@ -130,7 +130,7 @@ SCENARIOS = [each for each in QWEN3.answers if each not in ("a function's tag",)
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_derendered_chat_is_the_chat(scripted: LiveCluster, scripted_model: Path, scenario: str) -> None:
-    """Calls, reasoning and content are told apart as if the tokens had just come."""
+    """Token ids are parsed into calls, reasoning and content as in the original chat."""
     asked = QWEN3.ask(scripted_model, scenario, [{"role": "user", "content": "How is the weather?"}], tools=[WEATHER])
     chat = {"messages": asked, "tools": [WEATHER], "temperature": 0, "max_tokens": 80}
     expected = right(post(scripted, "/v1/chat/completions", **chat))

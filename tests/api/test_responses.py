@@ -1,4 +1,4 @@
-"""OpenAI's own client at /v1/responses: answers and events are validated by the client's own types."""
+"""OpenAI's client at /v1/responses; the client's own types validate answers and events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
 
 
 def events_of(cluster: LiveCluster, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each of which is one of the client's, under its own name."""
+    """Returns a stream's events; asserts that each is valid for the client and has its own event name."""
     answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     *events, end = answer.text.split("\n\n")
@@ -57,14 +57,14 @@ def events_of(cluster: LiveCluster, body: dict[str, Any]) -> list[dict[str, Any]
 
 
 def validate(event: dict[str, Any]) -> None:
-    """By the client's types; a field that they do not have would only be carried along, so there may be none."""
+    """Validates by the client's types, which would accept unknown fields, so asserts that there are none."""
     made = EVENT.validate_python(event)
     assert made.type == event["type"]
     assert not unknown(made), unknown(made)
 
 
 def unknown(model: Any) -> list[str]:
-    """Names of fields, at any depth, that the client's types do not have; schemas and the like may have any."""
+    """Returns fields, at any depth, that the client's types lack, except within free-form values such as schemas."""
     if isinstance(model, list):
         return [name for each in model for name in unknown(each)]
     if not hasattr(model, "model_extra"):
@@ -74,7 +74,7 @@ def unknown(model: Any) -> list[str]:
 
 
 class Speaker:
-    """A model that answers as a scenario says."""
+    """A model with scripted scenarios."""
 
     def __init__(self, folder: Path, cluster: LiveCluster) -> None:
         self._folder, self.cluster = folder, cluster
@@ -85,7 +85,7 @@ class Speaker:
         return {**asked, **({"tools": [WEATHER]} if tools else {}), **more}
 
     def response(self, scenario: str, tools: bool = False, **more: Any) -> Response:
-        """The response, after the same was streamed and its last event said the same."""
+        """Returns the response, after asserting that the streamed one's last event is equal."""
         body = self.fields(scenario, tools, **more)
         answer = self.cluster.client.post(f"{self.cluster.url}/v1/responses", json=body)
         assert answer.status_code == 200, answer.text
@@ -143,7 +143,7 @@ def test_logprobs_of_a_text_are_the_chats(cluster: LiveCluster, client: openai.O
     assert chat.choices[0].logprobs is not None
     wanted = [each.to_dict() for each in chat.choices[0].logprobs.content or []]
     if chat.choices[0].finish_reason == "stop":
-        wanted.pop()  # what ended the answer is no part of its text
+        wanted.pop()  # the end token is not part of the text
     response = client.responses.create(**HELLO, **LOGPROBS)
     (item,) = response.output
     assert item.type == "message"
@@ -186,7 +186,7 @@ def test_the_order_of_events(cluster: LiveCluster) -> None:
 
 
 def test_items_are_the_chats_messages(speaker: Speaker) -> None:
-    """A turn with reasoning, text, a call and its output is one message of the model and one of the tool."""
+    """Reasoning, text, a call and its output become one message of the model and one of the tool."""
     items = [
         {"role": "developer", "content": "d"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -244,7 +244,7 @@ def test_a_forced_call_follows_the_schema(speaker: Speaker, choice: Any) -> None
 
 
 def test_functions_of_a_namespace(speaker: Speaker) -> None:
-    """The model knows them by both names; calls have them apart, and come back so."""
+    """The model sees namespace and function as one name; calls return them separately, and are accepted so."""
     sky = {"type": "namespace", "name": "sky", "description": "Above", "tools": [WEATHER]}
     url, http = f"{speaker.cluster.url}/v1/responses", speaker.cluster.client
     body = {**HELLO, "max_output_tokens": 300, "tools": [sky], "tool_choice": "required"}
@@ -286,10 +286,10 @@ def test_reasoning_is_an_item_of_its_own(speaker: Speaker) -> None:
     assert [item.type for item in speaker.response("reasoning, content", include_reasoning=False).output] == ["message"]
 
 
-# ---- what fails
+# ---- failures
 
 
-REFUSED: dict[str, dict[str, Any]] = {  # by how the message begins
+REFUSED: dict[str, dict[str, Any]] = {  # beginning of the message -> request
     "input[0]": {"input": [{"type": "computer_call"}]},
     "input[0].content[0]": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
     "input": {"input": "x" * 5000},
@@ -330,7 +330,7 @@ def test_vllms_parameters_mean_what_they_mean_in_a_chat(cluster: LiveCluster) ->
 
 
 def test_a_request_is_known_by_its_own_name(cluster: LiveCluster) -> None:
-    """The response's id stays the server's: kept responses are found by it."""
+    """A client's request id is used, but the response's id stays the server's, because stored responses need it."""
     for given, name in (("mine", "resp_mine"), ("resp_yours", "resp_yours")):
         answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, "request_id": given})
         assert answer.json()["id"] != name

@@ -1,4 +1,4 @@
-"""Streams that resume, at one scheduler: each event again, to the byte, and nobody else's."""
+"""Resumable streams at one scheduler: the same events byte for byte, only for their own client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": Tru
 
 @pytest.fixture(scope="module")
 def asked(scripted_model: Path) -> dict[str, dict[str, Any]]:
-    """Returns requests by path and kind; the chat thinks, speaks and calls a tool."""
+    """Returns path -> kind -> request; the chat reasons, answers and calls a tool."""
     messages = FAMILIES["qwen3"].ask(scripted_model, "reasoning, a call", ASKED, tools=[WEATHER])
     words = {"prompt": "the sky over", "max_tokens": 24, "temperature": 0.9, "logprobs": 2, "ignore_eos": True}
     return {

@@ -1,4 +1,4 @@
-"""transformers, `LLM` in one process and split, `pipeline` and the HTTP API: the same tokens, greedy and drawn."""
+"""transformers, `LLM` (one process and split), `pipeline` and the HTTP API give equal tokens, greedy and sampled."""
 
 from __future__ import annotations
 

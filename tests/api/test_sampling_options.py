@@ -1,4 +1,4 @@
-"""Every sampling parameter beyond the first ones has its effect, in a live cluster with split prefill and decode."""
+"""Every further sampling parameter takes effect in a cluster with split prefill and decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
 def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -> dict[str, Any]:
-    """Returns the choice of one completion: by default greedy, NUM_TOKENS tokens, past the end of sequence."""
+    """Returns a completion's choice; by default greedy, NUM_TOKENS tokens, ignoring the end of sequence."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
     body = {"prompt": prompt, **defaults, **fields}
     choice: dict[str, Any] = cluster.ask("/v1/completions", body)["choices"][0]
@@ -63,7 +63,7 @@ def test_only_allowed_tokens(cluster: LiveCluster, fields: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("fields", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_bad_words_never_come(cluster: LiveCluster, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    """Words of one token, and of two: then each of the two may come, one after the other they may not."""
+    """Covers words of one token, and of two, which may occur separately but not in sequence."""
     letters = list("abcdefgh")
     allowed = [tokenizer.encode(letter)[0] for letter in letters]
     free = ask(cluster, allowed_token_ids=allowed, **fields)["text"]
@@ -71,7 +71,7 @@ def test_bad_words_never_come(cluster: LiveCluster, tokenizer: Tokenizer, fields
     text = ask(cluster, allowed_token_ids=allowed, bad_words=[pair], **fields)["text"]
     assert pair in free
     assert pair not in text
-    same = free.index(pair) + 1  # until then nothing was forbidden
+    same = free.index(pair) + 1  # up to there nothing is forbidden
     assert text[:same] == free[:same]
     assert single not in ask(cluster, allowed_token_ids=allowed, bad_words=[single], **fields)["text"]
 
@@ -80,7 +80,7 @@ def test_bad_words_never_come(cluster: LiveCluster, tokenizer: Tokenizer, fields
 
 
 def penalised_greedy(model: Path, prompt: list[int], presence: float, frequency: float, repetition: float) -> list[int]:
-    """vLLM's arithmetic on transformers' logits: repetition over prompt and output, the others over the output."""
+    """Applies vLLM's penalties to transformers' logits: repetition over prompt and output, others over the output."""
     output: list[int] = []
     for _ in range(NUM_TOKENS):
         with torch.inference_mode():
@@ -109,7 +109,7 @@ def test_penalties_are_vllms_arithmetic(
 
 
 def test_min_tokens_keeps_the_end_away(cluster: LiveCluster) -> None:
-    """This holds even if the end is the likeliest token, which then comes as soon as it may."""
+    """Even if the end token is the likeliest, it comes only after min_tokens, and then at once."""
     bias = {str(EOS_ID): 100}
     assert token_ids(cluster, logit_bias=bias, ignore_eos=False) == [EOS_ID]
     for num_tokens in (1, 2, 7):
@@ -162,11 +162,11 @@ def test_the_second_time_a_prompt_is_cached(cluster: LiveCluster) -> None:
     assert cached(cluster, prompt) == 0
     second = cached(cluster, prompt)
     assert 64 <= second < 100
-    assert cached(cluster, [*prompt[:50], *range(50)]) == 48, "whole blocks of 16 tokens"
+    assert cached(cluster, [*prompt[:50], *range(50)]) == 48, "expected whole blocks of 16 tokens"
 
 
 def test_a_salt_separates(cluster: LiveCluster) -> None:
-    """Without the salt nobody can find out what others asked; the answers are the same."""
+    """Without the salt other clients cannot detect cached prompts; answers are the same."""
     prompt = [(11 * at) % 239 for at in range(100)]
     salts: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}, {"cache_salt": "yours"}]
     assert [cached(cluster, prompt, **salt) for salt in salts] == [0, 0, 0]
@@ -176,7 +176,7 @@ def test_a_salt_separates(cluster: LiveCluster) -> None:
 
 
 def received(cluster: LiveCluster, turn: list[int]) -> tuple[list[int], int]:
-    """The answer, and the bytes of KV cache that came to the decode instance for it."""
+    """Returns the answer, and the bytes of KV cache that decode received for it."""
     cluster.assert_home()
     before = cluster.instance("decode-0")["kv_received_nbytes"]
     answer = cluster.complete(turn, MAX_TOKENS, ignore_eos=True)
@@ -186,13 +186,13 @@ def received(cluster: LiveCluster, turn: list[int]) -> tuple[list[int], int]:
 
 
 def test_a_second_turn_moves_only_what_is_new(cluster: LiveCluster, model: Path) -> None:
-    """The decode instance keeps what it landed and what it generated."""
+    """The decode instance caches received and generated blocks, so only new ones are sent."""
     first = random_prompt(random.Random(12), 4 * BLOCK_SIZE)
     answer, whole = received(cluster, first)
     block_nbytes = whole // 4
     second = [*first, *answer, *random_prompt(random.Random(13), 2 * BLOCK_SIZE)]
     again, rest = received(cluster, second)
-    # The block that the answer's last token fills, whose KV was never computed there, and two of the new turn.
+    # The block with the answer's last token, whose KV decode never computed, and two of the new turn.
     assert rest == 3 * block_nbytes
     assert_same(model, second, again, MAX_TOKENS)
     _, nothing = received(cluster, first)

@@ -1,9 +1,9 @@
-"""Requests made from the served OpenAPI document, valid and invalid, while a canary streams on the same cluster.
+"""Sends valid and invalid requests generated from the served OpenAPI document, during a repeated stream.
 
-Each answer must be documented, within a deadline, and never a server's fault; a request that the document forbids must
-be refused. Schemathesis' requests are adjusted to be cheap and useful: max_tokens is at most 8, and 1 to 8 if there is
-none; n and best_of are at most 4; the model is an existing one; valid requests keep only a few optional fields, since
-most of them exclude each other, and token ids of their prompts are in the vocabulary.
+Each answer must be documented, in time and no 5xx fault; requests that the document forbids must be refused. The test
+adjusts Schemathesis' requests to be cheap and useful: max_tokens is at most 8, and is added if missing; n and best_of
+are at most 4; the model exists; valid requests keep only a few optional fields, since most exclude each other; prompts'
+token ids are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ DEADLINE_S = 30.0
 MAX_TOKENS = 8
 MAX_SEQUENCES = 4
 MAX_OPTIONAL_FIELDS = 4
-NEEDS_A_STORE = {f"/v1/responses/{{response_id}}{rest}" for rest in ("", "/cancel", "/input_items")}  # here is none
+NEEDS_A_STORE = {
+    f"/v1/responses/{{response_id}}{rest}" for rest in ("", "/cancel", "/input_items")
+}  # there is none here
 ALWAYS_REFUSED = NEEDS_A_STORE | {"/v1/responses/compact"}
 
 local = threading.local()
@@ -57,10 +59,10 @@ def document(cluster: LiveCluster) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def operations(document: dict[str, Any]) -> list[Any]:
-    import schemathesis  # takes seconds
+    import schemathesis  # its import takes seconds
 
     schema = schemathesis.openapi.from_dict(document)
-    schema.config.output.sanitization.enabled = False  # it takes max_tokens for a secret
+    schema.config.output.sanitization.enabled = False  # sanitizing would treat max_tokens as a secret
     return [result.ok() for result in schema.get_all_operations()]
 
 
@@ -82,7 +84,7 @@ def test_every_operation_keeps_to_the_document(
     cluster: LiveCluster, operations: list[Any], mode: str, num_cases: int
 ) -> None:
     with_body = [operation for operation in operations if len(operation.body)]
-    asked = operations if mode == "positive" else with_body  # without a body there is nothing that could be wrong
+    asked = operations if mode == "positive" else with_body  # without a body nothing can be invalid
     with Canary(cluster).singing() as canary, Calls(cluster.url) as calls:
         for operation in asked:
             run(operation, mode, num_cases, calls)
@@ -92,12 +94,12 @@ def test_every_operation_keeps_to_the_document(
         if operation in with_body:
             assert statuses.total() >= num_cases, (operation.label, statuses)
         if mode == "positive" and num_cases == NUM_CASES_SLOW and operation.path not in ALWAYS_REFUSED:
-            assert any(status < 400 for status in statuses), f"{operation.label}: all refused: {statuses}"
+            assert any(status < 400 for status in statuses), f"{operation.label}: all were refused: {statuses}"
     assert canary.num_songs >= (3 if num_cases == NUM_CASES_SLOW else 1)
 
 
 def run(operation: Any, mode: str, num_cases: int, calls: Calls) -> None:
-    """Makes the cases here, one after the other, and hands each to the threads that call."""
+    """Generates cases one after the other in this thread, and passes them to the calling threads."""
 
     def start(case: Case, choose: random.Random) -> None:
         _make_cheap(case, mode, choose)
@@ -107,7 +109,7 @@ def run(operation: Any, mode: str, num_cases: int, calls: Calls) -> None:
 
 
 def _make_cheap(case: Case, mode: str, choose: random.Random) -> None:
-    """See the top of the file."""
+    """Adjusts a case as described at the top of the file."""
     if not isinstance(case.body, dict):
         return
     body = dict(case.body)
@@ -126,7 +128,7 @@ def _make_cheap(case: Case, mode: str, choose: random.Random) -> None:
 
 
 def _known_ids(prompt: Any) -> Any:
-    """Maps token ids of a list of prompts or ids into the vocabulary; texts stay."""
+    """Maps token ids in a list of prompts or ids into the vocabulary; leaves texts unchanged."""
     if isinstance(prompt, list):
         return [_known_ids(each) for each in prompt]
     return prompt % 256 if isinstance(prompt, int) else prompt
@@ -150,7 +152,7 @@ def _schema_of(case: Case) -> dict[str, Any]:
 
 
 class Calls:
-    """Sends cases on a few threads and notes what was wrong with each answer."""
+    """Sends cases on a few threads, and records each answer's faults."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -207,7 +209,7 @@ def checks() -> list[Any]:
 
 
 def _session() -> requests.Session:
-    """One a thread, that goes around no proxy."""
+    """Returns this thread's session, which ignores proxy settings."""
     import requests
 
     if not hasattr(local, "session"):

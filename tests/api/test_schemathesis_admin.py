@@ -1,7 +1,7 @@
-"""Requests made from a document of the admin port's routes, valid and invalid.
+"""Sends valid and invalid requests generated from a document of the admin port's routes.
 
-No answer is a server's fault, a refusal has the shape of errors, a body that the document forbids is refused, and
-without the token nothing is done.
+No answer may be a 5xx fault, refusals are well-formed errors, bodies that the document forbids are refused, and nothing
+is done without the token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKEN = "t" * 32
 REFUSALS = (400, 401, 403, 404, 405, 409, 413, 503)
 SWITCH = {"enum": ["true", "false", "0", "1"]}
 MODE = {"enum": ["abort", "wait", "keep"]}
-BODIES: dict[str, type[msgspec.Struct] | None] = {  # of every route that changes something
+BODIES: dict[str, type[msgspec.Struct] | None] = {  # bodies of every route that changes state
     "/instances": Add,
     "/instances/{name}/drain": DrainOptions,
     "/instances/{name}/undrain": Nothing,
@@ -54,7 +54,7 @@ QUERIES: dict[str, dict[str, Any]] = {
 
 
 def document(own: dict[str, Any]) -> dict[str, Any]:
-    """Adds bodies and queries to the app's document, which lists its routes alone."""
+    """Adds bodies and queries to the app's document, which lists only routes."""
     kinds = [kind for kind in BODIES.values() if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(kinds, schemas, strict=True))
@@ -77,7 +77,7 @@ def document(own: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_operation_without_workers(mode: str) -> None:
-    """All but the commands that wait for workers."""
+    """Tests all operations except commands that wait for workers."""
 
     async def serve() -> list[Asked]:
         transport = httpx.ASGITransport(make_app(), raise_app_exceptions=False)
@@ -109,7 +109,7 @@ def test_every_operation_of_a_real_cluster(mode: str, checkpoint: Callable[..., 
 
 class Asked(NamedTuple):
     case: Case
-    closed: httpx.Response  # without the token
+    closed: httpx.Response  # the answer without the token
     answer: httpx.Response
 
 
@@ -158,7 +158,7 @@ def made(mode: str, num_cases: int) -> list[Case]:
 
 
 def fields_of(case: Case) -> dict[str, Any]:
-    """Returns what httpx sends for a case."""
+    """Returns httpx's arguments for a case."""
     sent = case.as_transport_kwargs(base_url="http://localhost")
     fields: dict[str, Any] = {
         "url": sent["url"].removeprefix("http://localhost"),

@@ -1,4 +1,4 @@
-"""Details that vLLM's clients rely on: room for answers, chunks, null fields, roles and parts."""
+"""Details that vLLM's clients rely on: default answer lengths, chunks, null fields, roles and parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_field_that_the_client_sent_is_named(cluster: LiveCluster) -> None:
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_usage_so_far_grows_with_every_chunk(cluster: LiveCluster, route: str) -> None:
-    """The last text and the finish_reason come together."""
+    """Usage grows with every chunk; the last text and the finish_reason share a chunk."""
     prompt = {"prompt": "hello"} if route == "completions" else {"messages": [HELLO]}
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = chunks_of(
@@ -69,7 +69,7 @@ def test_the_text_of_a_stream_is_whole(cluster: LiveCluster, route: str) -> None
 
 
 NULL = re.compile(r'"(\w+)":null')
-OPENAI_HAS = {"logprobs", "finish_reason", "usage"}  # where it has nothing to say, too
+OPENAI_HAS = {"logprobs", "finish_reason", "usage"}  # present even if null
 
 
 def test_no_field_that_was_not_asked_for(cluster: LiveCluster) -> None:
@@ -83,7 +83,7 @@ def test_no_field_that_was_not_asked_for(cluster: LiveCluster) -> None:
         for body in (asking, {**asking, "stream": True})[: 1 if path == "tokenize" else 2]:
             answer = cluster.client.post(f"{cluster.url}/{path}", json=body).raise_for_status()
             assert set(NULL.findall(answer.text)) <= OPENAI_HAS
-            assert "tool_calls" not in answer.text  # there are none
+            assert "tool_calls" not in answer.text  # absent without calls
 
 
 def test_roles_are_those_of_the_api_and_of_the_template(cluster: LiveCluster) -> None:

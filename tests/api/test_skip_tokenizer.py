@@ -1,4 +1,4 @@
-"""A server without a tokenizer: token ids in and out, and everything that needs text is refused by name."""
+"""A server without a tokenizer takes and returns token ids, and refuses everything that needs text by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_token_ids_in_and_out(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_logprobs_name_tokens_by_their_ids(cluster: LiveCluster) -> None:
-    """Without texts, other names would all be the same."""
+    """Tokens in logprobs are named by id, because without texts all other names would be equal."""
     body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "logprobs": 3, "return_token_ids": True}
     (choice,) = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"]
     assert choice["text"] == ""

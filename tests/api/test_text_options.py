@@ -1,4 +1,4 @@
-"""Every parameter that is accepted has its effect."""
+"""Every accepted parameter takes effect."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Answer(NamedTuple):
 
 
 def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -> Answer:
-    """Sends one completion, by default greedy and of NUM_TOKENS tokens; None leaves a field out."""
+    """Sends one completion, by default greedy with NUM_TOKENS tokens; None omits a field."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     body = {"prompt": prompt, **{k: v for k, v in {**defaults, **fields}.items() if v is not None}}
     data = cluster.ask("/v1/completions", body)
     (choice,) = data["choices"]
-    data["usage"].pop("prompt_tokens_details", None)  # depends on what was asked before
+    data["usage"].pop("prompt_tokens_details", None)  # depends on earlier requests
     return Answer(choice["text"], choice["finish_reason"], data["usage"], choice.get("token_ids", []))
 
 
@@ -44,7 +44,7 @@ def chat(cluster: LiveCluster, messages: list[dict[str, Any]], **fields: Any) ->
 
 
 def stream(cluster: LiveCluster, **body: Any) -> Iterator[dict[str, Any]]:
-    """The choices of a streamed completion."""
+    """Yields the choices of a streamed completion."""
     fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS, **body, "stream": True}
     with cluster.client.stream("POST", f"{cluster.url}/v1/completions", json=fields) as answer:
         assert answer.status_code == 200
@@ -93,7 +93,7 @@ def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> No
     assert plain == cluster.ask("/v1/completions", body | defaults)["choices"]
 
 
-# ---- how long
+# ---- length
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> No
     [
         ("completions", {"prompt": PROMPT}, 16),
         ("completions", {"prompt": PROMPT, "max_tokens": 1}, 1),
-        ("completions", {"prompt": "x" * (MAX_MODEL_LEN - 3)}, 3),  # the default shrinks to the room
+        ("completions", {"prompt": "x" * (MAX_MODEL_LEN - 3)}, 3),  # the default shrinks to the remaining context
         ("chat/completions", {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 5}, 5),
         ("chat/completions", {"messages": HELLO}, MAX_MODEL_LEN - len("<|user|>hello<|assistant|>")),
     ],
@@ -116,12 +116,12 @@ def test_how_long_an_answer_is(cluster: LiveCluster, path: str, fields: dict[str
 
 
 def first_tokens_with(tokenizer: Tokenizer, token_ids: list[int], stop: str) -> int:
-    """Returns the number of tokens until the text has the stop string."""
+    """Returns the number of tokens until the text contains the stop string."""
     return next(n for n in range(1, len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
 
 
 def stop_string_of(answer: Answer, tokenizer: Tokenizer) -> str:
-    """Four characters in the middle, of several tokens and seen there first; no broken character among them."""
+    """Returns four valid characters from the middle, spanning several tokens, that do not occur earlier."""
     for at in range(4, len(answer.text) - 8):
         stop = answer.text[at : at + 4]
         if "\ufffd" in stop or answer.text.find(stop) != at:
@@ -146,7 +146,7 @@ def test_a_stop_string_cuts_before_it(cluster: LiveCluster, greedy: Answer, toke
 
 
 def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluster) -> None:
-    """The document's `["你","好"]`, in either order; guided, so that both of them come."""
+    """Uses the document's `["你","好"]` in either order; a guide makes both occur."""
     said = "世界好,你好"
     for stop, wanted in ((["你", "好"], "世界"), (["好", "你"], "世界"), (["你"], "世界好,"), (["她"], said)):
         fields = {"guided_choice": [said], "stop": stop, "max_tokens": 40}
@@ -155,7 +155,7 @@ def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluste
 
 
 def test_proxies_do_not_hold_a_stream_back(cluster: LiveCluster) -> None:
-    """nginx collects an answer unless this header forbids it."""
+    """nginx buffers an answer unless this header disables it."""
     for path in ("completions", "chat/completions", "responses", "messages"):
         words = {"completions": "prompt", "responses": "input"}.get(path)
         asked: Any = {words: PROMPT} if words else {"messages": [{"role": "user", "content": PROMPT}]}
@@ -166,7 +166,7 @@ def test_proxies_do_not_hold_a_stream_back(cluster: LiveCluster) -> None:
 
 
 def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
-    """The start of one that never ends is text, which is held back and sent at the last token."""
+    """An incomplete stop string at the end is text, held back until the last token."""
     stop = stop_string_of(greedy, tokenizer)
     choices = list(stream(cluster, stop=stop, ignore_eos=True))
     assert "".join(choice["text"] for choice in choices) == greedy.text[: greedy.text.index(stop)]
@@ -189,7 +189,7 @@ def test_stop_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokeniz
 
 @pytest.fixture(scope="session")
 def ending(cluster: LiveCluster) -> tuple[str, Answer]:
-    """A prompt whose greedy answer comes to its own end, and that answer."""
+    """Returns a prompt whose greedy answer ends by itself, and that answer."""
     for number in range(200):
         prompt = f"Tell me number {number}"
         answer = ask(cluster, prompt)
@@ -223,7 +223,7 @@ def test_special_tokens_are_shown_when_asked_for(
     assert longer.text == tokenizer.decode(longer.token_ids, skip_special_tokens=False)
 
 
-# ---- what comes back
+# ---- contents of answers
 
 
 def test_echo(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:

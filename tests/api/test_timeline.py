@@ -1,4 +1,4 @@
-"""The admin port's timeline of a request that the running cluster served."""
+"""The admin port's timeline of a request served by the running cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import openai
 
 from tests.support.cluster import LiveCluster
 
-TOLERANCE_MS = 5.0  # two workers' clocks are mapped to the scheduler's by way of messages, which take their time
+TOLERANCE_MS = 5.0  # mapping workers' clocks to the scheduler's is limited by message delays
 
 
 def timeline_of(cluster: LiveCluster, request_id: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def times(timeline: dict[str, Any], who: str, what: str) -> list[float]:
 
 
 def assert_in_order(timeline: dict[str, Any], *steps: tuple[str, str]) -> None:
-    """The first event of each, none before the one before it."""
+    """Asserts that the first events of these (source, event) pairs are in this order."""
     found = [(who, what, times(timeline, who, what)[0]) for who, what in steps]
     for before, after in itertools.pairwise(found):
         tolerance_ms = 0.0 if before[0] == after[0] else TOLERANCE_MS
@@ -51,7 +51,7 @@ def test_a_request_from_end_to_end(cluster: LiveCluster) -> None:
     assert_in_order(found, (s, "received"), (s, "routed"), (s, "first token"), (s, "finished"))
     for who in (p, d):
         assert_in_order(found, (s, "routed"), (who, "submitted"), (who, "finished"))
-    assert_in_order(found, (d, "finished"), (s, "finished"))  # prefill may let go later
+    assert_in_order(found, (d, "finished"), (s, "finished"))  # prefill may release later
     names = ("submitted", "admitted", "offered", "credited", "sent", "ended", "confirmed", "finished")
     assert_in_order(found, *((p, name) for name in names))
     assert_in_order(found, (p, "admitted"), (p, "chunk"), (p, "first token"), (p, "ended"))

@@ -1,4 +1,4 @@
-"""TLS at the public and the admin port: both sides' certificates, renewed ones, and clients that never shake hands."""
+"""TLS at the public and the admin port: both sides' certificates, renewals, and clients without a handshake."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certific
 
 
 async def ask(at: Serving, tls: ssl.SSLContext | None, sent: bytes = PROBE) -> int:
-    """The status; 0 where no answer comes."""
+    """Returns the status, or 0 without an answer."""
     try:
         client = await at.connect(tls=tls)
         await client.send(sent)
@@ -67,7 +67,7 @@ async def test_certificates_of_clients(certificates: dict[str, Certificate], cer
 async def test_a_renewed_certificate_is_shown(
     certificates: dict[str, Certificate], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New connections get it, an old one continues; files that do not belong together change nothing."""
+    """New connections get the renewed certificate and old ones continue; mismatched files change nothing."""
     served = Certificate(tmp_path / "served.pem", tmp_path / "served.key")
     served.becomes(certificates["first"])
 
@@ -89,7 +89,7 @@ async def test_a_renewed_certificate_is_shown(
 async def test_clients_that_never_shake_hands(
     certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are counted from the first moment, make room, and have no more time than others."""
+    """Such connections count at once, are closed to make room, and have the same deadline as others."""
 
     async def crowd(at: Serving, count: int, sent: bytes) -> list[Client]:
         clients = [await at.connect() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Tools and reasoning over a live cluster: models that are known to call and to think, and OpenAI's own client."""
+"""Tools and reasoning over a cluster, with scripted models that call and reason, and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAGS = {
 
 
 class Speaker(NamedTuple):
-    """A cluster whose model answers as a scenario says."""
+    """A cluster whose model has scripted scenarios."""
 
     family: Family
     folder: Path
@@ -60,7 +60,7 @@ class Speaker(NamedTuple):
         }
 
     def choice(self, scenario: str, tools: list[Any], **fields: Any) -> Any:
-        """After the same was streamed, and said the same."""
+        """Returns the choice, after asserting that the streamed one is equal."""
         variables = fields.pop("variables", {})
         asked = {**self.fields(scenario, tools, **variables), **fields}
         whole = self.client.chat.completions.create(**asked).choices[0]
@@ -106,7 +106,7 @@ gpt_oss = pytest.mark.parametrize("speaker", ["gpt_oss"], indirect=True)
 deepseek = pytest.mark.parametrize("speaker", [pytest.param("deepseek_r1", marks=pytest.mark.slow)], indirect=True)
 
 
-# ---- auto: the model decides
+# ---- auto (the model decides)
 
 
 @qwen3
@@ -147,7 +147,7 @@ def test_reasoning_before_a_call(speaker: Speaker) -> None:
 
 @qwen3
 def test_the_calls_answer_goes_back_to_the_model(speaker: Speaker) -> None:
-    """A second turn: the call and its result are part of the prompt."""
+    """In the second turn the call and its result are part of the prompt."""
     call = speaker.choice("a call after content", [WEATHER]).message.tool_calls[0]
     turn = [
         *ASKED,
@@ -164,12 +164,12 @@ def test_the_calls_answer_goes_back_to_the_model(speaker: Speaker) -> None:
     assert '<tool_response>{"sky": "blue"}</tool_response>' in shown
 
 
-# ---- none, required, named: the request decides
+# ---- none, required, named (the request decides)
 
 
 @every_caller
 def test_required_makes_a_call_of_whoever_would_not(speaker: Speaker) -> None:
-    """A call is made once; otherwise this model might never stop."""
+    """With `required`, a model that would not call makes exactly one call; otherwise it might never stop."""
     choice = speaker.choice("content", [TIME], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
     assert [(name, json.loads(text)) for name, text in functions_of(choice.message)] == [("get_time", {"now": True})]
     assert choice.finish_reason == "tool_calls"
@@ -184,7 +184,7 @@ def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
 
 @qwen3
 def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
-    """The others are shown, so that prompts begin alike, and are not called, not by a model that would."""
+    """Other tools are rendered, so that prompts share a prefix, but are not called, even by a model that would."""
 
     def allowed(mode: str, *names: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
@@ -197,7 +197,7 @@ def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
     ]
     both = answers[1].usage.prompt_tokens
     assert answers[0].usage.prompt_tokens == both
-    assert answers[0].choices[0].message == answers[1].choices[0].message  # no call, and so nothing to keep it from
+    assert answers[0].choices[0].message == answers[1].choices[0].message  # neither makes a call
     calling = speaker.fields("a call after content", [WEATHER, TIME])
     for names, called in ((("get_weather", "get_time"), {"get_weather"}), (("get_time",), {"get_time"})):
         calls = speaker.client.chat.completions.create(**calling | {"tool_choice": allowed("auto", *names)}).choices[0]
@@ -214,7 +214,7 @@ def test_some_of_the_tools_are_allowed(speaker: Speaker) -> None:
 
 @qwen3
 def test_a_forced_call_may_come_with_a_form_of_text(speaker: Speaker) -> None:
-    """Libraries send both, and the answer has no text; other constraints leave no room for the call."""
+    """A response_format is accepted beside a forced call, as libraries send both; other constraints are refused."""
     form = {"type": "json_schema", "json_schema": {"name": "other", "schema": {"type": "integer"}}}
     fields = {**speaker.fields("content", [TIME]), "response_format": form, "parallel_tool_calls": False}
     for choice in ("required", TIME | {"function": {"name": "get_time"}}):
@@ -228,7 +228,7 @@ def test_a_forced_call_may_come_with_a_form_of_text(speaker: Speaker) -> None:
 
 @qwen3
 def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> None:
-    """The scripted city is not allowed by this schema: the model may say it only if strict is off."""
+    """The schema forbids the scripted city, so the model can generate it only if strict is off."""
     function = {**WEATHER["function"], "parameters": {"const": {"city": "Rome"}}}
     strict = [{"type": "function", "function": {**function, "strict": True}}]
     loose = [{"type": "function", "function": function}]
@@ -238,7 +238,7 @@ def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> Non
 
 @qwen3
 def test_a_structural_tag(speaker: Speaker) -> None:
-    """Text is free until a trigger; behind it the model, which wants to say "TRAIN", is kept to the tag's schema."""
+    """Text is free up to a trigger; after it the tag's schema applies, although the model prefers "TRAIN"."""
     car = {
         "type": "object",
         "properties": {"brand": {"type": "string", "maxLength": 5}, "car_type": {"enum": ["SEDAN", "SUV", "TRUCK"]}},
@@ -272,7 +272,7 @@ def test_reasoning_is_left_out_or_switched_off(speaker: Speaker) -> None:
     assert answer.choices[0].message.content == "It shines."
     assert getattr(answer.choices[0].message, "reasoning", None) is None
     off = speaker.choice("reasoning, content", [], variables={"enable_thinking": False})
-    assert off.message.content.startswith("<think>")  # this model does not care; the prompt said that it is over
+    assert off.message.content.startswith("<think>")  # it reasons although the prompt closed that
 
 
 @qwen3
@@ -293,12 +293,12 @@ def test_what_is_guided_comes_after_the_reasoning(speaker: Speaker) -> None:
     ],
 )
 def test_reasoning_ends_with_its_budget(speaker: Speaker, budget: int, reasoning: str, content: str) -> None:
-    """This model then goes on with its script, a token of which the mark has replaced. Its own mark is not shown."""
+    """The model then continues its script, in which the marker replaced a token; its own marker is not shown."""
     extra = {"thinking_token_budget": budget}
     message = speaker.choice("reasoning, content", [], extra_body=extra).message
     assert ((message.reasoning or "").strip(), message.content) == (reasoning, content)
     plain = speaker.choice("content", [], extra_body=extra).message
-    assert plain.content == "It is sunny in Zürich. ☀"  # without reasoning there is nothing to end
+    assert plain.content == "It is sunny in Zürich. ☀"  # without reasoning the budget has no effect
 
 
 @deepseek
@@ -309,7 +309,7 @@ def test_a_budget_of_reasoning_that_the_prompt_has_begun(speaker: Speaker) -> No
 
 
 def test_a_budget_that_cannot_be_kept(cluster: LiveCluster) -> None:
-    for more in ({"use_beam_search": True, "n": 2}, {}):  # and this model does not reason
+    for more in ({"use_beam_search": True, "n": 2}, {}):  # this model does not reason
         body = {"messages": ASKED, "thinking_token_budget": 5, **more}
         answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
@@ -387,4 +387,4 @@ def test_gpt_oss_the_call_goes_back_to_the_model_and_no_client_can_forge_a_turn(
         f"{speaker.cluster.url}/tokenize", json={"prompt": "<|start|>", "add_special_tokens": False}
     ).json()["tokens"]
     assert len(start) == 1
-    assert body["tokens"].count(start[0]) == 7  # the tools, five messages and the answer to come
+    assert body["tokens"].count(start[0]) == 7  # tools, five messages, and the beginning of the answer

@@ -1,4 +1,4 @@
-"""A client that does not read: its stream is held up, then cut, and no other client suffers. Over real sockets."""
+"""A client that does not read has its stream paused, then cut, without effects on other clients; over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVENT = event({"text": "x" * 1000})
 
 
 class Source:
-    """Makes events without end, and remembers how many, and that it was closed."""
+    """Generates endless events; records their number, and whether it was closed."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -49,7 +49,7 @@ async def refused() -> AsyncGenerator[bytes, None]:
 
 @contextlib.asynccontextmanager
 async def serving(source: Source) -> AsyncIterator[int]:
-    """A server of this project's kind; its port."""
+    """Runs the project's HTTP server; yields its port."""
     app = FastAPI()
     install_error_handlers(app)
     kinds = {"endless": source.events, "finite": lambda: finite(100), "refused": refused}
@@ -77,7 +77,7 @@ async def get(port: int, kind: str) -> bytes:
 
 
 def silent_client(port: int) -> socket.socket:
-    """Asks for the endless stream and reads nothing of it."""
+    """Requests the endless stream and does not read it."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
@@ -86,7 +86,7 @@ def silent_client(port: int) -> socket.socket:
 
 
 async def standstill(source: Source) -> int:
-    """Returns the number of events made, once it no longer grows."""
+    """Returns the number of generated events once it stops growing."""
     seen = -1
     while seen != source.num_made or not seen:
         seen = source.num_made
@@ -100,8 +100,8 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
     async with serving(source) as port:
         client = silent_client(port)
         num_made = await standstill(source)
-        assert num_made * len(EVENT) < 16 << 20, "what is unread is bounded"
-        assert (await get(port, "finite")).count(EVENT) == 100, "nobody else waits"
+        assert num_made * len(EVENT) < 16 << 20, "unread events must be bounded"
+        assert (await get(port, "finite")).count(EVENT) == 100, "no other client may wait"
         await source.closed.wait()
         client.close()
 

@@ -1,4 +1,4 @@
-"""/pooling, Cohere's /v2/embed and limits of the texts of a score, against the routes that they stand for."""
+"""/pooling, Cohere's /v2/embed, and truncation of scored texts, against the equivalent routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny cluster of an aarch64 Python under qemu-aarch64, with the tokens that transformers has on this host.
+"""A tiny cluster of aarch64 Python processes under qemu-aarch64, compared with transformers' tokens on this host.
 
 Only with PD_CLUSTER_TEST_AARCH64=FOLDER, which scripts/aarch64_check.sh makes. Deadlines are long, because emulation
 takes minutes to import torch. The test's own process, and the reference, run natively.
@@ -43,11 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """A prefill instance, a decode instance over gloo, and one over shared memory."""
+    """Yields a prefill instance with a decode instance over gloo and one over shared memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(aarch64_python.python()))
         patch.setattr("tests.support.cluster.START_TIMEOUT_S", START_S)
-        patch.setattr("tests.support.cluster.POLL_S", 3.0)  # each look costs the emulated scheduler
+        patch.setattr("tests.support.cluster.POLL_S", 3.0)  # polling loads the emulated scheduler
         for name, value in aarch64_python.environment().items():
             patch.setenv(name, value)
         transports = {"decode-0": ["--kv-transport=dist"], "decode-1": ["--kv-transport=shm"]}
@@ -80,6 +80,6 @@ def test_a_chat_over_openai_s_api(cluster: LiveCluster) -> None:
 
 
 def test_workers_compute_with_the_c_kernels(cluster: LiveCluster) -> None:
-    """They came from the cross compiler: another processor's would not load."""
+    """Workers use the cross-compiled C kernels; kernels for another processor would not load."""
     for name in ("prefill-0", "decode-0", "decode-1"):
         assert "fused layers, C kernels, attention by C" in cluster.log_file(name).read_text()

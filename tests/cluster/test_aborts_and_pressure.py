@@ -1,4 +1,4 @@
-"""Clients that leave, and pools that are far too small: others are exact, and every block comes home."""
+"""With clients that leave and far too small pools, other answers are exact, and every block is released."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 SHM = ["--preemption-mode=recompute", "--kv-transport=shm"]
 DIST = ["--preemption-mode=swap", "--kv-transport=dist"]
-BOTH = {"prefill-0": SHM[:1], "prefill-1": DIST[:1], "decode-0": SHM[:1], "decode-1": DIST}  # unasked it is shm
+BOTH = {"prefill-0": SHM[:1], "prefill-1": DIST[:1], "decode-0": SHM[:1], "decode-1": DIST}  # shm is the default
 
 
 @pytest.fixture(
@@ -44,10 +44,10 @@ BOTH = {"prefill-0": SHM[:1], "prefill-1": DIST[:1], "decode-0": SHM[:1], "decod
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
-    """Starts two and two, with room for only a few requests each: prefill and decode both fill up and must preempt.
+    """Starts two prefill and two decode instances with blocks for only a few requests, so that all must preempt.
 
-    One of each two recomputes preempted requests; the other swaps, as far as its little room goes. Over shared memory
-    one API process is enough; otherwise there are two.
+    One of each pair recomputes preempted requests; the other swaps as far as its small swap space allows. Over shared
+    memory there is one API process, otherwise two.
     """
     names = BOTH if request.param == "both" else dict.fromkeys(BOTH, {"shm": SHM, "dist": DIST}[request.param])
     flags = [
@@ -72,7 +72,7 @@ def cluster(
 
 
 def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream: bool, **fields: object) -> None:
-    """Sends a request and closes the connection after a while, wherever the request stands then."""
+    """Sends a request and closes the connection after `after_s`, whatever the request's state."""
     fields = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream, **fields}
     body = json.dumps(fields)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -105,15 +105,15 @@ def test_a_third_of_100_requests_is_aborted_at_random_moments(cluster: LiveClust
     assert len(prompts) == NUM_REQUESTS - len(range(0, NUM_REQUESTS, 3))
     assert_all_same(model, prompts, outputs, limits)
     for instance in cluster.instances():
-        assert instance["num_steps"] > 0, f"{instance['instance_id']} did nothing"
+        assert instance["num_steps"] > 0, f"{instance['instance_id']} computed nothing"
 
 
 def test_further_turns_go_where_their_prefix_is(cluster: LiveCluster, model: Path) -> None:
-    """Each user's second turn is served by the same two instances as the first, and is cached there."""
+    """Each user's second turn is served by the same two instances as the first, which have its prefix cached."""
     rng = random.Random(25)
 
     def post(prompt: list[int]) -> tuple[str, list[int], int]:
-        """Returns who served it, its tokens, and how many of the prompt were cached."""
+        """Returns the serving instances, the tokens, and the number of cached prompt tokens."""
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -121,14 +121,14 @@ def test_further_turns_go_where_their_prefix_is(cluster: LiveCluster, model: Pat
         cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
         return answer.headers["x-pd-served-by"], found["choices"][0]["token_ids"], cached
 
-    for _ in range(20):  # until some of them meet
+    for _ in range(20):  # until some requests overlap
         prompts = [random_prompt(rng, 40) for _ in range(4)]
         places = together([partial(post, prompt) for prompt in prompts])
         if len({served_by for served_by, *_ in places}) > 1:
             break
     else:
         pytest.fail("one pair did everything")
-    cluster.assert_home()  # by heartbeats, which report the caches' content, too
+    cluster.assert_home()  # waits for heartbeats, which also report the caches' contents
     for prompt, (served_by, output, _) in zip(prompts, places, strict=True):
         whole = [*prompt, *output, *random_prompt(rng, 10)]
         again, tokens, cached = post(whole)
@@ -138,19 +138,19 @@ def test_further_turns_go_where_their_prefix_is(cluster: LiveCluster, model: Pat
 
 
 def test_choices_under_pressure(cluster: LiveCluster) -> None:
-    """Several sequences of one prompt exceed the pool: each equals its result in an idle cluster."""
+    """Several sequences of one prompt that exceed the pool equal their results in an idle cluster."""
     rng = random.Random(23)
     prompts = [random_prompt(rng, rng.randrange(1, 60)) for _ in range(8)]
     fields = {"n": 3, "temperature": 1.0, "ignore_eos": True}
     asks = [partial(cluster.complete_choices, prompt, 40, seed=at, **fields) for at, prompt in enumerate(prompts)]
     outputs = together(asks)
-    assert outputs == [ask() for ask in asks], "they differ from the same requests alone"
+    assert outputs == [ask() for ask in asks], "results differ from the same requests alone"
     assert {len(choices) for choices in outputs} == {3}
     cluster.assert_home()
 
 
 def test_beams_under_pressure(cluster: LiveCluster, model: Path) -> None:
-    """More beams than the pools hold, and every third client leaves: the others get what generate() gives."""
+    """With more beams than the pools hold, while every third client leaves, the others get generate()'s tokens."""
     rng = random.Random(24)
     fields = {"use_beam_search": True, "n": 3, "ignore_eos": True}
     sampling = Sampling(n=3, beam_width=3, max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -170,15 +170,15 @@ def test_beams_under_pressure(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path) -> None:
-    """Each grows to 19 of 40 blocks: no three fit, preemption is constant, and nothing deadlocks."""
+    """Each sequence grows to 19 of 40 blocks, so no three fit: preemption is constant, without a deadlock."""
     rng = random.Random(22)
     prompts = [random_prompt(rng, rng.randrange(30, 60)) for _ in range(12)]
     outputs = cluster.complete_together(prompts, 90, ignore_eos=True)
     cluster.assert_home()
     decodes = [i for i in cluster.instances() if i["role"] == "decode"]
-    assert sum(i["num_preemptions"] for i in decodes) > 0, "the pools were large enough: this test shows nothing"
+    assert sum(i["num_preemptions"] for i in decodes) > 0, "no preemption: the pools are too large for this test"
     found = told(cluster)
-    for name in ("decode-0", "decode-1"):  # every one of them belongs to a sequence that has ended
+    for name in ("decode-0", "decode-1"):  # preempted sequences have all ended
         assert found["vllm:request_num_preemptions_sum", name] == found["vllm:num_preemptions_total", name]
     assert {len(output) for output in outputs} == {90}
     assert outputs == [cluster.complete(prompt, 90, ignore_eos=True) for prompt in prompts], "they differ alone"
@@ -186,7 +186,7 @@ def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path
 
 
 def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
-    """Out of service and back, another role and back: no request is lost, no token is different, nothing stays held."""
+    """Drains, undrains and role changes back and forth lose no request, change no token and leave nothing held."""
 
     def do(name: str, what: str, **fields: object) -> None:
         cluster.order(f"/instances/{name}/{what}", **fields)
@@ -213,12 +213,12 @@ def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
 
 
 def test_every_api_process_tells_the_counts_of_all(cluster: LiveCluster) -> None:
-    """Requests over connections of their own, which the kernel spreads; and one that is in flight at one of them."""
+    """Every API process reports the sum for requests over separate connections, and one request in flight."""
     cluster.assert_home()
     before = counts_of(cluster)
 
     def all_have(num_requests: int) -> bool:
-        """Each of many new connections, that is: each of the processes."""
+        """Whether all of many new connections, and so all processes, report this number."""
         wanted = {"prompt_tokens_total": 3, "generation_tokens_total": 2, "request_success_length": 1}
         made = [counts_of(cluster) - before for _ in range(12)]
         return all(each[name] == number * num_requests for each in made for name, number in wanted.items())
@@ -239,7 +239,7 @@ def test_every_api_process_tells_the_counts_of_all(cluster: LiveCluster) -> None
 
 
 def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: Path) -> None:
-    """Kill -9 in the middle of streams: only its own clients notice, and nothing stays held anywhere."""
+    """After kill -9 of an API process during streams, only its own clients notice, and nothing stays held."""
     pids = api_processes(cluster)
     if not pids:
         pytest.skip("this cluster's scheduler serves by itself")
@@ -266,14 +266,14 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
     cluster.wait_until("both serve", lambda: all(serves(cluster) for _ in range(12)))
     cluster.assert_home()
     for _ in range(12):
-        assert before <= counts_of(cluster), "an API process has forgotten what the one that died had counted"
+        assert before <= counts_of(cluster), "an API process lost the dead one's counts"
     kept = cluster.client.get(f"{cluster.admin_url}/requests").json()["requests"]
     assert {request["status"] for request in kept} <= {"finished", "running", "failed"}
     assert len(kept) > 5
 
 
 def streamed(cluster: LiveCluster, prompt: list[int], num_tokens: int, begun: threading.Semaphore) -> list[int]:
-    """The tokens of a stream over a connection of its own; `begun` is released at the first."""
+    """Returns a stream's tokens, read over a new connection; releases `begun` at the first token."""
     fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
     found: list[int] = []
@@ -293,7 +293,7 @@ def api_processes(cluster: LiveCluster) -> list[int]:
 
 
 def serves(cluster: LiveCluster) -> bool:
-    """Over a new connection, which any of the processes may take."""
+    """Whether a new connection, which any API process may accept, is served."""
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
     with contextlib.suppress(httpx.HTTPError):
         return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=5, trust_env=False).status_code == 200
@@ -301,7 +301,7 @@ def serves(cluster: LiveCluster) -> bool:
 
 
 def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model: Path) -> None:
-    """This is the last test: streams continue to their end, every new connection is answered, and nothing is left."""
+    """The last test: during the drain streams run to their end, new connections get answers, and nothing is left."""
     prompt = random_prompt(random.Random(27), 20)
     pids = [cluster.processes["scheduler"].pid, *api_processes(cluster)]
     outputs: list[list[int]] = []
@@ -314,9 +314,9 @@ def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model
     def stop() -> None:
         for _ in range(3):
             assert begun.acquire(timeout=30)
-        for pid in pids:  # as Ctrl-C reaches a whole group
+        for pid in pids:  # like Ctrl-C, which signals a whole process group
             os.kill(pid, signal.SIGINT)
-        while not statuses or b"503" not in statuses[-1]:  # until the signal has been read
+        while not statuses or b"503" not in statuses[-1]:  # until the signal is handled
             statuses.append(status_line(cluster))
         statuses.extend(status_line(cluster) for _ in range(8))
 

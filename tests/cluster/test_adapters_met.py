@@ -1,4 +1,4 @@
-"""Adapters beside what else a request may ask for: cold ones on several instances, n, beams, guides, unequal ranks."""
+"""Adapters combined with other features: cold adapters on several instances, n, beams, guides, unequal ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = ("soft", "prefix")
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model's folder, those of the adapters, and of LoRA adapters merged into it, by names."""
+    """Returns folders by name: the model, the adapters, and the model with each LoRA adapter merged in."""
     base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("met")
     found = {"": base}
     for seed, name in enumerate(LORAS):
@@ -37,7 +37,7 @@ def folders(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two ranks hand over to one over gloo, and to another over shared memory; each keeps two LoRA adapters."""
+    """A prefill instance of two ranks, and decode instances over gloo and shared memory; each holds two adapters."""
     flags = ["--enable-lora", "--enable-prompt-adapter", "--max-loras=2", "--max-cpu-loras=2", "--num-blocks=512"]
     flags += [f"--lora-modules={name}={folders[name]}" for name in LORAS]
     flags += [f"--prompt-adapters={name}={folders[name]}" for name in PROMPTS]
@@ -59,12 +59,12 @@ def cluster(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def num_loads(cluster: LiveCluster, name: str, folder: Path) -> int:
-    """How often the ranks of an instance have read this adapter."""
+    """Returns how often an instance's ranks have read this adapter."""
     return cluster.log_file(name).read_text().count(f" parts of {folder}\n")
 
 
 def sessions(cluster: LiveCluster) -> dict[str, str]:
-    """A session of each decode instance, by their names."""
+    """Returns decode instance -> a session that is routed to it."""
     found: dict[str, str] = {}
     for at in range(40):
         before = {each["instance_id"]: each["kv_received_nbytes"] for each in cluster.instances()}
@@ -75,14 +75,14 @@ def sessions(cluster: LiveCluster) -> dict[str, str]:
                 found.setdefault(each["instance_id"], f"s{at}")
         if len(found) == 2:
             return found
-    raise AssertionError(f"40 sessions have all met {found}")
+    raise AssertionError(f"40 sessions were all routed to {found}")
 
 
 def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str, Path]) -> None:
-    """On each of two decode instances two wait for it at once, and it is read once there."""
+    """If two requests wait for an adapter on each decode instance, each rank reads it only once."""
     own = sessions(cluster)
     assert set(own) == {"decode-0", "decode-1"}
-    for name in ("b", "c"):  # "a" gives way everywhere
+    for name in ("b", "c"):  # evicts "a" everywhere
         for session in own.values():
             cluster.complete(random_prompt(random.Random(1), 40), 4, model=name, prompt_cache_key=session)
     names = ("prefill-0", *own)
@@ -94,7 +94,7 @@ def test_two_requests_for_a_cold_adapter(cluster: LiveCluster, folders: dict[str
         for prompt, key in zip(prompts, keys, strict=True)
     ]
     assert_all_same(folders["merged a"], prompts, together(asks), MAX_TOKENS)
-    expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once by each rank
+    expected = {"prefill-0": 2, "decode-0": 1, "decode-1": 1}  # once per rank
     assert {name: num_loads(cluster, name, folders["a"]) - before[name] for name in names} == expected
     cluster.assert_home()
 

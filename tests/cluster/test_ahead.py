@@ -1,4 +1,4 @@
-"""Real processes whose steps are launched ahead of the host, prompts that are handed over among them."""
+"""Real processes whose steps, including those of prompts to hand over, are launched ahead of the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, notes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill instance; KV cache goes to one decode instance over the host's memory, to the other over gloo."""
+    """One prefill instance, a decode instance over host memory, and one over gloo."""
     transports = {"decode-0": [f"--kv-transport={SAME_HOST}"], "decode-1": ["--kv-transport=dist"]}
     paths = [str(SHIM), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +55,7 @@ def test_prompts_are_handed_over_while_the_next_step_is_under_way(
 
 
 def test_clients_leave_while_their_prompts_are_under_way(cluster: LiveCluster, model: Path) -> None:
-    """The blocks of an aborted prompt are given away while a step that was launched for it still counts."""
+    """An aborted prompt's blocks may be reused while a step launched for it still runs."""
     rng = random.Random(4)
     prompts = [random_prompt(rng, 120) for _ in range(24)]
 

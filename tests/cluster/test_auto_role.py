@@ -1,4 +1,4 @@
-"""`--auto-role` on real processes: prompts alone make a decode instance compute prompts, and everybody hears why."""
+"""`--auto-role` on real processes: a load of prompts makes a decode instance a prefill one, and the reason is shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 
-pytestmark = pytest.mark.slow  # about a minute, most of it a start of rank processes and the first window of arrivals
+pytestmark = pytest.mark.slow  # about a minute, mostly starting ranks and the first window of arrivals
 
 CONCURRENCY = 24
 

@@ -1,4 +1,4 @@
-"""Batches outlive schedulers: kill -9 loses and repeats no answer, and another scheduler goes on."""
+"""Batches survive schedulers: kill -9 loses and repeats no answer, and another scheduler continues them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.cluster import LiveCluster
 pytestmark = pytest.mark.slow
 
 NUM_LINES = 1000
-STOPS = (1, 40, 700)  # answers, at which the scheduler is killed
+STOPS = (1, 40, 700)  # numbers of answers at which the scheduler is killed
 URL = "/v1/chat/completions"
 DEADLINE_S = 240.0
 
 
 class BatchClient:
-    """A batch through the port of any scheduler, and its answers as they are on the disk."""
+    """Runs a batch through any scheduler's port, and reads its answers from the disk."""
 
     def __init__(self, cluster: LiveCluster, files: Path) -> None:
         self.cluster, self._files = cluster, files
@@ -54,7 +54,7 @@ class BatchClient:
         return found
 
     def written(self) -> list[bytes]:
-        """Returns the whole lines of the files that the batch has begun."""
+        """Returns the complete lines in the batch's files so far."""
         lines: list[bytes] = []
         for path in {*self._files.iterdir()} - self._known:
             lines += [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -78,14 +78,14 @@ class BatchClient:
         return self._get(f"/v1/files/{file_id}/content").content.splitlines(keepends=True)
 
     def check(self, batch_id: str, seen: Sequence[bytes]) -> None:
-        """Checks that each request has one line, and that no answer changed after it was written."""
+        """Checks that each request has one line, and that no written answer changed."""
         batch = self.ended(batch_id)
         assert (batch["status"], batch["error_file_id"]) == ("completed", None), batch
         assert batch["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
         lines = self.content(batch["output_file_id"])
         ids = Counter(json.loads(line)["custom_id"] for line in lines)
         assert ids == {f"request-{at}": 1 for at in range(NUM_LINES)}
-        assert {*seen} <= {*lines}, "an answer that was written is lost"
+        assert {*seen} <= {*lines}, "a written answer was lost"
 
     def _post(self, path: str, **fields: Any) -> dict[str, Any]:
         answer = self._http.post(f"{self.cluster.url}{path}", **fields)
@@ -110,7 +110,7 @@ def test_kill_9_of_the_scheduler(tmp_path: Path) -> None:
             cluster.kill("scheduler")
             cluster.await_exit("scheduler")
             seen += client.written()
-            assert len(client.written()) < NUM_LINES, "it was killed after the last answer"
+            assert len(client.written()) < NUM_LINES, "the scheduler was killed only after the last answer"
             cluster.restart("scheduler")
         client.check(batch_id, seen)
         cluster.assert_home()
@@ -124,7 +124,7 @@ def test_another_scheduler_goes_on(tmp_path: Path) -> None:
         batch_id = client.create(NUM_LINES)
         seen = client.await_written(40)
         running = [name for name in cluster.launch.scheduler_names if batch_id in cluster.log_file(name).read_text()]
-        assert len(running) == 1, "one of them runs the batch"
+        assert len(running) == 1, "exactly one scheduler must run the batch"
         cluster.kill(running[0])
         cluster.await_exit(running[0])
         cluster.url = next(

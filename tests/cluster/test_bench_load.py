@@ -1,4 +1,4 @@
-"""`pd-cluster bench load` with a real guidellm, against a server whose times are known and against a real cluster."""
+"""`pd-cluster bench load` with a real guidellm, against a server with known times and against a real cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tpot_s(stream: SentStream) -> float:
 
 
 def clear_goal(streams: Sequence[SentStream], taken_s: Callable[[SentStream], float]) -> float:
-    """Returns a goal in the widest gap between two streams' times in the middle half, where no measurement errs."""
+    """Returns a goal in the widest gap between the middle streams' times, so that measurement errors do not matter."""
     values = sorted(map(taken_s, streams))
     middle = values[len(values) // 4 : 3 * len(values) // 4]
     _, at = max((after - before, at) for at, (before, after) in enumerate(pairwise(middle)))
@@ -48,7 +48,7 @@ def clear_goal(streams: Sequence[SentStream], taken_s: Callable[[SentStream], fl
 
 
 def test_the_report_is_what_the_server_sent(tmp_path: Path) -> None:
-    """200 streams with gaps, groups of tokens, half characters, and errors in their middle."""
+    """The report matches 200 sent streams with gaps, grouped tokens, half characters, and errors midway."""
     arrivals = arrivals_of(ASKED)
     guidellm = Guidellm.find(GUIDELLM)
     plan = LoadPlan(title="scripted", rows=list(rows_of(arrivals)), guidellm=guidellm, folder=tmp_path)
@@ -104,7 +104,7 @@ def test_a_fresh_cluster_s_requests_are_joined_with_its_timelines(tmp_path: Path
     assert all(each["prefill_s"] > 0 and each["handover_s"] >= 0 for each in found["requests"])
     figures = {each["name"]: each["value"] for each in found["results"]}
     assert figures["slo_met"] == 100
-    assert figures["cache_hits"] > 20  # later turns
+    assert figures["cache_hits"] > 20  # from later turns
     assert any(each["num_running"].keys() == {"prefill", "decode"} for each in found["over_time"])
 
 

@@ -1,4 +1,4 @@
-"""Each benchmark once, in its quickest form, from the command line on: it ends well and every figure has a value."""
+"""Runs each benchmark's command line once in its quickest form: it succeeds and every figure has a value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_runs(arguments: str, tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     assert f" {arguments.split()[0]} " in written["command"]
     missing = [each["name"] for each in written["results"] if each["value"] is None]
-    assert [name for name in missing if "refusal" not in name] == []  # seconds of overload may bring none
+    assert [name for name in missing if "refusal" not in name] == []  # a few seconds of overload may cause no refusal
 
 
 @pytest.mark.slow

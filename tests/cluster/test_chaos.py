@@ -1,7 +1,7 @@
-"""Instances die, hang and are cut off under load: requests continue elsewhere, no token is wrong.
+"""Instances die, hang and are cut off under load: requests continue elsewhere, and no token is wrong.
 
-Other requests end in time with an error that names an instance, and afterwards the cluster is whole and empty without
-help.
+Failing requests end in time with an error that names an instance. Afterwards the cluster recovers by itself and holds
+nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 class Trouble:
-    """Traffic on a cluster, and the faults that it meets. `burst`: how many requests come when a fault is near.
+    """Sends traffic to a cluster and injects faults. `burst`: number of requests sent just before a fault.
 
-    `busy`: requests of an instance that a fault shall meet.
+    `busy`: number of requests that an instance must have when a fault hits it.
     """
 
     def __init__(self, cluster: LiveCluster, traffic: Traffic, burst: int, busy: int = 4) -> None:
@@ -57,7 +57,7 @@ class Trouble:
         self._next_s = 0.0
 
     def await_busy(self, name: str) -> None:
-        """Requests come until that instance has several of them, and so the fault cannot miss."""
+        """Sends requests until the instance has several, so that the fault hits some."""
 
         def busy() -> bool:
             self.traffic.more(self._burst)
@@ -66,7 +66,7 @@ class Trouble:
         self.cluster.wait_until(f"{name} is busy", busy)
 
     def go_on_until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Waits until the condition holds, with a request now and then."""
+        """Waits until the condition holds, sending occasional requests."""
 
         def holds() -> bool:
             if time.monotonic() >= self._next_s:
@@ -81,15 +81,15 @@ class Trouble:
         self.go_on_until(f"{seconds:g} s are over", lambda: time.monotonic() > end_s)
 
     def kill(self, name: str) -> None:
-        """kill -9 of a worker in the middle of its work."""
+        """Kills a busy worker with SIGKILL."""
         self.await_busy(name)
         self.cluster.kill(name)
-        assert self.traffic.in_flight, "the fault met no request"
+        assert self.traffic.in_flight, "the fault hit no request"
         self.cluster.await_exit(name)
         self.await_lost(name)
-        met = self.traffic.in_flight  # and those that came meanwhile
+        met = self.traffic.in_flight  # including those sent meanwhile
         self.traffic.more(2 * len(met))
-        # A request that is on two instances that die is not tried again: the next fault waits for these to end.
+        # A request is not retried after two deaths, so the next fault waits until these requests have ended.
         self.go_on_until("those that met the fault have ended", lambda: not met & self.traffic.in_flight)
 
     def await_lost(self, *names: str) -> None:
@@ -107,7 +107,7 @@ class Trouble:
         self.go_on_until("the cluster is whole again", self.cluster.is_whole)
 
     def stand_still(self, name: str, seconds: float) -> None:
-        """Stops the rank process under load, and continues it under load."""
+        """Stops the rank process under load for some seconds, then continues it."""
         self.await_busy(name)
         self.cluster.kill_rank(name, signal.SIGSTOP)
         try:
@@ -120,7 +120,7 @@ class Trouble:
 
 
 def assert_every_pair_serves(cluster: LiveCluster, model: Path, enter: Callable[[], None] = lambda: None) -> None:
-    """New prompts, until each prefill instance has served with each decode instance: exact all of them."""
+    """Sends new prompts until every prefill instance has served with every decode instance; all must be exact."""
     found = cluster.instances()
     names = {role: [i["instance_id"] for i in found if i["role"] == role] for role in ("prefill", "decode")}
     wanted = {f"{p},{d}" for p in names["prefill"] for d in names["decode"]}
@@ -146,13 +146,13 @@ def assert_good_end(
     enter: Callable[[], None] = lambda: None,
     share: float = 0.99,
 ) -> None:
-    """Asserts, after traffic and faults, that all answers are right, and the cluster is empty, whole and exact."""
+    """Asserts after traffic and faults that all answers are right, and the cluster holds nothing and serves exactly."""
     cluster.await_ready()
     cluster.assert_home()
     counts = judge.check(outcomes)
     print(f"{len(outcomes)} requests:", dict(counts.most_common()))
     assert counts["answered"] >= share * len(outcomes), counts
-    assert "continues at" in cluster.log_file("scheduler").read_text(), "no request had to go on elsewhere"
+    assert "continues at" in cluster.log_file("scheduler").read_text(), "no request had to continue elsewhere"
     assert_every_pair_serves(cluster, model, enter)
     cluster.assert_home()
 
@@ -191,7 +191,7 @@ def test_500_requests_while_instances_die_and_stand_still(model: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model: Path, tmp_path: Path) -> None:
-    """Its peers have given up its connections, unknown to it: it must find out before it reports ready."""
+    """Its peers closed its connections during the pause; it must notice before it reports ready."""
     asks = make_asks(random.Random(45), 200, 16, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     with LiveCluster(tmp_path, model, 2, 2, FLAGS) as cluster:
@@ -206,7 +206,7 @@ def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Three hosts and the hub; this thread is on the hub."""
+    """Yields a network of three hosts and the hub, with this thread on the hub."""
     with contextlib.ExitStack() as stack:
         try:
             made = stack.enter_context(Network(["left", "right", "far"]))
@@ -222,11 +222,11 @@ def network() -> Iterator[Network]:
 def test_hosts_are_cut_off_under_load(
     model: Path, tmp_path: Path, network: Network, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV cache goes over the network: a host is isolated, two are parted, and then no prefill is left."""
+    """KV cache goes over the network while a host is isolated, two hosts are separated, and all prefill is lost."""
     asks = make_asks(random.Random(43), 500, 40, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # hosts of a network share this machine's memory
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # all simulated hosts share this machine's memory
     flags = [*FLAGS, f"--kv-transport={transport}", "--trust-network"]
     with SpreadCluster(network, where, tmp_path, model, arguments=flags) as cluster:
         with Traffic(cluster.url, asks, CONCURRENCY, network.enter) as traffic:

@@ -17,7 +17,7 @@ PROMPTS = [random_prompt(random.Random(4), length) for length in (1, 17, 41, 100
 
 
 def test_an_unlisted_model_is_served_as_unproven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's card says so, and the log of each process."""
+    """The model's entry in /v1/models, and each process's log, mark the model as unproven."""
     model = make(tmp_path / "model", "helium", monkeypatch)
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, "--try-unlisted=helium"]) as cluster:
         outputs = [cluster.complete(prompt, 16) for prompt in PROMPTS]

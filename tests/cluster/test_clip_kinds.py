@@ -1,4 +1,4 @@
-"""Videos of GLM-4.1V and ERNIE 4.5 VL over HTTP and through the split; also with an instance that dies."""
+"""Videos for GLM-4.1V and ERNIE 4.5 VL over HTTP and through the split, also when an instance dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def body_of(file: bytes, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "transport"), [*zip(CLIP_KINDS, ("shm", "dist"), strict=True)])
 def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
-    """Also with `mm_processor_kwargs`, from the prefix caches, and after decode was killed."""
+    """Both legs are exact, also with `mm_processor_kwargs`, from prefix caches, and after decode was killed."""
     model = make_filming(tmp_path / "model", name)
 
     def expected(video: VideoFrames) -> list[int]:
@@ -44,14 +44,14 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
 
     wanted = [expected(frames_of(file, FrameSampling())) for file in FILES]
     four = expected(frames_of(FILES[0], FrameSampling(4)))
-    assert wanted[0] != wanted[1], "the frames' order does not matter"
-    assert four != wanted[0], "their number does not matter"
+    assert wanted[0] != wanted[1], "the frames' order must matter"
+    assert four != wanted[0], "the number of frames must matter"
     with LiveCluster(tmp_path / "cluster", model, arguments=[*FLAGS, f"--kv-transport={transport}"]) as cluster:
 
         def ask(file: bytes, **fields: Any) -> list[int]:
             return tokens(post(cluster, body_of(file, **fields)))
 
-        for _ in range(2):  # then from the prefix caches
+        for _ in range(2):  # the second time from the prefix caches
             assert [ask(file) for file in FILES] == wanted
             assert ask(FILES[0], mm_processor_kwargs={"num_frames": 4}) == four
         cluster.await_received("decode-0")

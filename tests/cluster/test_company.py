@@ -1,4 +1,4 @@
-"""A request's numbers across the split do not depend on its company, in a model 2,048 wide: as in one process."""
+"""Across the split a request's numbers do not depend on its batch, as in one process; the model is 2,048 wide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE: dict[str, Any] = {
 }
 LENGTHS = (5, 1, 33, 16, 2, 60)
 NUM_TOKENS, NUM_TOKENS_UNDER_PRESSURE = 8, 70
-MOST_ROUNDS = 5  # on a busy machine fewer requests meet on the decode instance
+MOST_ROUNDS = 5  # on a busy machine fewer requests share a step on the decode instance
 ENGINE = ["--num-blocks=128", "--max-model-len=200"]
 
 
@@ -45,7 +45,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def numbers(cluster: LiveCluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Any:
-    """Tokens and logprobs of an answer, as its JSON has them: a float's shortest text names its bits."""
+    """Returns an answer's tokens and logprobs as in its JSON, where a float's text determines its bits."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "logprobs": 4, "ignore_eos": True}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True})
     assert answer.status_code == 200, answer.text
@@ -65,7 +65,7 @@ def test_alone_and_among_eight_split_and_not(cluster: LiveCluster, model: Path) 
 
 @pytest.mark.slow
 def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: Path) -> None:
-    """The pool holds a few of the eight: preempted sequences continue with the same bits."""
+    """In a pool for a few of eight sequences, preempted ones continue with the same bits."""
     rng = random.Random(5)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     pressed = ["--num-blocks=26", "--growth-tokens=8", "--preemption-mode=swap", "--swap-space=0.5"]
@@ -75,7 +75,7 @@ def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: 
         assert cluster.instance("decode-0")["num_preemptions"] == 0
         for _ in range(MOST_ROUNDS):
             assert together([partial(numbers, cluster, each, NUM_TOKENS_UNDER_PRESSURE) for each in prompts]) == alone
-            cluster.assert_home()  # after that, the instance has reported its steps
+            cluster.assert_home()  # afterwards the instance has reported its steps
             if cluster.instance("decode-0")["num_preemptions"] > 0:
                 break
         else:
@@ -83,7 +83,7 @@ def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: 
 
 
 def in_one_process(model: Path, prompts: list[list[int]]) -> list[Any]:
-    """The same answers from an engine in this process, all together."""
+    """Returns the same answers from an engine in this process, computed together."""
     from pd_cluster.service.schema.completion_protocol import CompletionRequest
 
     engine = EngineConfig(model=str(model), num_blocks=128, max_model_len=200, enable_prefix_caching=False)

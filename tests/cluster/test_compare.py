@@ -1,4 +1,4 @@
-"""`pd-cluster bench compare` from the command line on: two servers in turn, and everything ended by SIGTERM."""
+"""Runs `pd-cluster bench compare`: two servers in turn, and SIGTERM, which ends everything."""
 
 from __future__ import annotations
 

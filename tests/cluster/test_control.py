@@ -1,4 +1,4 @@
-"""Commands to a whole cluster of two API processes: caches are emptied, requests end or wait, settings are shown."""
+"""Commands to a cluster with two API processes: emptying caches, ending or pausing requests, showing settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.engines import assert_all_same
 
 Checkpoints = Callable[..., Path]
 LONG = {"prompt": [5] * 40, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
-ENDLESS = {**LONG, "max_tokens": 16_000}  # for requests that are to be ended
+ENDLESS = {**LONG, "max_tokens": 16_000}  # for requests that a command ends
 
 
 class Steered(LiveCluster):
@@ -34,7 +34,7 @@ class Steered(LiveCluster):
 
 @pytest.fixture(scope="module")
 def steered(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered]:
-    """Two API processes; tests/api/test_one_process.py does some of this with one."""
+    """Yields a cluster with two API processes; tests/api/test_one_process.py tests a part with one."""
     flags = ["--max-model-len=16384", "--num-blocks=3200", "--api-workers=2", "--api-key=sk-hidden"]
     folder = tmp_path_factory.mktemp("steered")
     model = checkpoint("llama", max_position_embeddings=16384)
@@ -45,12 +45,12 @@ def steered(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class Background:
-    """Requests on connections of their own, and what became of them."""
+    """Sends requests on separate connections, and records their results."""
 
     def __init__(self, cluster: LiveCluster, num: int, **body: Any) -> None:
         self.answers: list[httpx.Response] = []
         self._url, self._body = f"{cluster.url}/v1/completions", body
-        self._client = httpx.Client(timeout=90, trust_env=False)  # made once: requests begin together
+        self._client = httpx.Client(timeout=90, trust_env=False)  # made once, so that requests begin together
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num)]
         for thread in self._threads:
             thread.start()
@@ -69,12 +69,12 @@ class Background:
 
 
 def running(cluster: LiveCluster) -> int:
-    """Counts sequences that decode. Loads are of different moments: a prefill instance may still count what decodes."""
+    """Counts decoding sequences at decode instances only, since prefill's older load may still include them."""
     return sum(int(each["num_running"]) for each in cluster.instances() if each["role"] == "decode")
 
 
 def test_an_empty_cache_is_computed_again(steered: Steered) -> None:
-    """The same tokens come, and the second time nothing is cached, here or in the schedulers' knowledge of it."""
+    """After the reset the same prompt gives the same tokens, with nothing cached in instances or scheduler views."""
     prompt = [7] * 100
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
 
@@ -144,7 +144,7 @@ def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
 
 
 def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
-    """More of this is in test_sleep.py."""
+    """Running requests continue after a sleep; test_sleep.py has more tests."""
     body = {**LONG, "max_tokens": 800, "return_token_ids": True}
     (alone,) = Background(steered, 1, **body).end()
     kept = Background(steered, 2, **body)

@@ -1,4 +1,4 @@
-"""Instances that lend each other cores: answers stay exact, and no fault of a lender or borrower holds anything up."""
+"""Instances lend each other cores: answers stay exact, and faults of lenders or borrowers block nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = [
     "--lend-cores=on",
     "--bind-cores=on",
     "--log-level=debug",
-    "--dead-after=6",  # a busy machine is no death
+    "--dead-after=6",  # so that a busy machine is not taken for a death
     "--heartbeat-interval=0.2",
     "--num-blocks=2048",
 ]
@@ -43,12 +43,12 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def num_changes(cluster: LiveCluster, name: str) -> int:
-    """How often the threads of its steps have changed."""
+    """Returns how often the instance's number of threads has changed."""
     return cluster.log_file(name).read_text().count("step continues with")
 
 
 def complete_all(cluster: LiveCluster, model: Path, seed: int, num_requests: int = 24) -> None:
-    """Random prompts and lengths, each against transformers' own output."""
+    """Sends random prompts with random lengths; compares each with transformers' output."""
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.randrange(1, 300)) for _ in range(num_requests)]
     lengths = [rng.randrange(2, 40) for _ in prompts]
@@ -65,7 +65,7 @@ def test_random_traffic_is_exact_while_cores_change_hands(cluster: LiveCluster, 
 
 @pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, name: str) -> None:
-    """Kill -9 of one that computes, or rests, while others compute on its cores and it on theirs."""
+    """Kills a computing or idle rank while ranks use each other's cores; its cores become free."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
     streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
     tokens = [stream.some() for stream in streams]
@@ -81,7 +81,7 @@ def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, n
 
 @pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: Path, name: str) -> None:
-    """Stopped in a step or between steps: the others' streams end, and it takes part again after it continues."""
+    """With a rank stopped during or between steps, other streams end; once continued, it takes part again."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
     streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
     tokens = [stream.some() for stream in streams]
@@ -97,7 +97,7 @@ def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: P
 
 
 def test_steps_run_on_the_cores_of_their_rank(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel sees the ranks of two instances from outside; without lending, so that no step ever roams."""
+    """Checks the kernel's view of two instances' ranks; without lending, so that steps never leave their cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     everywhere = os.sched_getaffinity(0)
     prompt, num_tokens = random_prompt(random.Random(4), 700), 50

@@ -1,7 +1,7 @@
-"""The dashboard in a real browser: loads, lives through a worker's death, chats, and is usable without a mouse or eyes.
+"""The dashboard in a real browser: it loads, survives a worker's death, chats, and works without mouse or sight.
 
 Needs Debian's chromium and the extra `browser`; `PD_CLUSTER_SCREENSHOTS=FOLDER` writes the documents' pictures.
-`pytest -s` shows figures: how much a page loads, how soon it is there, and how soon it names a dead worker.
+`pytest -s` shows how much a page loads, how long that takes, and how soon it names a dead worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLAGS = [
     "--disable-component-update",
     "--no-first-run",
 ]
-NAME = "<img src=x onerror=document.title='injected'>"  # a model may be called so
+NAME = "<img src=x onerror=document.title='injected'>"  # a hostile model name
 WAIT_MS = 60_000
 ROOT = Path(__file__).parents[2]
 PICTURES = os.environ.get("PD_CLUSTER_SCREENSHOTS", "")
@@ -46,7 +46,7 @@ NAMES = ["tiny-chat", NAME] if PICTURES else [NAME, "tiny-chat"]
 
 
 class Pages:
-    """One browser, and everything that its pages complained about."""
+    """A browser, with all errors reported by its pages."""
 
     def __init__(self, browser: Any) -> None:
         self.browser = browser
@@ -68,7 +68,7 @@ class Pages:
 
 
 def loaded_by(page: Any, session: Any) -> str:
-    """Returns what a page has loaded so far, and the seconds that its main thread was busy."""
+    """Returns what a page has loaded so far, and its main thread's busy seconds."""
     entries = page.evaluate("performance.getEntriesByType('resource').map(each => [each.name, each.transferSize])")
     files = [size for name, size in entries if "/api/" not in name]
     metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
@@ -118,7 +118,7 @@ def shoot(page: Any, name: str) -> None:
 
 
 def some_load(admin: str) -> None:
-    """Answers 48 requests, eight at a time; the admin port is the one after the public port."""
+    """Sends 48 requests, eight at a time; the admin port follows the public port."""
     public = admin.rpartition(":")[0] + f":{int(admin.rpartition(':')[2]) - 1}"
     body = {"prompt": "A long story about a bear and a bee:", "max_tokens": 150, "ignore_eos": True}
     with ThreadPoolExecutor(8) as pool:
@@ -127,12 +127,12 @@ def some_load(admin: str) -> None:
 
 
 def await_count(page: Any, selector: str, number: int) -> None:
-    """Waits for so many elements; a function in the page would need what its policy forbids."""
+    """Polls for `number` elements from outside, because the page's policy forbids injected functions."""
     playwright.expect(page.locator(selector)).to_have_count(number, timeout=WAIT_MS)
 
 
 def axe_of(page: Any) -> list[str]:
-    """Returns the serious findings of axe. The page's policy keeps foreign scripts out, so it comes by the debugger."""
+    """Returns axe's serious findings; axe is injected by the debugger, as the page's policy blocks foreign scripts."""
     from axe_playwright_python.base import AXE_FILE_PATH
 
     session = page.context.new_cdp_session(page)
@@ -152,13 +152,13 @@ def axe_of(page: Any) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: Callable[[], str], scheme: str) -> None:
     page = pages.open(links(), color_scheme=scheme)
-    assert "code=" not in page.url, "the code leaves the address"
+    assert "code=" not in page.url, "the code must leave the address bar"
     await_count(page, ".chart canvas", 6)
     assert axe_of(page) == []
     if PICTURES:
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(some_load, page.url.partition("/dashboard")[0])
-            page.wait_for_timeout(6000)  # for the picture alone
+            page.wait_for_timeout(6000)  # only for the screenshot
             shoot(page, f"cluster-{scheme}")
             load.result()
     for name in ("requests", "playground"):
@@ -174,17 +174,17 @@ def test_every_page_is_accessible_and_complains_of_nothing(pages: Pages, links: 
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog:not([open])", state="attached")
     page.reload()
-    page.wait_for_selector("g.instance")  # the session goes on
+    page.wait_for_selector("g.instance")  # the session continues
     page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing may be wider than a phone"
     page.wait_for_selector(".picture svg[viewBox^='0 0 400 ']")
     sides = page.evaluate(
         "[...document.querySelectorAll('g.instance')].map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
     )
     assert sides
-    assert all(left >= 0 and right <= 390 for left, right in sides), "the whole picture is in view"
+    assert all(left >= 0 and right <= 390 for left, right in sides), "the whole picture must be in view"
     shoot(page, f"phone-{scheme}")
-    assert page.title() == "pd-cluster", "the model's name is text"
+    assert page.title() == "pd-cluster", "the model's name must be shown as text"
     assert pages.complaints == []
 
 
@@ -272,9 +272,9 @@ def test_a_hidden_tab_asks_nothing(pages: Pages, links: Callable[[], str]) -> No
         page.evaluate(f"window.isAway = {str(is_away).lower()}; document.dispatchEvent(new Event('visibilitychange'))")
 
     turn(True)
-    page.wait_for_timeout(1000)  # for a question that is under way
+    page.wait_for_timeout(1000)  # lets a pending query finish
     before = len(asked)
-    page.wait_for_timeout(2500)  # five questions, if it asked
+    page.wait_for_timeout(2500)  # long enough for five queries, if there were any
     assert len(asked) == before
     with page.expect_request("**/overview*"):
         turn(False)
@@ -312,7 +312,7 @@ def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public:
     page.wait_for_selector(".problems:has-text('prefill-0 is unreachable')")
     page.hover("tbody button >> nth=0")
     page.mouse.down()
-    for _ in range(3):  # the page looks again while the button is pressed
+    for _ in range(3):  # the page may redraw while the button is pressed
         with page.expect_response("**/overview*"):
             pass
     page.mouse.up()
@@ -334,7 +334,7 @@ def test_the_public_port_shows_figures_to_holders_of_a_key(pages: Pages, public:
 
 @pytest.mark.timeout(400)
 def test_the_first_token_comes_by_the_link_that_a_first_start_prints(tmp_path: Path) -> None:
-    """From `up` in an empty folder, with nothing compiled yet; `pytest -s` shows the seconds of each part."""
+    """Starts `up` in an empty folder with nothing compiled and follows its link; `pytest -s` shows the times."""
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "smoke.py", "--browser", Path(sys.executable).with_name("pd-cluster")],
         cwd=tmp_path,

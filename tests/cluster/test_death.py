@@ -1,4 +1,4 @@
-"""Workers that die or hang: their streams continue elsewhere, token for token, and nothing stays held."""
+"""After workers die or hang, their streams continue elsewhere token for token, and nothing stays held."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Checkpoints = Callable[..., Path]
 Tokens = dict[int, list[int]]  # choice → tokens
 PROMPT = random_prompt(random.Random(31), 20)
 NUM_TOKENS = 900
-ENDLESS = 15_000  # tokens, of which most are never made
+ENDLESS = 15_000  # number of tokens, most of which are never generated
 
 
 class Streaming:
-    """A long streaming completion on a thread of its own; events arrive in a queue as they come."""
+    """A long streaming completion on a separate thread, which queues events as they arrive."""
 
     def __init__(
         self, url: str, max_tokens: int = NUM_TOKENS, headers: dict[str, str] | None = None, **fields: Any
@@ -63,7 +63,7 @@ class Streaming:
         return self.events.get(timeout=30)
 
     def some(self) -> list[int]:
-        """The tokens of the only choice that have come by now, and one event more, unless it is over."""
+        """Returns the single choice's tokens so far, after at least one more event unless the stream has ended."""
         found: list[int] = []
         for _ in range(self.events.qsize() + 1):
             if self.has_ended and self.events.qsize() <= 1:  # [DONE]
@@ -73,7 +73,7 @@ class Streaming:
         return found
 
     def to_the_end(self) -> list[list[int]]:
-        """The tokens of each choice that are still to come, if any; the stream must end as one that was answered."""
+        """Returns each choice's remaining tokens; asserts that the stream ends normally."""
         tokens: dict[int, list[int]] = {}
         while (data := self.next()[1]) != "[DONE]":
             event = json.loads(data)
@@ -83,10 +83,10 @@ class Streaming:
         return [tokens[index] for index in sorted(tokens)] or [[]]
 
     def until_error(self) -> tuple[float, dict[str, Any]]:
-        """When the in-band error came, and what it says; the stream must then end with [DONE]."""
+        """Returns the stream error's time and content; asserts that [DONE] follows."""
         while True:
             at_s, data = self.next()
-            assert data != "[DONE]", "the stream ended as if it had been answered"
+            assert data != "[DONE]", "the stream ended without an error"
             if "error" in (event := json.loads(data)):
                 assert self.next()[1] == "[DONE]"
                 return at_s, event["error"]
@@ -107,14 +107,14 @@ def traces() -> Iterator[Collector]:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("death")
     flags = ["--num-blocks=1024", f"--otlp-traces-endpoint={traces.url}"]
-    own = {"scheduler": ["--drain-timeout=600"]}  # it cannot be what ends a stream
+    own = {"scheduler": ["--drain-timeout=600"]}  # so that the drain timeout does not end a stream
     with LiveCluster(folder, model, 1, 2, flags, member_arguments=own) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def whole_again(cluster: LiveCluster) -> Iterator[None]:
-    """Whatever a test killed is started again, and serves."""
+    """Restarts afterwards whatever a test killed, and waits until it serves."""
     yield
     for name, process in cluster.processes.items():
         if process.poll() is not None:
@@ -123,9 +123,9 @@ def whole_again(cluster: LiveCluster) -> Iterator[None]:
 
 
 def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) -> tuple[Streaming, Tokens, str]:
-    """A stream with the tokens it began with, and the decode instance that is seen to be busy with it alone.
+    """Returns a stream, its first tokens, and the decode instance on which it is the only request.
 
-    A stream that was over before anyone looked is tried again: a quick engine is no fault.
+    Retries if a stream ended before it was observed, because a fast engine is not a fault.
     """
     for _ in range(20):
         stream, begun, found = Streaming(cluster.url, max_tokens, **fields), {}, list[str]()
@@ -141,18 +141,18 @@ def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) ->
         if len(found) == 1:
             return stream, begun, found[0]
         stream.to_the_end()
-    raise AssertionError(f"20 streams of {max_tokens} tokens were over before they were seen")
+    raise AssertionError(f"20 streams of {max_tokens} tokens ended before they were observed")
 
 
 def goes_on_after_a_kill(cluster: LiveCluster, folder: Path, role: str, num_tokens: int) -> None:
-    """Kills an instance of that role in mid-request: the stream ends as if nothing had happened, and all comes back."""
+    """Kills an instance of that role during a request: the stream must end normally, and the cluster recover."""
     sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     (expected,) = generate(make_core(folder, num_blocks=128), [PROMPT], sampling)
     stream, begun, victim = caught(cluster, num_tokens)
     victim = "prefill-0" if role == "prefill" else victim
     cluster.kill(victim)
     (rest,) = stream.to_the_end()
-    if (found := begun[0] + rest) != expected:  # by ranks, whose sums have another order
+    if (found := begun[0] + rest) != expected:  # ranks sum in another order
         assert len(found) == num_tokens
         assert_greedy(folder, PROMPT, found)
     cluster.await_exit(victim)
@@ -163,7 +163,7 @@ def goes_on_after_a_kill(cluster: LiveCluster, folder: Path, role: str, num_toke
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
-    """Returns the long stream's text without any trouble."""
+    """Returns the long stream's tokens without faults."""
     sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     return generate(make_core(model, num_blocks=1024), [PROMPT], sampling)[0]
 
@@ -172,7 +172,7 @@ def expected(model: Path) -> list[int]:
 def test_kill_9_of_the_decode_instance(
     cluster: LiveCluster, model: Path, expected: list[int], rank_only: bool, traces: Collector
 ) -> None:
-    for attempt in range(10):  # the stream may be over before the kill
+    for attempt in range(10):  # the stream may end before the kill
         before = num_replays(cluster)
         trace_id = f"{'ab' * 14}{attempt:02x}{rank_only:02x}"
         headers = {"traceparent": f"00-{trace_id}-{'cd' * 8}-01", "tracestate": "vendor=1"}
@@ -192,7 +192,7 @@ def test_kill_9_of_the_decode_instance(
     status, health = cluster.health()
     assert (status, health["status"]) == (200, "degraded")
     assert f"continues at {other}: " in cluster.log_file("scheduler").read_text()
-    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other one serves
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other instance serves
     cluster.assert_home()
     if rank_only:
         assert "rank process" in cluster.logs()
@@ -205,16 +205,17 @@ def attempts_of(spans: list[Seen]) -> list[Seen]:
 
 
 def is_replayed(spans: list[Seen]) -> bool:
-    """Whether a trace is complete; that of a stream that was over before its instance could be killed is not."""
+    """Whether a trace contains a replay; it does not if the stream ended before the kill."""
     attempts, ids = attempts_of(spans), {span.span_id for span in spans}
     parents = {span.parent_id for span in spans if span.name == "generate"}
     return len(attempts) > 1 and attempts[-1].span_id in parents and attempts[-1].parent_id in ids
 
 
 def assert_a_trace_of_a_replay(spans: list[Seen], victim: str, other: str) -> None:
-    """Queue, prefill, handover and decode, cut off by a kill; then, perhaps at the second try, all at another instance.
+    """Asserts spans for queue, prefill, handover and an interrupted decode, then all again at another instance.
 
-    Either the scheduler or the prefill instance notices the death first, and a worker that dies early reports nothing.
+    A further attempt may lie between. Either the scheduler or the prefill instance notices the death first, and a
+    worker that dies early reports nothing.
     """
     first, *between, last = attempts_of(spans)
     root = next(span for span in spans if span.span_id == last.parent_id)
@@ -238,7 +239,7 @@ def assert_a_trace_of_a_replay(spans: list[Seen], victim: str, other: str) -> No
 
 
 def test_sampled_and_guided_sequences_go_on_as_they_would_have(cluster: LiveCluster) -> None:
-    """Three sequences, drawn, with penalties; then one that is held to a regex: as in a run without trouble."""
+    """Three sampled sequences with penalties, and one guided by a regex, are the same as in a run without faults."""
     drawn = {"n": 3, "temperature": 1.0, "seed": 9, "repetition_penalty": 1.1, "ignore_eos": True}
     guided = {"temperature": 1.0, "seed": 3, "ignore_eos": False, "guided_regex": "([a-z]{3,7} ){100}"}
     for fields in (drawn, guided):
@@ -253,7 +254,7 @@ def test_sampled_and_guided_sequences_go_on_as_they_would_have(cluster: LiveClus
 
 
 def test_kill_9_of_the_only_prefill_instance(cluster: LiveCluster, model: Path) -> None:
-    """Decode instances prefill until there is one again."""
+    """Decode instances also prefill until a prefill instance is back."""
     cluster.kill("prefill-0")
     cluster.await_exit("prefill-0")
     cluster.wait_until("the prefill instance is missed", lambda: cluster.health()[1]["status"] == "degraded")
@@ -265,7 +266,7 @@ def test_kill_9_of_the_only_prefill_instance(cluster: LiveCluster, model: Path) 
 
 
 def test_kill_9_of_all_decode_instances(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
-    """The prefill instance decodes. A request that was on two instances that died is not tried a third time."""
+    """The prefill instance decodes as well. A request is not retried after two deaths."""
     for name in ("decode-0", "decode-1"):
         cluster.kill(name)
         cluster.await_exit(name)
@@ -277,7 +278,7 @@ def test_kill_9_of_all_decode_instances(cluster: LiveCluster, model: Path, expec
 
 
 def test_a_decode_instance_that_stands_still(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
-    """Stopped, it is silent and given up; continued, it drops what it was doing and serves again."""
+    """A stopped decode instance is given up for its silence; once continued, it drops its requests and serves again."""
     stream, begun, victim = caught(cluster)
     cluster.kill_rank(victim, signal.SIGSTOP)
     try:
@@ -292,7 +293,7 @@ def test_a_decode_instance_that_stands_still(cluster: LiveCluster, model: Path, 
 
 
 def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
-    """Workers drop its orphans and serve its successor without a restart of their own."""
+    """Workers drop the old scheduler's requests and serve its successor without restarting."""
     pids = {i["instance_id"]: i["pid"] for i in cluster.instances()}
     stream = Streaming(cluster.url)
     stream.next()
@@ -304,7 +305,7 @@ def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_sigterm_lets_running_streams_end(cluster: LiveCluster, expected: list[int]) -> None:
-    """Meanwhile the port stays open: health and new requests get a 503, on connections old and new."""
+    """During the drain the port stays open: /health and new requests get 503, on old and new connections."""
     with cluster.unfinished(), httpx.Client(base_url=cluster.url, trust_env=False) as kept_alive:
         assert kept_alive.get("/health").status_code == 200
         stream = Streaming(cluster.url)
@@ -349,10 +350,10 @@ def num_replays(cluster: LiveCluster) -> int:
 
 
 def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
-    """Its requests end there, new ones go elsewhere, and the worker ends with exit code 0."""
+    """A draining worker finishes its requests while new ones go elsewhere, then exits with code 0."""
     before = num_replays(cluster)
     stream, begun, victim = caught(cluster)
-    for pid in cluster.rank_pids(victim):  # as from a host that shuts down: every process gets it
+    for pid in cluster.rank_pids(victim):  # as at a host's shutdown, which signals every process
         os.kill(pid, signal.SIGTERM)
     cluster.kill(victim, signal.SIGTERM)
     cluster.wait_until("it is draining, or has ended", lambda: cluster.health()[1]["instances"][victim] != "ready")
@@ -367,7 +368,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
 
 @pytest.mark.slow
 def test_every_worker_is_restarted_under_load(cluster: LiveCluster, model: Path) -> None:
-    """They restart one after the other, by SIGTERM, unnoticed by clients."""
+    """Workers restart one after the other by SIGTERM, unnoticed by clients."""
     rng = random.Random(7)
     prompts = [random_prompt(rng, rng.randrange(2, 60)) for _ in range(12)]
     done, wrong = threading.Event(), []

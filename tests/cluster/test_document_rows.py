@@ -1,4 +1,4 @@
-"""Rows of docs/requirements.md that need a cluster of real processes and that no other test proves."""
+"""Rows of docs/requirements.md that need a cluster of real processes and are not covered elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Checkpoints = Callable[..., Path]
 
 
 class ScatteredCluster(LiveCluster):
-    """A cluster whose decode instance has its model and tables at other paths, as in a container with another mount.
+    """A cluster whose decode instance has its model and tables at other paths, as in another container.
 
     Only the scheduler, which listens on all addresses, has a valid NODE_PORTS; no process has a valid USE_OPENAI.
     """
@@ -64,7 +64,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def test_prefill_computes_the_prompt_and_decode_the_rest(cluster: LiveCluster, model: Path) -> None:
-    """By the number of steps: the prompt's chunks here, one step for each token after the first there."""
+    """Checks numbers of steps: the prompt's chunks at prefill, one step per token after the first at decode."""
     cluster.assert_home()
     before = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
     prompt, max_tokens = random_prompt(random.Random(5), 2 * NUM_BATCHED + 20), 16
@@ -94,7 +94,7 @@ def test_what_is_the_schedulers_alone(cluster: LiveCluster) -> None:
 
 
 def test_another_global_table_is_noticed(cluster: LiveCluster) -> None:
-    """Over the connection on which the worker has proven itself, and only of the worker that has it."""
+    """A differing table is reported over the authenticated connection, only for the worker that has it."""
     lines = cluster.log_file("scheduler").read_text().splitlines()
     (line,) = [
         line for line in lines if line.endswith("was started with another global rank table than the scheduler's")

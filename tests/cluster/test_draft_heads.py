@@ -1,6 +1,6 @@
-"""Draft heads in clusters of real processes: the same answers, whether the pair has the same head or not.
+"""Draft heads in clusters of real processes: answers are the same whether both instances have the same head or not.
 
-Over gloo and through deaths: `pytest -m slow tests/cluster/test_draft_heads.py`, a minute.
+Slow tests cover gloo and deaths: `pytest -m slow tests/cluster/test_draft_heads.py`, a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def eagle3(folder: Path) -> list[str]:
 
 
 def compare(cluster: LiveCluster, num_asks: int, max_tokens: int) -> None:
-    """Sends prompts around edges of blocks, with drafts and without."""
+    """Compares answers with and without drafts for prompt lengths around block boundaries."""
     rng = random.Random(3)
     lengths = [(1, 15, 16, 17, 32, 40)[at % 6] for at in range(num_asks)]
     asks = [
@@ -46,7 +46,7 @@ def compare(cluster: LiveCluster, num_asks: int, max_tokens: int) -> None:
 def await_drafts(cluster: LiveCluster) -> None:
     name = "vllm:spec_decode_num_draft_tokens_total"
 
-    def are_counted() -> bool:  # what rows seem to cost while other tests run may keep drafts away for a while
+    def are_counted() -> bool:  # on a busy machine, measured costs may prevent drafts for a while
         cluster.complete([1, 2, 3], 60)
         return any(value > 0 for key, value in told(cluster).items() if key[0] == name)
 
@@ -66,7 +66,7 @@ def test_the_same_head_on_both_sides(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two prefill instances, one of them without a head, and decode instances with two heads, one of them over gloo."""
+    """Two prefill instances, one without a head, and two decode instances with different heads, one over gloo."""
     folder = tmp_path_factory.mktemp("heads")
     model = make_checkpoint(folder / "model", "llama", max_position_embeddings=4096)
     one, other = (eagle3(make_eagle3_head(folder / f"{seed}", model, seed=seed, **TAPS)) for seed in (1, 2))

@@ -1,6 +1,6 @@
-"""Drafts in clusters of real processes: the same answers, whoever dies, takes over or changes its role meanwhile.
+"""Drafts in clusters of real processes: answers are the same through deaths, takeovers and role changes.
 
-Over gloo, with ranks, and through deaths: `pytest -m slow tests/cluster/test_drafts.py`, two minutes.
+Slow tests cover gloo, ranks and deaths: `pytest -m slow tests/cluster/test_drafts.py`, two minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Checkpoints = Callable[..., Path]
 FLAGS = ["--num-blocks=512", "--no-enable-prefix-caching"]
 NGRAM = ['--speculative-config={"method": "ngram"}']
 OTHER = ["--spec-method=suffix", "--spec-tokens=5"]
-LETTERS = list(range(65, 91))  # whose text gives the same tokens again
+LETTERS = list(range(65, 91))  # tokens whose text tokenizes to the same tokens
 PLAIN = {"speculative": False}
 LONG = 2000
 ASKS: tuple[dict[str, Any], ...] = (
@@ -42,7 +42,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 def test_predictions_and_copies(model: Path, tmp_path: Path) -> None:
-    """Over shared memory, through openai's client: tokens, logprobs and text; `usage` counts a prediction's tokens."""
+    """Over shared memory and openai's client: tokens, logprobs and text are equal; `usage` counts predicted tokens."""
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, *NGRAM]) as cluster:
         client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
         messages: Any = [{"role": "user", "content": "Write it again."}]
@@ -58,7 +58,7 @@ def test_predictions_and_copies(model: Path, tmp_path: Path) -> None:
         text = plain.choices[0].message.content
         expected = text[:50] + "!" + text[51:]
 
-        def mostly_predicted() -> bool:  # what rows seem to cost while other tests run may keep drafts away for a while
+        def mostly_predicted() -> bool:  # on a busy machine, measured costs may prevent drafts for a while
             predicted = answer({}, prediction={"type": "content", "content": expected})
             assert predicted.choices == plain.choices
             assert predicted.usage.completion_tokens == plain.usage.completion_tokens == 120
@@ -78,7 +78,7 @@ def test_predictions_and_copies(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """A decode instance of two ranks over shared memory, and one with another drafter over gloo."""
+    """Yields a decode instance of two ranks over shared memory, and one with another drafter over gloo."""
     own = {"decode-0": NGRAM, "decode-1": [*OTHER, "--kv-transport=dist"], "prefill-0": NGRAM}
     folder = tmp_path_factory.mktemp("drafts")
     with LiveCluster(
@@ -89,7 +89,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 @pytest.fixture(scope="module")
 def expected(cluster: LiveCluster) -> list[list[int]]:
-    """The long answers of ASKS without drafts."""
+    """Returns the long answers to ASKS without drafts."""
     return together([partial(cluster.complete, [5, 6, 7], LONG, **PLAIN, **fields) for fields in ASKS])
 
 
@@ -106,7 +106,7 @@ def begun(stream: Streaming) -> list[int]:
 
 @pytest.mark.slow
 def test_over_both_transports_and_ranks(cluster: LiveCluster) -> None:
-    """Many at once, short and long, so that prompts, drafts and single tokens share steps."""
+    """Sends many short and long requests at once, so that prompts, drafts and single tokens share steps."""
     rng = random.Random(3)
     asks = [
         {"prompt": (random_prompt(rng, 1 + at) * 3)[:60], "max_tokens": 60 + 7 * at, **ASKS[at % len(ASKS)]}
@@ -122,7 +122,7 @@ def test_over_both_transports_and_ranks(cluster: LiveCluster) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["decode-0", "decode-1", "prefill-0"])
 def test_kill_9_in_mid_answer(cluster: LiveCluster, expected: list[list[int]], victim: str) -> None:
-    """Answers go on at an instance with another drafter; the dead one comes back with another drafter, too."""
+    """Answers continue at an instance with another drafter; the dead one restarts with a different drafter."""
     running = streams(cluster)
     first = [begun(stream) for stream in running]
     assert not all(stream.has_ended for stream in running)
@@ -165,7 +165,7 @@ def goes_on(cluster: LiveCluster, dead: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_streams_that_are_resumed(model: Path, tmp_path: Path) -> None:
-    """By another decode instance, whose drafter is another one, after a kill -9, and then at another scheduler."""
+    """Streams continue at a decode instance with another drafter after kill -9, then at another scheduler."""
     own = {"decode-0": NGRAM, "decode-1": OTHER}
     with LiveCluster(
         tmp_path, model, 1, 2, [*FLAGS, "--resume-window=60", "--dead-after=2"], num_schedulers=2, member_arguments=own
@@ -184,7 +184,7 @@ def test_streams_that_are_resumed(model: Path, tmp_path: Path) -> None:
                 cluster.kill("scheduler-0")
                 cluster.await_exit("scheduler-0")
                 with contextlib.suppress(httpx.HTTPError):
-                    events += list(reader)  # what was on its way
+                    events += list(reader)  # events in transit
             with resuming(second, id_of(events[-1]), patience_s=30.0) as reader:
                 assert reader.answer.status_code == 200, (reader.answer.text, events[-1])
                 events += list(reader)

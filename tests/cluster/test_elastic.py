@@ -1,6 +1,6 @@
-"""A running cluster that changes under a steady stream of requests: nothing is lost, no token is different.
+"""A running cluster changes under a steady stream of requests: none is lost, and no token changes.
 
-One cluster of two prefill and two decode instances for all tests; its secret is in a file, so its table can grow.
+All tests share a cluster of two prefill and two decode instances; its secret is in a file, so its table can grow.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
 from tests.support.steady_stream import SteadyStream
 
-pytestmark = pytest.mark.slow  # about half a minute, most of it two starts of rank processes
+pytestmark = pytest.mark.slow  # about half a minute, mostly two starts of rank processes
 
 Checkpoints = Callable[..., Path]
 ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 class Elastic(LiveCluster):
-    """Its scheduler reads the workers' ports from a file."""
+    """A cluster whose scheduler reads the workers' ports from a file."""
 
     def plan(self) -> list[Member]:
         members = super().plan()
@@ -46,7 +46,7 @@ class Elastic(LiveCluster):
         self.ports_file.write_text(",".join(map(str, ports)))
 
     def command(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`pd-cluster instances …` as an operator types it."""
+        """Runs `pd-cluster instances …` as typed by an operator."""
         token = {"PD_CLUSTER_ADMIN_TOKEN_FILE": str(self.folder / ADMIN_TOKEN_FILE)}
         return subprocess.run(
             [sys.executable, "-m", "pd_cluster", "instances", f"--admin={self.admin_url}", *words],
@@ -121,7 +121,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
         cluster.await_whole()
     cluster.assert_home()
     assert cluster.roles() == ROLES
-    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was restarted"
+    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "no process may be restarted"
 
 
 def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
@@ -149,7 +149,7 @@ def test_what_is_refused(cluster: Elastic) -> None:
 
 
 def grown(cluster: Elastic) -> Member:
-    """The tables with a third prefill instance; its process, not started yet."""
+    """Adds a third prefill instance to the tables; returns its process, not started yet."""
     generated = generate(
         prefill=[[0], [1], [4]], decode=[[2], [3]], api_server=True, server_ip="127.0.0.1", device_kind="cpu"
     )
@@ -174,7 +174,7 @@ def test_a_new_worker_joins_and_leaves_with_its_entry(cluster: Elastic, stream: 
         table.write_bytes(before)
         scheduler.send_signal(signal.SIGHUP)
         cluster.wait_until("it has left", lambda: list(cluster.roles()) == list(ROLES))
-        assert cluster.processes["prefill-2"].poll() is None, "its process is its operator's"
+        assert cluster.processes["prefill-2"].poll() is None, "its process must be left to its operator"
         grown(cluster)
         names = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1")
         cluster.write_ports([cluster.members[name].port for name in names])
@@ -219,7 +219,7 @@ def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: El
 
 
 def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: SteadyStream) -> None:
-    assert cluster.roles()["prefill-1"] == "decode", "of the test before"
+    assert cluster.roles()["prefill-1"] == "decode", "left by the previous test"
     cluster.kill("scheduler")
     cluster.await_exit("scheduler")
     cluster.start_member("scheduler")

@@ -1,4 +1,4 @@
-"""Encoders of their own across real processes: what they compute, and what becomes of requests when they fail."""
+"""Separate encoders across real processes: what they compute, and how requests continue when they fail."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def counted(cluster: LiveCluster, name: str, instance: str, number: float) -> No
 
 
 def stop_rank(cluster: LiveCluster, number: signal.Signals) -> None:
-    """Sends a signal to the encoder's rank process, by the scheduler's word: its own port is on another host."""
+    """Signals the encoder's rank process; gets the pid from the scheduler, as the encoder's port is on another host."""
     (pid,) = cluster.instance("encode-0")["rank_pids"]
     os.kill(pid, number)
 
@@ -70,7 +70,7 @@ def assert_answers(cluster: LiveCluster, model: Path, *parts: Any) -> None:
 
 
 def begun(cluster: LiveCluster, parts: list[Any]) -> Stream:
-    """A chat whose prompt waits for the encoder."""
+    """Starts a chat whose prompt waits for the encoder."""
     stream = Stream(cluster, chat_of(parts))
     cluster.wait_until("it waits for the encoder", lambda: cluster.instance("prefill-0")["num_waiting"] == 1)
     return stream
@@ -104,7 +104,7 @@ def test_an_encoder_computes_images_and_is_killed_in_mid_request(cluster: LiveCl
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_encoder_that_stands_still(model: Path, tmp_path: Path) -> None:
-    """A connection that lives and an encoder that computes nothing: a deadline ends the wait, nothing arrives late."""
+    """If a connected encoder computes nothing, a deadline ends the wait, and no late result is used."""
     flags = [*FLAGS, *ROOM, "--encode-timeout=1", "--dead-after=60"]
     with LiveCluster(tmp_path, model, arguments=flags, num_encode=1) as cluster:
         cluster.kill_rank("encode-0", signal.SIGSTOP)
@@ -119,7 +119,7 @@ def test_an_encoder_that_stands_still(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None:
-    """Prefill keeps nothing, so each image is asked for again; its digest leads to the encoder that has it."""
+    """Prefill caches nothing, so it requests each image again; the digest routes it to the encoder that has it."""
     both = ("encode-0", "encode-1")
     with LiveCluster(tmp_path, model, arguments=[*FLAGS, *ROOM], num_encode=2, member_arguments=NO_STORE) as cluster:
         for _ in range(3):
@@ -144,7 +144,7 @@ def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_and_videos(model: Path, tmp_path: Path) -> None:
-    """Rank 0 has the features from an encoder and gives them to the other; a dead encoder's share is spread as ever."""
+    """Rank 0 gets an encoder's features and passes them to rank 1; without the encoder, ranks share the work."""
     flags, tp = [*FLAGS, *ROOM], {"prefill-0": 2, "decode-0": 1}
     with LiveCluster(tmp_path, model, arguments=flags, tp_sizes=tp, num_encode=1) as cluster:
         assert_exact(cluster, model)
@@ -164,7 +164,7 @@ def test_two_ranks_and_videos(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_numbers_are_those_of_prefills_own_tower(model: Path, tmp_path: Path) -> None:
-    """To the bit: the log-probabilities with an encoder are those without."""
+    """Logprobs with an encoder equal those without, bit for bit."""
 
     def answers(cluster: LiveCluster) -> list[Any]:
         bodies = [chat_of(parts, logprobs=True, top_logprobs=3) for parts in CONVERSATIONS]
@@ -215,7 +215,7 @@ def test_a_killed_prefill_and_an_aborted_request(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_over_gloo(model: Path, tmp_path: Path) -> None:
-    """As between hosts: exact, with an encoder that is killed in the middle, and one that stands still."""
+    """Over gloo, as between hosts, answers are exact, also with an encoder that is killed or stopped midway."""
     flags = [*FLAGS, *ROOM, "--kv-transport=dist"]
     with LiveCluster(tmp_path, model, arguments=flags, num_encode=1) as cluster:
         links = cluster.instance("prefill-0")["links"]
@@ -285,7 +285,7 @@ def test_sleep_roles_and_a_drain(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_between_hosts_and_a_cut_cable(model: Path, tmp_path: Path) -> None:
-    """An encoder on another host hands features over encrypted; one that is cut off costs a wait and no token."""
+    """An encoder on another host sends features encrypted; if it is cut off, requests wait but stay exact."""
     try:
         with Network(["left", "right"]) as network, network.visit():
             where = {"prefill-0": "left", "decode-0": "left", "encode-0": "right"}

@@ -1,6 +1,6 @@
-"""A real Envoy asks the endpoint picker where requests go: two schedulers, of which one dies, and then the other.
+"""A real Envoy asks the endpoint picker for each request's scheduler; first one of two schedulers dies, then both.
 
-Needs the extra `envoy`. The tests follow each other, each from where the one before has left it.
+Needs the extra `envoy`. Each test continues from the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_S = 30.0
 
 
 class Gateway:
-    """Envoy's listeners: `duplex` and `subset` with ORIGINAL_DST, `override` with its own endpoints and retries."""
+    """Envoy with the listeners `duplex` and `subset` (ORIGINAL_DST), and `override` with own endpoints and retries."""
 
     def __init__(self, folder: Path, cluster: LiveCluster) -> None:
         self.folder, self.cluster = folder, cluster
@@ -84,7 +84,7 @@ class Gateway:
         return self.client.get(f"http://127.0.0.1:{port}/v1/models").status_code
 
     def refuses(self, port: int) -> bool:
-        """Whether the picker itself says that there is no scheduler; Envoy's own 503 says something else."""
+        """Whether the picker itself reports that there is no scheduler; Envoy's own 503 has another message."""
         answer = self.client.get(f"http://127.0.0.1:{port}/v1/models")
         return answer.status_code == 503 and "no scheduler takes requests now" in answer.text
 
@@ -96,7 +96,7 @@ class Gateway:
         return found
 
     def served(self, at: int) -> float:
-        """Returns how many requests this scheduler has served to the end."""
+        """Returns how many requests this scheduler has completed."""
         headers = {"Authorization": f"Bearer {METRICS_KEY}"}
         text = self.client.get(f"http://127.0.0.1:{self.ports[at]}/metrics", headers=headers).text
         lines = [each for each in text.splitlines() if each.startswith("vllm:request_success_total")]
@@ -142,7 +142,7 @@ def test_a_stream_passes_token_by_token(gateway: Gateway) -> None:
 
 
 def test_a_client_cannot_say_where_its_request_goes(gateway: Gateway) -> None:
-    """The admin ports are on the same loopback."""
+    """A client must not choose the destination, because admin ports are on the same loopback address."""
     for name in ("x-gateway-destination-endpoint", "X-Gateway-Destination-Endpoint"):
         answer = gateway.client.get(
             f"http://127.0.0.1:{gateway.duplex}/instances", headers={name: f"127.0.0.1:{gateway.ports[0] + 1}"}
@@ -158,7 +158,7 @@ def test_the_gateway_s_subset_is_kept(gateway: Gateway) -> None:
 
 
 def test_where_all_have_as_many_as_they_may_it_is_429(gateway: Gateway) -> None:
-    """This picker looks once a minute, so what it has sent counts until then."""
+    """This picker observes schedulers once a minute, so requests that it sent count until then."""
     gateway.cluster.wait_until("it has looked", lambda: gateway.status(gateway.limited) == 200, PATIENCE_S)
     assert gateway.status(gateway.limited) == 200
     refused = gateway.client.get(f"http://127.0.0.1:{gateway.limited}/v1/models")
@@ -170,7 +170,7 @@ def test_where_all_have_as_many_as_they_may_it_is_429(gateway: Gateway) -> None:
 def test_a_dead_scheduler_is_avoided(gateway: Gateway, model: Path) -> None:
     gateway.cluster.kill("scheduler-1")
     gateway.cluster.await_exit("scheduler-1")
-    for seed in range(6):  # that picker has not looked yet: Envoy goes on to the next endpoint of its answer
+    for seed in range(6):  # the picker has not noticed yet, so Envoy tries the next endpoint of its answer
         prompt = random_prompt(random.Random(seed), 40)
         assert_same(model, prompt, gateway.complete(gateway.override, prompt), NUM_TOKENS)
     gateway.cluster.wait_until("the picker has noticed", lambda: gateway.refuses(gateway.subset), PATIENCE_S)

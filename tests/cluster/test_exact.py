@@ -1,4 +1,4 @@
-"""Across real processes: greedy output is transformers' own, over every transport, fused layers or not."""
+"""Across real processes, greedy output equals transformers', over every transport, with and without fused layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = [f"--block-size={BLOCK_SIZE}", f"--max-num-batched-tokens={MAX_BATCHED}"
 Checkpoints = Callable[..., Path]
 
 
-QUICK = ("llama",)  # the others' layers and their handover are compared in tests/model, within one process
+QUICK = ("llama",)  # tests/model compares other architectures' layers and handover within one process
 
 
 @pytest.fixture(
@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill instance, a decode instance over the host's memory or the device's, and one over gloo."""
+    """One prefill instance, a decode instance over host or device memory, and one over gloo."""
     transports = {"decode-0": [f"--kv-transport={SAME_HOST}"], "decode-1": ["--kv-transport=dist"]}
     folder = tmp_path_factory.mktemp("exact")
     with LiveCluster(folder, model, num_decode=2, arguments=FLAGS, member_arguments=transports) as running:
@@ -49,9 +49,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -> None:
-    """All at once; each is compared with the reference, and both decode instances must have received KV cache.
+    """Sends all at once, compares each with the reference; both decode instances must have received KV cache.
 
-    One that has answered before the next request is sent may get that, too: then other prompts are sent.
+    An instance that answers before the next request is sent may get that one as well; then sends other prompts.
     """
     before = {name: cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")}
 
@@ -72,7 +72,7 @@ def complete_once(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 100])
 def test_prompt_of_length(cluster: LiveCluster, model: Path, length: int) -> None:
-    """Two at once: one goes to each decode instance."""
+    """Sends two requests at once, one for each decode instance."""
     rng = random.Random(length)
     complete_all(cluster, model, [random_prompt(rng, length), random_prompt(rng, length)])
 
@@ -84,7 +84,7 @@ def test_32_at_once(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_beams_are_those_of_the_reference(cluster: LiveCluster, model: Path) -> None:
-    """Over both transports; prompts of a block, of more than a step, and one that is cached."""
+    """Covers both transports, prompts of one block and of more than a step, and a cached prompt."""
     rng = random.Random(12)
     prompts = [random_prompt(rng, length) for length in (1, BLOCK_SIZE, MAX_BATCHED + 1, 100)]
     fields = {"use_beam_search": True, "n": 3, "best_of": 4, "stop_token_ids": list(range(1, 256, 4))}
@@ -107,7 +107,7 @@ def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -
 
 
 def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Path) -> None:
-    """Seeded, several choices, penalties, over both transports, with and without a cached prefix."""
+    """Covers seeds, several choices and penalties, over both transports, with and without a cached prefix."""
     prompt = random_prompt(random.Random(10), 3 * BLOCK_SIZE + 5)
     sampling = Sampling(
         n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, presence_penalty=0.5, repetition_penalty=1.2, top_k=50
@@ -126,7 +126,7 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", MORE)
 def test_more_architectures(checkpoint: Checkpoints, tmp_path: Path, architecture: str) -> None:
-    """Prompts of one token, of a block, of several steps; all at once, then again from the prefix caches."""
+    """Sends prompts of one token, one block and several steps, all at once, then again from the prefix caches."""
     model, rng = checkpoint(architecture), random.Random(3)
     prompts = [random_prompt(rng, length) for length in (1, 16, 17, 41, 70, 100)]
     with LiveCluster(tmp_path, model, arguments=FLAGS) as cluster:
@@ -139,7 +139,7 @@ def test_more_architectures(checkpoint: Checkpoints, tmp_path: Path, architectur
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whatever_the_routing(checkpoint: Checkpoints, tmp_path: Path, policy: str) -> None:
-    """Conversations and new prompts, many at once: wherever they are computed, the tokens are the same."""
+    """Many concurrent conversations and new prompts get the same tokens, wherever they are computed."""
     model = checkpoint("llama")
     rng = random.Random(31)
     flags = ["--num-blocks=200", "--max-model-len=256", f"--routing-policy={policy}"]

@@ -1,4 +1,4 @@
-"""Ranks that a preloader forked, beside ranks that were started by command line."""
+"""Ranks forked by a preloader compared with ranks started by command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 def test_they_compute_the_same_bits(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The model is wide enough for packed weights and heads of 128; every logprob is compared, not only tokens."""
+    """Compares every logprob, not only tokens, for a model wide enough for packed weights and heads of 128."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
     model = checkpoint("llama", head_dim=128, **sizes)
     answers: list[list[Any]] = []

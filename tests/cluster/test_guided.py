@@ -1,4 +1,4 @@
-"""The reference document's guided request and those of docs/clients.md, with the model that the project ships."""
+"""The guided requests of the reference document and of docs/clients.md, with the shipped model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
 
 
 def curl(cluster: LiveCluster, path: str, body: str) -> dict[str, Any]:
-    """The answer's only choice."""
+    """Returns the answer's single choice."""
     command = ["curl", "-sS", "--noproxy", "*", "-X", "POST", f"{cluster.url}{path}"]
     command += ["-H", "Content-Type: application/json", "-d", body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -80,7 +80,7 @@ def test_the_reference_documents_guided_json(cluster: LiveCluster, prompt: str, 
 
 
 def test_the_pages_client_with_a_tool(cluster: LiveCluster) -> None:
-    """The shipped model calls the tool, without a parser's name in the command line, and answers with its result."""
+    """The shipped model calls the tool, without a parser flag, and answers with its result."""
     text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tools=tools" in each)
     went: dict[str, Any] = {}

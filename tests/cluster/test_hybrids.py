@@ -1,4 +1,4 @@
-"""States across real processes: they leave once the prompt is computed, and decode begins with them."""
+"""Recurrent states across real processes: they are sent once the prompt is computed, and decode begins from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
 from tests.support.hybrids import HYBRIDS
 
-BY_MODULES = ("bailing_hybrid", "olmo_hybrid")  # run on one rank
+BY_MODULES = ("bailing_hybrid", "olmo_hybrid")  # architectures that run on one rank only
 MAX_TOKENS = 16
 BLOCK_SIZE = 16
 LENGTHS = (1, 16, 17, 41, 70, 100)
@@ -37,7 +37,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -> None:
-    """All at once, then again from the prefix caches."""
+    """Sends all prompts at once, then again from the prefix caches."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     complete_all(cluster, folder, prompts)
@@ -49,7 +49,7 @@ def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_every_hybrid(tmp_path: Path, architecture: str, transport: str) -> None:
-    """Five turns of a conversation, too; what came over is counted to the byte."""
+    """Also covers five turns of a conversation; checks the number of received bytes exactly."""
     rng = random.Random(4)
     folder = make_checkpoint(tmp_path / "model", architecture)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
@@ -77,7 +77,7 @@ def test_every_hybrid(tmp_path: Path, architecture: str, transport: str) -> None
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("architecture", [name for name in HYBRIDS if name not in BY_MODULES])
 def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[int, int]) -> None:
-    """Heads of states, and channels of each part of a convolution, come from the ranks that have them."""
+    """State heads, and channels of each part of a convolution, come from the ranks that have them."""
     rng = random.Random(5)
     folder = make_checkpoint(tmp_path / "model", architecture)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
@@ -107,7 +107,7 @@ def test_a_kill_of_each_role(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_the_split_has_the_sequences_of_one_process(tmp_path: Path, architecture: str) -> None:
-    """Several sequences and beams of a prompt that is computed in chunks; guided tokens; 32 requests at once."""
+    """Covers several sequences and beams of a chunked prompt, guided tokens, and 32 concurrent requests."""
     rng, folder = random.Random(6), make_checkpoint(tmp_path / "model", architecture)
     prompt, schema = random_prompt(rng, 70), {"type": "object", "properties": {"a": {"enum": ["forced"]}}}
     cases: list[tuple[dict[str, Any], Sampling]] = [

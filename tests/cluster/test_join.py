@@ -1,6 +1,6 @@
-"""Workers in no rank table register with a scheduler, die, come back and leave; every answer equals generate().
+"""Workers without a rank table register with a scheduler, die, return and leave; every answer equals generate().
 
-The tests follow each other in one cluster, each from where the one before has left it.
+All tests share one cluster; each continues from the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NUM_TOKENS = 24
 
 
 def member_of(cluster: LiveCluster, name: str, role: str, port: int, *more: str) -> Member:
-    """Returns a process with --role, of the cluster's model."""
+    """Returns a worker process with --role and the cluster's model."""
     flags = [f"--role={role}", "--host=127.0.0.1", f"--port={port}", f"--model={cluster.launch.model}"]
     flags += ["--served-model-name=tiny", *cluster.launch.arguments, *more]
-    # With a core of its own, as in the tables' clusters, a rank can be forked from the tests' preloader.
+    # With one core, as in clusters with tables, a rank can be forked from the tests' preloader.
     env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return Member(name, [sys.executable, "-m", "pd_cluster", "serve", *flags], env, port)
 
@@ -47,7 +47,7 @@ class Joined(LiveCluster):
         return [scheduler, self.worker("prefill"), self.worker("decode")]
 
     def worker(self, role: str, name: str = "", *more: str) -> Member:
-        """Returns a worker that joins; one without a name of its own first tries an address at which nobody listens."""
+        """Returns a worker that joins; one without a given name first tries an address without a listener."""
         (port,) = free_ports(1)
         where = f"127.0.0.1:{self.join_port}"
         where = where if name else f"127.0.0.1:{self.dead_port},{where}"
@@ -59,11 +59,11 @@ class Joined(LiveCluster):
 
     @property
     def workers(self) -> list[str]:
-        """The names in the order of the scheduler's list."""
+        """Returns the names in the scheduler's order."""
         return sorted(name for name in self.members if name != "scheduler")
 
     def is_whole(self) -> bool:
-        """The links are looked at again after the list: before, a worker that was not in it yet could miss none."""
+        """Checks the links again after the list, because a worker not yet listed would not count as missing links."""
         is_listed = super().is_whole() and [i["instance_id"] for i in self.instances()] == self.workers
         return is_listed and self._all_linked()
 
@@ -75,7 +75,7 @@ class Joined(LiveCluster):
         self.start_member(member.name)
 
     def forget(self, name: str) -> None:
-        """Nobody waits for this worker any more."""
+        """Removes a worker from those that the test waits for."""
         del self.members[name], self.processes[name]
 
     def named(self, role: str) -> str:
@@ -83,7 +83,7 @@ class Joined(LiveCluster):
         return name
 
     def refusal_of(self, member: Member) -> str:
-        """Starts a worker that must end by itself with code 1; returns its last line."""
+        """Starts a worker that must exit with code 1; returns its last line."""
         self.add(member)
         assert self.await_exit(member.name) == 1, self.logs()
         self.forget(member.name)
@@ -104,7 +104,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[J
 
 
 def is_exact(cluster: Joined, model: Path, seed: int) -> None:
-    """One completion crosses from prefill to decode and equals generate(); then nothing is held anywhere."""
+    """Asserts that one completion through the split equals generate(), and that nothing stays held."""
     cluster.await_whole()
     prompt = random_prompt(random.Random(seed), 40)
     before = cluster.instance(cluster.named("decode"))["kv_received_nbytes"]
@@ -157,7 +157,7 @@ def another_secret(cluster: Joined, name: str, schedulers: tuple[bytes, ...]) ->
     return f"--secret-file={file}"
 
 
-@pytest.mark.slow  # 25 s: five workers start
+@pytest.mark.slow  # 25 s, because five workers start
 def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path, checkpoint: Checkpoints) -> None:
     before = epochs(cluster)
     pinned = read_secret(cluster.secret).schedulers
@@ -175,7 +175,7 @@ def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path
     unreachable = cluster.refusal_of(cluster.worker("decode", "elsewhere", "--advertise-host=127.0.0.2"))
     assert "the scheduler cannot reach it: no process answers at 127.0.0.2:" in unreachable
 
-    assert epochs(cluster) == before, "nobody else is disturbed"
+    assert epochs(cluster) == before, "no other worker may be disturbed"
     is_exact(cluster, model, 5)
 
 
@@ -190,9 +190,9 @@ def test_a_worker_leaves_at_sigterm(cluster: Joined, model: Path) -> None:
     is_exact(cluster, model, 6)
 
 
-@pytest.mark.slow  # 15 s: a second cluster
+@pytest.mark.slow  # 15 s, because a second cluster starts
 def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_path: Path) -> None:
-    """A decode worker joins a cluster of the tables, serves alone when the table's is killed, and is removed.
+    """A decode worker joins a cluster with tables, serves alone when the table's one is killed, and is removed.
 
     Each API process exports the traces of its own requests.
     """
@@ -209,7 +209,7 @@ def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_p
 
 @contextmanager
 def both_kinds(model: Path, tmp_path: Path, join_port: int, port: int, url: str) -> Iterator[LiveCluster]:
-    """Leaves the cluster with the guest alone, and then without it."""
+    """Yields a cluster whose only decode worker is the joined one; removes that one afterwards."""
     own = {"scheduler": [f"--join-port={join_port}", "--api-workers=2", f"--otlp-traces-endpoint={url}"]}
     with LiveCluster(tmp_path, model, arguments=["--num-blocks=128"], member_arguments=own) as cluster:
         flags = [f"--join=127.0.0.1:{join_port}", f"--secret-file={tmp_path / SECRET_FILE}"]
@@ -228,7 +228,7 @@ def both_kinds(model: Path, tmp_path: Path, join_port: int, port: int, url: str)
         assert_all_same(model, prompts, [cluster.complete(prompt, NUM_TOKENS) for prompt in prompts], NUM_TOKENS)
         cluster.await_received("guest")
         cluster.assert_home()
-        assert [i["instance_id"] for i in cluster.instances()] == names, "the table's entry stays listed"
+        assert [i["instance_id"] for i in cluster.instances()] == names, "the table's entry must stay listed"
         cluster.order("/instances/guest/remove", force=True)
         assert cluster.await_exit("guest") == 1
         assert "an operator has removed guest" in cluster.log_file("guest").read_text().splitlines()[-1]

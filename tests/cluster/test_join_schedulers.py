@@ -1,7 +1,7 @@
-"""Two schedulers whose lease is a Lease object, and workers in no rank table; the owner dies, and the API server goes.
+"""Two schedulers with a Lease object, and workers without a rank table; the owner dies, and the API server goes away.
 
-The API server is tests/support/lease_server.py over HTTPS; everything else is what runs in a cluster. The tests follow
-each other, each from where the one before has left it.
+The API server is tests/support/lease_server.py over HTTPS; everything else is production code. Each test continues from
+the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ main()
 
 
 class JoinedSchedulers(Joined):
-    """The account's folder and the API server's port are those of pods."""
+    """A cluster with the service account's folder and the API server's port as in pods."""
 
     account: Path
     api_port: int
@@ -80,7 +80,7 @@ class JoinedSchedulers(Joined):
         self.url, self.admin_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
 
     def owner(self) -> str:
-        """Returns the scheduler that says it owns membership; "" if none does."""
+        """Returns the scheduler that reports that it owns membership; "" if none does."""
         for name in NAMES:
             if self.processes[name].poll() is None:
                 self.look_at(name)
@@ -126,7 +126,7 @@ def cluster(api: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def serves(cluster: JoinedSchedulers, model: Path, seed: int) -> None:
-    """Every living scheduler has all workers, and answers exactly."""
+    """Asserts that every live scheduler has all workers and answers exactly."""
     for at, name in enumerate(NAMES):
         if cluster.processes[name].poll() is None:
             cluster.look_at(name)
@@ -156,7 +156,7 @@ def test_the_owner_is_killed_and_workers_register_with_the_next_one(cluster: Joi
     cluster.await_exit(dead)
     cluster.look_at(other)
     prompt = random_prompt(random.Random(7), 40)
-    assert_same(model, prompt, cluster.complete(prompt, NUM_TOKENS), NUM_TOKENS)  # before anybody owns membership
+    assert_same(model, prompt, cluster.complete(prompt, NUM_TOKENS), NUM_TOKENS)  # before any scheduler owns membership
     assert cluster.await_owner(other) == other
     cluster.add(cluster.worker("decode", "decode.new"))
     serves(cluster, model, 2)

@@ -1,4 +1,4 @@
-"""Pools of codes over real processes: the split, unequal ranks and blocks, a death, and pairs that differ."""
+"""Quantized pools over real processes: the split, unequal ranks and blocks, a death, and pairs of different dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 10
 
 
 def alone(model: Path, prompts: list[list[int]], dtype: str, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    """The tokens of one process."""
+    """Returns the tokens of a single process."""
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with LLM(str(model), num_blocks=512, kv_cache_dtype=dtype) as llm:
         outputs = llm.generate(prompt_token_ids=prompts, sampling_params=greedy, use_tqdm=False)
@@ -48,7 +48,7 @@ def test_the_split_and_ranks_compute_what_one_process_does(checkpoint: Checkpoin
 
 
 def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Heads are cut and blocks are refilled without touching a code; over gloo, codes travel as they are."""
+    """Heads and blocks are rearranged without changing codes; over gloo, codes are sent unchanged."""
     model = checkpoint("llama")
     unlike = {
         "decode-0": ["--kv-transport=shm"],
@@ -65,7 +65,7 @@ def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_p
         cluster.wait_until("the pair is refused", lambda: why in str(cluster.health()[1].get("links")), 90)
         cluster.wait_until("the others serve", lambda: set(links_of(cluster).values()) >= {"up (shm)", "up (dist)"})
         expected = alone(model, PROMPTS, "int8")
-        for _ in range(2):  # the second time behind cached prefixes
+        for _ in range(2):  # the second time with cached prefixes
             assert cluster.complete_together(PROMPTS, MAX_TOKENS, ignore_eos=True) == expected
         cluster.assert_home()
         cluster.await_received("decode-0", "decode-1")
@@ -85,7 +85,7 @@ def test_a_stream_goes_on_token_for_token_after_a_death(checkpoint: Checkpoints,
 
 
 def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """--allow-mixed-kv: prompts in float32, decoding in int8. The link says so; first tokens are the prefill's."""
+    """With --allow-mixed-kv, float32 at prefill and int8 at decode: the link reports it; first tokens are prefill's."""
     model = checkpoint("llama")
     unlike = {
         "decode-0": ["--kv-cache-dtype=int8", "--kv-transport=shm"],

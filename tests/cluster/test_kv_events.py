@@ -1,4 +1,4 @@
-"""KV events of a cluster's processes: each instance at its own port, in step with its cache, and counted."""
+"""KV events of a cluster's instances: each at its own port, consistent with its cache, and counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_router_outside_of_the_cluster_knows_every_cache(checkpoint: Checkpoin
         cluster.assert_home()
 
         def known(at: int) -> set[int | bytes]:
-            """Returns what its batches add up to, from the first on: none has left the buffer."""
+            """Returns the blocks after all of an instance's batches; none has left the buffer."""
             mirror = Mirror()
             reader = Reader(context, f"tcp://127.0.0.1:{port + at}")
             past = reader.past(f"tcp://127.0.0.1:{port + 2 + at}", 0)

@@ -1,4 +1,4 @@
-"""`--kv-disk-cache` between real processes: two ranks that must agree, kill -9 in mid-write, and a restart."""
+"""`--kv-disk-cache` with real processes: two ranks that must agree, kill -9 during a write, and a restart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, random_prompt
 
-pytestmark = pytest.mark.slow  # two clusters of four processes, one after the other
+pytestmark = pytest.mark.slow  # starts two clusters of four processes in turn
 
 NUM_PROMPTS, LENGTH, BLOCK = 12, 200, 8
 
 
 def counts(cluster: LiveCluster, name: str) -> dict[str, float]:
-    """Returns a metric by instance."""
+    """Returns the instance's metrics by name."""
     page = cluster.client.get(f"{cluster.url}/metrics").text
     lines = [line for line in page.splitlines() if line.startswith(f"{name}{{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
@@ -41,9 +41,9 @@ def test_after_a_restart_of_everything_the_disk_serves_what_it_had(
             lambda: len(found := counts(cluster, "pd_cluster:disk_cache_blocks")) == 2 and min(found.values()) > 0,
         )
         pids = [pid for name in ("prefill-0", "decode-0") for pid in cluster.rank_pids(name)]
-        cluster.complete(random_prompt(rng, LENGTH), 8)  # evicts, so that some are being written
+        cluster.complete(random_prompt(rng, LENGTH), 8)  # evicts blocks, so that some are being written
         for name in ("prefill-0", "decode-0", "scheduler"):
-            cluster.kill(name)  # ranks end with their parents
+            cluster.kill(name)  # its ranks end, too
         for name in ("prefill-0", "decode-0", "scheduler"):
             cluster.await_exit(name)
         assert len(pids) == 3

@@ -1,6 +1,6 @@
-"""Every type with latents across real processes, index keys included: over both transports, to other blocks and ranks.
+"""Every latent type (index keys included) across real processes: both transports, other block sizes and rank counts.
 
-Slow; test_latents.py asks one type in a quick test.
+Slow; test_latents.py tests one type quickly.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MAX_TOKENS = 16
 LENGTHS = (1, 16, 17, 41, 70, 100)
 FLAGS = ["--max-num-batched-tokens=40", "--num-blocks=256", "--max-model-len=480"]
-PLAIN: dict[str, Any] = {"rope_parameters": ROPE}  # YaRN's positions would end a long answer
-# Bytes of a token: layers times a latent of 48 and 16 rotated values, and two layers' index keys.
+PLAIN: dict[str, Any] = {"rope_parameters": ROPE}  # YaRN's positions would limit a long answer
+# Bytes per token: layers times (latent of 48, 16 rotated values), plus two layers' index keys.
 NBYTES = {**dict.fromkeys(LATENT_TYPES, 3 * 64 * 4), "longcat_flash": 4 * 64 * 4}
 NBYTES |= {"deepseek_v32": 3 * 128 * 4, "glm_moe_dsa": (4 * 64 + 2 * 64) * 4}
 OTHER_BLOCKS = 24
@@ -41,7 +41,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One rank to one over the host's memory, and over gloo to one with blocks of another size."""
+    """One rank, with a decode rank over host memory and one over gloo with another block size."""
     own = {
         "decode-0": [f"--kv-transport={SAME_HOST}"],
         "decode-1": ["--kv-transport=dist", f"--block-size={OTHER_BLOCKS}"],
@@ -52,7 +52,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_split_says_what_the_model_says(cluster: LiveCluster, folder: Path) -> None:
-    """All at once, then again from the prefix caches, then 32."""
+    """Sends all prompts at once, again from the prefix caches, then 32 requests."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     complete_all(cluster, folder, prompts)
@@ -92,7 +92,7 @@ def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) ->
 def test_ranks_and_blocks_of_other_numbers(
     tmp_path: Path, architecture: str, sizes: tuple[int, int], transport: str
 ) -> None:
-    """Each rank of the decode instance gets all of it once, and nothing else."""
+    """Each decode rank gets all latents once, and nothing else."""
     folder, rng = make_checkpoint(tmp_path / "model", architecture), random.Random(4)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     arguments = ["--max-num-batched-tokens=40", "--num-blocks=64", "--max-model-len=240", f"--kv-transport={transport}"]

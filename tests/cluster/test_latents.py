@@ -1,4 +1,4 @@
-"""Latent attention across real processes: latents go from ranks that have all of them to ranks that get all of them."""
+"""Latent attention across real processes; every rank on either side has all latents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One rank to two, and to one."""
+    """Yields a prefill instance of one rank, with decode instances of two ranks and of one."""
     arguments = ["--max-num-batched-tokens=40", "--num-blocks=256"]
     place = tmp_path_factory.mktemp("latents")
     with LiveCluster(place, folder, num_decode=2, arguments=arguments, tp_sizes={"decode-0": 2}) as running:
@@ -34,7 +34,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -> None:
-    """All at once, then again from the prefix caches; a token's latents come over once to each rank."""
+    """Sends all prompts at once, then again from the prefix caches; each rank receives a token's latents once."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     complete_all(cluster, folder, prompts)

@@ -1,4 +1,4 @@
-"""More pairs than may be open: gloo pairs between real processes rest, wake, and lose either end meanwhile."""
+"""With more gloo pairs than may be open, idle pairs close and reopen, and survive the loss of either end meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pd_cluster.client.instance_list import links_of
 from tests.support.cluster import LiveCluster
 
-pytestmark = pytest.mark.slow  # four rank processes and a dozen drains: about half a minute
+pytestmark = pytest.mark.slow  # about half a minute: four rank processes and a dozen drains
 
 Checkpoints = Callable[..., Path]
 PROMPT = [5, 7, 11, 13, 17, 19, 23, 29]
@@ -40,7 +40,7 @@ def order(cluster: LiveCluster, command: str, name: str) -> None:
 
 
 def steer(cluster: LiveCluster, target: str) -> None:
-    """Drains all decode instances but one."""
+    """Drains all decode instances except `target`."""
     is_drained = {name: cluster.instance(name)["state"] == "drained" for name in DECODES}
     if is_drained[target]:
         order(cluster, "undrain", target)
@@ -63,7 +63,7 @@ def test_a_request_over_each_of_more_pairs_than_may_be_open(cluster: LiveCluster
 
 @pytest.mark.parametrize("is_opened", [True, False], ids=["while its pair is opened", "while its pair is closed"])
 def test_a_decode_instance_is_killed(cluster: LiveCluster, is_opened: bool) -> None:
-    """It stands still first, so that P is in the middle of it for certain."""
+    """Stops the instance first, so that P is certainly in the middle of opening or closing."""
     expected = cluster.complete(PROMPT, 6)
     (open_,) = [name for name, phase in states(cluster).items() if phase == "up"]
     asleep = next(name for name in DECODES if name != open_)
@@ -77,7 +77,7 @@ def test_a_decode_instance_is_killed(cluster: LiveCluster, is_opened: bool) -> N
     asking.start()
     cluster.wait_until(f"the link to {open_} rests", lambda: states(cluster).get(open_, "resting") == "resting")
     if is_opened:
-        order(cluster, "undrain", open_)  # the request has to go on somewhere
+        order(cluster, "undrain", open_)  # so that the request can continue
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     asking.join(100)
@@ -93,7 +93,7 @@ def test_a_decode_instance_is_killed(cluster: LiveCluster, is_opened: bool) -> N
 
 
 def test_the_prefill_instance_is_killed_while_a_pair_is_opened(cluster: LiveCluster) -> None:
-    """D's end is in the middle of opening; nothing of it is left."""
+    """D's end is being opened at that time; nothing of it must remain."""
     expected = cluster.complete(PROMPT, 6)
     asleep = next(name for name, phase in states(cluster).items() if phase == "resting")
     steer(cluster, asleep)

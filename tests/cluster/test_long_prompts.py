@@ -1,7 +1,8 @@
-"""Prompts of a million tokens through one prefill and one decode instance: memory, event loop, work, and neighbours.
+"""Prompts of a million tokens through one prefill and one decode instance: memory, event loop, work, other requests.
 
-The model has one layer with one head of 16. Where a token attends to the last 64, a million tokens take seconds; with
-full attention they take a core a quarter of an hour. Prompts of 128k tokens attend to all.
+The model has one layer with one head of 16. With
+a window of 64, a million tokens take seconds; with full attention a quarter of an hour of one core. Prompts of 128k
+tokens use full attention.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.cluster import LiveCluster, SpawnedCluster
 pytestmark = pytest.mark.slow
 
 SHIM = Path(__file__).parents[1] / "support" / "loop_shim"
-MILLION, LONG, SHORT = 1_000_000, 1 << 17, 200  # tokens
+MILLION, LONG, SHORT = 1_000_000, 1 << 17, 200  # prompt lengths in tokens
 TINY: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
@@ -39,7 +40,7 @@ TIMEOUT_S, FULL_TIMEOUT_S = 500.0, 2700.0
 
 
 class Hold(NamedTuple):
-    """A time in which an event loop could do nothing else."""
+    """A period during which an event loop was blocked."""
 
     pid: int
     at_s: float
@@ -72,7 +73,7 @@ def stream(cluster: LiveCluster, prompt: list[int] | str, max_tokens: int) -> St
 
 
 def memory_mib(pid: int, name: str) -> float:
-    """Returns VmRSS, or VmHWM: the most since `clear_refs` was written."""
+    """Returns VmRSS, or VmHWM (the peak since `clear_refs` was written)."""
     (line,) = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith(name)]
     return int(line.split()[1]) / 1024
 
@@ -108,11 +109,11 @@ def windowed(
 
 @pytest.mark.parametrize("kind", ["ids", "known ids", "text"])
 def test_a_million_tokens(windowed: LiveCluster, holds_file: Path, kind: str) -> None:
-    """As ids and as text, and the ids again, whose prefix the instances know."""
+    """Sends ids and text, and the ids again, whose prefix is cached then."""
     ids = tokens_of(MILLION)
     prompt = "".join(chr(97 + token_id % 26) for token_id in ids) if kind == "text" else ids
     num_steps = answer_million(windowed, holds_file, prompt, is_known=kind == "known ids")
-    assert num_steps <= MILLION // STEP_TOKENS + 20, "chunks are whole where attention takes little"
+    assert num_steps <= MILLION // STEP_TOKENS + 20, "with cheap attention, chunks must be full"
 
 
 @pytest.mark.timeout(FULL_TIMEOUT_S + 300)
@@ -127,7 +128,7 @@ def test_a_million_tokens_with_full_attention(
 
 
 def answer_million(cluster: LiveCluster, holds_file: Path, prompt: list[int] | str, is_known: bool) -> int:
-    """Checks the answer, and the scheduler's memory and event loop meanwhile. Returns the number of prefill steps."""
+    """Checks the answer, and the scheduler's memory and event loop; returns the number of prefill steps."""
     scheduler = cluster.processes["scheduler"].pid
     idle = memory_mib(scheduler, "VmRSS")
     Path(f"/proc/{scheduler}/clear_refs").write_text("5")
@@ -155,7 +156,7 @@ def lines_of(file: Path) -> list[list[str]]:
 def test_short_requests_are_answered_beside_a_long_prompt_whose_tokens_stay_the_same(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Thirty short ones come and go while it is computed; large steps alone give it the same tokens."""
+    """Thirty short requests are answered meanwhile; the long prompt's tokens equal those of large steps alone."""
     model, prompt = checkpoint("llama", **TINY), tokens_of(LONG)
     found: dict[str, list[int]] = {}
     with SpawnedCluster(
@@ -169,7 +170,7 @@ def test_short_requests_are_answered_beside_a_long_prompt_whose_tokens_stay_the_
             for at in range(30):
                 body = {"prompt": tokens_of(SHORT, at + 1), "max_tokens": 2, "temperature": 0}
                 client.post("/v1/completions", json=body).raise_for_status()
-        assert "beside" not in found, "the long prompt is still being computed"
+        assert "beside" not in found, "the long prompt must still be running"
         computing.join(TIMEOUT_S)
         num_steps = cluster.instance("prefill-0")["num_steps"]
         cluster.assert_home()
@@ -183,7 +184,7 @@ def test_short_requests_are_answered_beside_a_long_prompt_whose_tokens_stay_the_
 
 
 def test_first_token_work_grows_with_the_prompt(windowed: LiveCluster) -> None:
-    """Steps of prompts of 64k, 128k and 256k tokens, which attend to the same number of tokens each."""
+    """Counts steps for prompts of 64k, 128k and 256k tokens, with the same attention window."""
     counts = []
     for at, num_tokens in enumerate((1 << 16, 1 << 17, 1 << 18)):
         before = windowed.instance("prefill-0")["num_steps"]

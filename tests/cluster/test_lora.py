@@ -22,13 +22,13 @@ from tests.support.prompt_adapters import make_prompt_adapter, peft_greedy
 
 Checkpoints = Callable[..., Path]
 MAX_TOKENS = 12
-NAMES = ("", "french", "formal", "wide")  # "": the model itself
-NUM_VIRTUAL = {"soft": 5, "prefix": 21}  # tokens of prompt adapters
+NAMES = ("", "french", "formal", "wide")  # "": the base model
+NUM_VIRTUAL = {"soft": 5, "prefix": 21}  # virtual tokens of prompt adapters
 
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of the model and of three adapters merged into it, by their names."""
+    """Returns folders by name: the model, and the model with each of three adapters merged in."""
     base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("adapters")
     found = {"": base}
     for seed, name in enumerate(NAMES[1:]):
@@ -39,7 +39,7 @@ def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def prompted(models: dict[str, Path]) -> dict[str, Path]:
-    """The folders of prompt adapters, by their names; `late` is not loaded at the start."""
+    """Returns the prompt adapters' folders by name; `late` is not loaded at the start."""
     base, folder = models[""], models["wide"].parent
     return {
         "soft": make_prompt_adapter(folder / "soft", base, "p-tuning", NUM_VIRTUAL["soft"]),
@@ -52,7 +52,7 @@ def prompted(models: dict[str, Path]) -> dict[str, Path]:
 def cluster(
     models: dict[str, Path], prompted: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Two prefill instances; KV cache goes to one decode instance over shared memory, to the other over gloo."""
+    """Yields two prefill instances, a decode instance over shared memory, and one over gloo."""
     folder = models["wide"].parent
     modules = [f"french={folder}/french", f'{{"name": "formal", "path": "{folder}/formal"}}', f"wide={folder}/wide"]
     flags = ["--enable-lora", *(f"--lora-modules={each}" for each in modules), "--max-loras=2", "--num-blocks=512"]
@@ -77,7 +77,7 @@ def test_models_are_listed_with_their_parent(cluster: Served, models: dict[str, 
 
 
 def test_each_request_gets_its_own_adapter_s_tokens(cluster: LiveCluster, models: dict[str, Path]) -> None:
-    """Many at once, over both transports and twice, so that the second time finds prefixes: never another's."""
+    """Many concurrent requests over both transports, twice, never use another adapter's cached prefixes."""
     rng = random.Random(1)
     prompts = [random_prompt(rng, n) for n in (1, 16, 33, 70)]
     asks = [(name, prompt) for prompt in prompts for name in NAMES]
@@ -90,7 +90,7 @@ def test_each_request_gets_its_own_adapter_s_tokens(cluster: LiveCluster, models
 
 
 def test_cached_tokens_are_an_adapter_s_own(cluster: LiveCluster) -> None:
-    """One prompt, whose prefix the model and another adapter have: a third computes all of it."""
+    """A third adapter computes the whole prompt, although the model and another adapter have it cached."""
     prompt = random_prompt(random.Random(7), 80)
 
     def num_cached(name: str) -> int:
@@ -131,12 +131,12 @@ def test_chats_several_answers_and_beams(cluster: LiveCluster, models: dict[str,
 def test_a_decode_instance_s_death_changes_no_token(
     cluster: Served, models: dict[str, Path], prompted: dict[str, Path], name: str
 ) -> None:
-    """kill -9 of the one that has the request: another computes all again, with the same adapter."""
+    """After kill -9 of the request's instance, another one recomputes everything with the same adapter."""
     cluster.await_ready()
     stream, begun, busy = caught(cluster, **naming(name))
     cluster.kill(busy)
     found = begun[0] + stream.to_the_end()[0]
-    if name in prompted:  # the virtual tokens, too
+    if name in prompted:  # including virtual tokens
         assert found == peft_greedy(models[""], prompted[name], PROMPT, NUM_TOKENS, guess=found)
     else:
         core = make_core(models[name], num_blocks=128)
@@ -147,7 +147,7 @@ def test_a_decode_instance_s_death_changes_no_token(
 
 
 def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, models: dict[str, Path]) -> None:
-    """kill -9 while it computes prompts, which another then computes with the same adapters."""
+    """After kill -9 during prompts, another instance computes them with the same adapters."""
     rng, busy = random.Random(9), list[str]()
 
     def kill() -> None:
@@ -161,7 +161,7 @@ def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, model
             cluster.await_exit(busy[0])
             cluster.start_member(busy[0])
 
-    for _ in range(10):  # all may be over before anyone has looked
+    for _ in range(10):  # all may end before they are observed
         cluster.await_ready()
         asks = [(NAMES[at % len(NAMES)], random_prompt(rng, 1000)) for at in range(16)]
         asked = completing(cluster, asks, 4)
@@ -187,7 +187,7 @@ def test_each_request_gets_its_own_prompt_adapter_s_tokens(
 ) -> None:
     rng = random.Random(1)
     asks = [(name, random_prompt(rng, n)) for n in (1, 16, 33, 70) for name in ("", *NUM_VIRTUAL)]
-    for _ in range(2):  # the second time finds prefixes
+    for _ in range(2):  # the second time with cached prefixes
         found = AtOnce(asks, lambda name, prompt: answer_of(cluster, name, prompt)).run()
         for answer, (name, prompt) in zip(found, asks, strict=True):
             (choice,) = answer["choices"]
@@ -197,7 +197,7 @@ def test_each_request_gets_its_own_prompt_adapter_s_tokens(
 
 
 def test_echo_and_the_context_of_prompt_adapters(cluster: Served) -> None:
-    """Virtual tokens are not shown and have no logprobs, but they take room in the context."""
+    """Virtual tokens are not shown and have no logprobs, but count in the context length."""
     prompt = random_prompt(random.Random(2), 20)
     choice = answer_of(cluster, "soft", prompt, echo=True, logprobs=1, max_tokens=1)["choices"][0]
     assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1

@@ -1,6 +1,6 @@
 """Adapters of embeddings, output layers, experts, routers and whole modules over real processes.
 
-PEFT merges each into the model, and generate() says what the cluster must.
+The expected tokens are those of generate() with the model into which PEFT merged the adapter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Checkpoints = Callable[..., Path]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_TOKENS = 80
 LONG = 300
-NUM_BLOCKS = 48  # of each decode instance: six requests, which grow to seven blocks each, and a long one
-# By decode instance: its ranks, and how KV cache reaches it. The prefill instance's ranks come first.
+NUM_BLOCKS = 48  # per decode instance; for six requests that grow to seven blocks each, and a long one
+# Decode instance -> its ranks and its KV transport. The prefill instance's ranks come first.
 LAYOUTS = {
     "two ranks, equal over shm": (2, {"decode-0": (2, "shm"), "decode-1": (1, "dist")}),
     "two ranks, equal over gloo": (2, {"decode-0": (2, "dist"), "decode-1": (1, "shm")}),
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of the model and of what PEFT merges into it, by the adapters' names."""
+    """Returns folders by adapter name: the model, and the models into which PEFT merged the adapters."""
     base, folder = checkpoint("qwen2_moe"), tmp_path_factory.mktemp("places")
     linear = list(linear_modules(transformers.AutoModelForCausalLM.from_pretrained(base)))
     configs = {
@@ -73,7 +73,7 @@ def cluster(
 
 
 def test_many_at_once_in_small_pools(cluster: LiveCluster, models: dict[str, Path]) -> None:
-    """All adapters and none, again and again until each decode instance has preempted some."""
+    """Repeats requests with all adapters and without one until each decode instance has preempted some."""
     for seed in range(8):
         rng = random.Random(seed)
         asks = [(name, random_prompt(rng, n)) for n in (1, 16, 33, 41, 7) for name in models]
@@ -101,7 +101,7 @@ def test_a_decode_instance_s_death_changes_no_token(cluster: LiveCluster, models
 
 
 def test_a_prefill_instance_s_death_changes_no_token(cluster: LiveCluster, models: dict[str, Path]) -> None:
-    """kill -9 while it computes prompts, which its successor then computes with the same adapters."""
+    """After kill -9 during prompts, the restarted instance computes them with the same adapters."""
     rng = random.Random(9)
     asks = [(name, random_prompt(rng, 450)) for name in models for _ in range(2)]
     asked = completing(cluster, asks, 4)

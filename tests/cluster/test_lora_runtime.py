@@ -1,4 +1,4 @@
-"""Adapters that come and go while a cluster of two API processes and a two-rank prefill instance serves."""
+"""Loading and unloading adapters in a serving cluster with two API processes and a two-rank prefill instance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.engines import assert_all_same, random_prompt
 from tests.support.hostile_adapters import HOSTILE
 
 Checkpoints = Callable[..., Path]
-LONG = 1500  # tokens: an answer that takes longer than the metrics' next figures
+LONG = 1500  # tokens, so that the answer outlasts the metrics' interval
 MAX_TOKENS = 12
 INFO = "vllm:lora_requests_info"
 
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of the model and of adapters merged into it."""
+    """Returns folders of the model, and of the model with each adapter merged in."""
     base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("adapters")
     found = {"": base}
     for seed, name in enumerate(("first", "second", "third")):
@@ -65,14 +65,14 @@ class Served(LiveCluster):
         return [each["id"] for each in listed if "parent" not in each]
 
     def used(self) -> dict[str, str]:
-        """The labels of vLLM's metric of adapters."""
+        """Returns the labels of vLLM's adapter metric."""
         text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
         (family,) = [each for each in text_string_to_metric_families(text) if each.name == INFO]
         (sample,) = family.samples
         return dict(sample.labels)
 
     def status(self, name: str) -> int:
-        """Asks on a connection of its own: any API process may have it."""
+        """Sends a request on a new connection, which any API process may accept; returns the status."""
         body = {"model": name, "prompt": [5], "max_tokens": 1}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
 
@@ -109,7 +109,7 @@ def test_an_adapter_is_had_once_its_load_is_answered(cluster: Served, models: di
 
 
 def test_an_adapter_by_sagemakers_routes(cluster: Served, models: dict[str, Path]) -> None:
-    """Its name may have slashes, as names of models do."""
+    """An adapter's name may contain slashes, as models' names do."""
     cluster.command("/adapters", 401, "wrong", name="team/second", src="second")
     assert "registered" in cluster.command("/adapters", name="team/second", src="second")
     assert cluster.names() == ["first", "team/second"]
@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_
 def test_hostile_folders_are_named_errors_and_disturb_nobody(
     cluster: Served, checkpoint: Checkpoints, models: dict[str, Path], root: Path
 ) -> None:
-    """A stream is repeated all the while, and so are requests of an adapter; nothing of any folder stays."""
+    """A repeated stream and an adapter's requests continue unchanged meanwhile; nothing of any bad folder stays."""
     wider = checkpoint("llama", hidden_size=128, intermediate_size=96)
     make_adapter(root / "wider", wider)
     with Canary(cluster).singing() as canary:
@@ -164,7 +164,7 @@ def test_hostile_folders_are_named_errors_and_disturb_nobody(
 
 
 def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str, Path]) -> None:
-    """The same prompt before and after: no block that the first content computed is used again."""
+    """After a name moves to another adapter, the same prompt uses no block computed with the first one."""
     cluster.load("moving", "second")
     cluster.assert_gives({"moving": models["second"]}, seed=3)
     assert "is already loaded" in cluster.load("moving", "third", 400)
@@ -174,7 +174,7 @@ def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str,
 
 
 def test_more_are_published_than_there_is_room_for(cluster: Served, models: dict[str, Path], tmp_path: Path) -> None:
-    """Four adapters where three fit in memory, on two ranks and on one: each is read again when it is asked for."""
+    """With four adapters and memory for three, on one and two ranks, each is read again when requested."""
     adapter = make_adapter(models["first"].parent / "root" / "fourth", models[""], seed=9)
     fourth = merged(models[""], adapter, tmp_path / "merged")
     for name in ("second", "third", "fourth"):
@@ -188,7 +188,7 @@ def test_more_are_published_than_there_is_room_for(cluster: Served, models: dict
 
 
 def test_a_folder_that_is_gone_when_it_is_read_again(cluster: Served, models: dict[str, Path], root: Path) -> None:
-    """It is an error of its own requests, until the folder is back; others go on."""
+    """A missing folder fails only its adapter's requests, until the folder is back."""
     make_adapter(root / "other", models[""], seed=12)
     for name in ("second", "third", "other"):
         cluster.load(name, name)
@@ -212,7 +212,7 @@ def test_a_folder_that_is_gone_when_it_is_read_again(cluster: Served, models: di
 
 
 def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[str, Path]) -> None:
-    """A stream that has begun goes on to its end, with its adapter, and shows in the metrics meanwhile."""
+    """A running stream continues to its end with the unloaded adapter, and stays visible in the metrics."""
     cluster.load("second", "second")
     is_shown = False
 
@@ -239,7 +239,7 @@ def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[st
 
 
 def test_a_folder_that_is_removed_while_it_is_used(cluster: Served, models: dict[str, Path], root: Path) -> None:
-    """A loaded adapter serves on; a worker that starts says which it misses, and loads it once it is there again."""
+    """A loaded adapter keeps serving; a starting worker reports the missing folder, and loads it once it is back."""
     cluster.load("second", "second")
     (root / "second").rename(root / "moved")
     try:

@@ -1,4 +1,4 @@
-"""`up` in a control group with little memory: what it takes, and what it does when the kernel kills its workers."""
+"""`up` in a cgroup with little memory: its use of memory, and its reaction when the kernel kills its workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ while os.path.exists(f"/proc/{sys.argv[1]}"):
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group for memory below this process's own, of the version that this machine has."""
+    """Yields a memory cgroup below this process's own, of this machine's cgroup version."""
     rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     paths = [("memory/", "memory.limit_in_bytes", path) for _, names, path in rows if "memory" in names.split(",")]
     at, limit, path = [*paths, *(("", "memory.max", path) for _, names, path in rows if not names)][0]
@@ -66,7 +66,7 @@ def run_in(group: Path, code: str, *arguments: str) -> None:
 
 @contextmanager
 def up_in(group: Path, port: int, *flags: str) -> Iterator[Up]:
-    """Runs it in the group from its first instruction on: a child begins where its parent is."""
+    """Runs `up` in the cgroup from its start, because a child begins in its parent's group."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     try:
         running = Up(str(SHIPPED_MODEL), port, *flags)
@@ -92,7 +92,7 @@ def test_with_a_full_page_cache_it_starts_and_answers(group: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_for_memory_three_times_is_not_started_again(group: Path) -> None:
-    """The others go on. The kernel is made to choose this worker's rank when another program takes all memory."""
+    """The other workers continue. The test makes the kernel choose this worker's rank when memory is exhausted."""
     port = free_port_pair()
     with up_in(group, port) as up:
         up.await_line(r"^ready after")

@@ -1,6 +1,6 @@
-"""KV cache over NIXL between real processes: exact, and safe when the other end dies or stands still in mid-transfer.
+"""KV cache over NIXL between real processes: exact, and safe when the other end dies or pauses during a transfer.
 
-Needs the extra nixl; over UCX's TCP, where a read needs both processes.
+Needs the extra nixl. Uses UCX's TCP, where a read needs both processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.nixl import needs_nixl
 pytestmark = [pytest.mark.slow, needs_nixl]
 
 Checkpoints = Callable[..., Path]
-NUM_SHIPPED = 48  # blocks of 128 KiB: one payload
+NUM_SHIPPED = 48  # blocks of 128 KiB, in one payload
 PATTERN = 3.0
 WAIT_S = 60.0
 
@@ -37,7 +37,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HeldLane(Lane):
-    """D in this process and P in another; frames can be held back on their way."""
+    """A lane with D in this process and P in another; frames can be held back."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -51,7 +51,7 @@ class HeldLane(Lane):
             super().put(frame)
 
     def begin_while_stopped(self, transfer_id: str, into: list[int]) -> None:
-        """P announces everything, stands still, and then D begins to read."""
+        """Lets P announce everything, stops P, then lets D begin to read."""
         self.is_held = True
         self.exporter.tell(Ship(transfer_id, list(range(NUM_SHIPPED)), by_layer=False))
         frames = [self.held.get(timeout=WAIT_S) for _ in range(2)]
@@ -69,7 +69,7 @@ class HeldLane(Lane):
         return bool((self.pool.data[into] == value).all())
 
     def assert_unchanged(self, *of_owners: list[int]) -> None:
-        """No byte comes late, for a second."""
+        """Asserts that no byte arrives late during one second."""
         for _ in range(10):
             time.sleep(0.1)
             assert all(self.holds(into, PATTERN) for into in of_owners)
@@ -94,19 +94,19 @@ def test_blocks_arrive_bit_for_bit(lane: HeldLane) -> None:
 
 
 def test_a_peer_that_stands_still_keeps_its_blocks_until_it_has_written_them(lane: HeldLane) -> None:
-    """Past every deadline: the blocks come back after the late bytes, and then no byte of them changes."""
+    """Even past every deadline, blocks are released only after the late bytes, and do not change afterwards."""
     into, others = list(range(100, 100 + NUM_SHIPPED)), list(range(300, 400))
     lane.pool.data[into] = PATTERN
     lane.begin_while_stopped("late", into)
     lane.receive.forget("late")
     lane.await_event(LinkFailed)  # after --transfer-timeout
     lane.pool.data[others] = PATTERN
-    time.sleep(1.0)  # whatever still ran has its chance
-    assert lane.events.empty(), "the blocks were given back while a read was under way"
+    time.sleep(1.0)  # gives pending reads time to write
+    assert lane.events.empty(), "blocks were released during a read"
     assert lane.holds(into, PATTERN)
     lane.exporter.process.send_signal(signal.SIGCONT)
     assert lane.await_event(Drained) == Drained("late")
-    assert same(lane.pool, into, lane.expected[:NUM_SHIPPED]), "no byte came late: the test shows nothing"
+    assert same(lane.pool, into, lane.expected[:NUM_SHIPPED]), "no byte arrived late, so the test proves nothing"
     lane.pool.data[into] = PATTERN  # the next owner
     lane.assert_unchanged(into, others)
 
@@ -125,7 +125,7 @@ def test_a_peer_that_dies_in_mid_transfer_gives_its_blocks_back(lane: HeldLane) 
 
 
 def test_exact_through_equal_and_unequal_pools(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Equal pools are read in place; another block size, and half of the heads, are packed first."""
+    """Equal pools are read in place; for another block size or half of the heads, payloads are packed first."""
     model = checkpoint("llama")
     unlike = {"decode-1": ["--block-size=8"], "decode-2": ["--kv-wire-dtype=auto"]}
     arguments = ["--num-blocks=256", "--kv-transport=nixl"]
@@ -148,7 +148,7 @@ def test_exact_through_equal_and_unequal_pools(checkpoint: Checkpoints, tmp_path
 
 @pytest.mark.parametrize("pause", [False, True], ids=["kill -9", "SIGSTOP"])
 def test_prefill_fails_under_load(checkpoint: Checkpoints, tmp_path: Path, pause: bool) -> None:
-    """Streams go on to the same tokens; blocks come home, also those of transfers that met the failure."""
+    """Streams continue with the same tokens; all blocks are released, including those of interrupted transfers."""
     model = checkpoint("llama", max_position_embeddings=8192)
     arguments = ["--num-blocks=1024", "--kv-transport=nixl", "--dead-after=1", "--transfer-timeout=3"]
     with LiveCluster(tmp_path, model, 2, 1, arguments) as cluster:

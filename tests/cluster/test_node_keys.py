@@ -1,4 +1,4 @@
-"""A cluster whose workers prove their nodes: one is revoked under load, and comes back with a new key."""
+"""A cluster whose workers prove their nodes: one is revoked under load, and returns with a new key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class Nodes:
-    """A node for each worker, with a key file, and one list for all."""
+    """A node with a key file for each worker, and one list for all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "trusted.nodes"
@@ -111,13 +111,13 @@ def test_a_node_is_revoked_under_load(cluster: LiveCluster, nodes: Nodes) -> Non
 
 
 def test_a_stolen_key_does_not_make_another_worker(cluster: LiveCluster, nodes: Nodes) -> None:
-    """decode-1's host has the cluster's secret and its own key, and calls itself decode-0's node at the next start."""
+    """decode-1's host, with the cluster's secret and its own key, cannot pass as decode-0's node after a restart."""
     stolen = nodes.folder / "stolen.key"
     write_node_keys(stolen, NodeKeys("node-decode-0", read_node_keys(nodes.key("decode-1")).private))
     cluster.kill("decode-1")
     cluster.await_exit("decode-1")
     before = cluster.member_arguments
-    cluster.member_arguments = {**before, "decode-1": [f"--node-key-file={stolen}"]}  # and no list of its own
+    cluster.member_arguments = {**before, "decode-1": [f"--node-key-file={stolen}"]}  # without a list of its own
     try:
         cluster.start_member("decode-1")
         cluster.wait_until(

@@ -1,4 +1,4 @@
-"""A whole cluster with `--device npu` over simulated NPUs: real processes, torch-npu's real schemas, a real client."""
+"""A cluster with `--device npu` over simulated NPUs: real processes, torch-npu's real schemas, a real client."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, assert_same, random_prompt
 
 MAX_TOKENS = 10
-ANSWER_S = 300.0  # every operator is computed by Python
+ANSWER_S = 300.0  # operators run in Python
 ARGUMENTS = ["--spawn", "--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist"]
-ON_NPU = ["--device=npu", "--max-num-seqs=2"]  # each captured size takes a second in Python
+ON_NPU = ["--device=npu", "--max-num-seqs=2"]  # capturing a size takes a second in Python
 
 
 def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU's blocks have another size."""
+    """Decodes on an NPU or on the CPU, whose blocks have another size."""
     for name, value in npu_wheel.environment().items():
         monkeypatch.setenv(name, value)
     model = checkpoint("llama", head_dim=128)
@@ -40,9 +40,9 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
         def job(prompt: list[int]) -> Callable[[], None]:
             return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
 
-        errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))  # so that both are wanted
+        errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))  # so both are used
         assert not errors, errors[0]
-        cluster.assert_home()  # which waits until the instances have told what they did
+        cluster.assert_home()  # waits for the instances' reports
         for name in ("decode-0", "decode-1"):
             assert cluster.instance(name)["kv_received_nbytes"] > 0
         links = links_of(cluster.instance("prefill-0"))
@@ -54,7 +54,7 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_latents_go_from_an_npu_to_another_and_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their planes lie apart on NPUs, and together on the CPU, whose blocks have another size."""
+    """Latents' planes are separate on NPUs and together on the CPU, whose blocks have another size."""
     for name, value in npu_wheel.environment().items():
         monkeypatch.setenv(name, value)
     model = make_checkpoint(tmp_path / "model", "youtu", kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64)
@@ -77,7 +77,7 @@ def test_latents_go_from_an_npu_to_another_and_to_the_cpu(tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_units_exchange_rows_between_npus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prefill instances of a card each, and two decode instances of two: one unit of each role."""
+    """One unit per role: two prefill instances with one card each, and two decode instances with two cards each."""
     for name, value in npu_wheel.environment().items():
         monkeypatch.setenv(name, value)
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", head_dim=128, max_position_embeddings=1024)

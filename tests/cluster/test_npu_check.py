@@ -1,4 +1,4 @@
-"""scripts/npu_check.sh on simulated NPUs: every stage with real processes, and what it writes."""
+"""scripts/npu_check.sh on simulated NPUs: every stage with real processes, and its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(out: Path, *arguments: str, timeout_s: float = 60.0) -> subprocess.Com
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    """Wrong arguments, and a machine without NPUs."""
+    """Refuses wrong arguments, and a machine without NPUs."""
     for arguments, message in (
         (("--cards", "3"), "npu_check: --cards 3: at least two are needed"),
         (("--fast",), "npu_check: unknown option --fast; see --help"),
@@ -39,8 +39,8 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_machine_and_its_network(tmp_path: Path) -> None:
-    """The tables are made from what the cards say, and KV blocks go from card to card."""
-    npu_wheel.environment()  # skips where there is no wheel
+    """Makes tables from the cards' answers, and sends KV blocks between cards."""
+    npu_wheel.environment()  # skips without the wheel
     done = check(tmp_path / "out", "--simulate", "--cards", "4,5,6,7", "machine", timeout_s=110)
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
@@ -49,7 +49,7 @@ def test_the_machine_and_its_network(tmp_path: Path) -> None:
         lines = network.read().decode().splitlines()
     assert any(line.startswith("ok") and "prefill-0 -> decode-0: " in line and " over ipc" in line for line in lines)
     assert any("ping: NPU 4, NPU 5, NPU 6, NPU 7: 3 cards answer" in line for line in lines)
-    assert {path.name for path in tmp_path.iterdir()} == {"out"}, "nothing is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}, "files are left"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Coded weights and LoRA adapters across the split on simulated NPUs, with two cards an instance."""
+"""Quantized weights and LoRA adapters across the split on simulated NPUs, with two cards per instance."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.engines import assert_same, random_prompt
 from tests.support.quantized import FORMATS, rewritten
 
 MAX_TOKENS = 10
-ANSWER_S = 300.0  # every operator is computed by Python
+ANSWER_S = 300.0  # operators run in Python
 LENS = (3, 140, 20)
-# Products of codes and floating-point activations. Groups of 32: the least that the operators take, and a divisor of
+# Quantized weights with floating-point activations. Groups of 32: the operators' smallest, and a divisor of
 # each rank's share.
 FORM = replace(FORMATS["msmodelslim W4A16, pairs"], group=32)
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 128, "max_position_embeddings": 1024}
@@ -32,7 +32,7 @@ CARDS = {"prefill-0": 2, "decode-0": 2}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_request_has_the_tokens_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the numbers that the codes stand for, with the adapter added: twice, so that prefixes are found."""
+    """Tokens equal those of the dequantized model with the adapter, twice, so that prefixes are cached."""
     base = make_checkpoint(tmp_path / "given", "llama", **SHAPE)
     coded, plain = rewritten(base, tmp_path, FORM)
     models = {"": plain}

@@ -1,4 +1,4 @@
-"""Worker processes of a Python program: they answer as one process does, and end with it, however it ends."""
+"""Worker processes of a Python program answer as a single process does, and end with the program in any case."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def nums_of_ranks(made: LLM | AsyncEngine) -> list[int]:
 
 @pytest.fixture(scope="module")
 def one(model: Path) -> Iterator[OfflineService]:
-    """The same in one process."""
+    """Yields the same service in one process."""
     with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
         yield made
 
@@ -96,7 +96,7 @@ def test_greedy_and_seeded_are_those_of_one_process(split: OfflineService, one: 
 
 
 def test_answers_of_a_batch_are_those_of_one_process(split: OfflineService, one: OfflineService) -> None:
-    """Decode may wait with its steps; the batch is larger than the pool, so not for ever."""
+    """Decode may delay steps to gather sequences, but not forever, though the batch exceeds the pool."""
     prompts = [[5 + at % 40] * (1 + at * 7 % 60) for at in range(60)]
 
     async def batch_of(offline: OfflineService) -> list[Piece]:
@@ -109,7 +109,7 @@ def test_answers_of_a_batch_are_those_of_one_process(split: OfflineService, one:
 
 
 async def heartbeats_of(*instances: Instance) -> None:
-    """Waits until each has sent the load of after now."""
+    """Waits until each instance has sent a load measured after this call."""
     loop = asyncio.get_running_loop()
     now_s = loop.time() + LOAD_S
     async with asyncio.timeout(30):
@@ -134,7 +134,7 @@ def test_a_prefill_instance_embeds_and_no_decode_leg_is_taken(llm: LLM, split: O
 
 
 async def tokens_of(offline: OfflineService, orders: list[RequestSpec]) -> list[list[int]]:
-    """Serves all at once, by the router of this process; each by two instances."""
+    """Serves all requests at once through this process's router, each on two instances."""
 
     def routed(stream: RequestStream) -> None:
         assert stream.prefill.name != stream.decode.name
@@ -146,7 +146,7 @@ async def tokens_of(offline: OfflineService, orders: list[RequestSpec]) -> list[
 
 
 def test_rotary_positions_are_the_same_on_both_legs(split: OfflineService, model: Path) -> None:
-    """In chunks, and then from a prefix cache."""
+    """Both legs use the same positions, for chunked prompts and for cached prefixes."""
     rng, sampling = random.Random(8), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
     orders = [
         RequestSpec(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
@@ -192,7 +192,7 @@ def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
 
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: OfflineService, model: Path) -> None:
-    """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
+    """The last test of this cluster: it kills the prefill process, after which decode does both."""
     prefill = cluster_of(split)._processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
@@ -209,14 +209,14 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_worker_refuses_is_told_with_the_names_of_the_call(model: Path) -> None:
-    """The rank process, its parent and this program each hand the error on; who wrote the call reads its own names."""
+    """The rank, its parent and this program pass the error on; it uses the names of the call's arguments."""
     config = PytorchEngineConfig(num_gpu_blocks=2, session_len=256, block_size=16)
     with pytest.raises(ConfigError, match=r"exit code 1\): num_gpu_blocks 2: .* of session_len 256 "):
         pipeline(str(model), backend_config=config, prefill=1, decode=1)
 
 
 def test_a_link_that_cannot_be_is_no_wait(model: Path) -> None:
-    """The prefill instance finds out; its reason has the names of the call."""
+    """If no link is possible, the prefill instance reports it at once, with the names of the call's arguments."""
     wanted = (
         r"prefill-0 and decode-0 cannot be linked: kv_transport ipc is not possible here: .* pool is in host memory"
     )
@@ -232,14 +232,14 @@ def test_a_link_that_cannot_be_is_no_wait(model: Path) -> None:
     ],
 )
 def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
-    """A script without a main guard: nothing of it runs again in the processes that it starts."""
+    """A script without a main guard does not run again in the processes that it starts, and leaves none."""
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, str(SCRIPT), str(model), "1", how]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     lines = done.stdout.splitlines()
     assert len(lines) == 1, done.stderr
     pids = [int(pid) for pid in lines[0].split()]
-    assert len(pids) == 5  # a preloader, two parents, a rank process each
+    assert len(pids) == 5  # a preloader, two parents, and a rank process for each
     expected = {"exception": 1, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}.get(how, 0)
     assert done.returncode in (expected, 130 if how == "interrupt" else expected), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt")
@@ -247,13 +247,13 @@ def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
 
 
 def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C arrives during the wait for processes, in a program that continues, as in Jupyter."""
+    """Covers a second Ctrl-C while closing waits for processes, in a program that continues, like Jupyter."""
 
     def take_time(process: subprocess.Popen[bytes]) -> None:  # instead of ending
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", take_time)
-    monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # one of its own
+    monkeypatch.setattr(split_cluster, "LaunchPreloader", LaunchPreloader)  # a preloader of its own
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     cluster = cluster_of(made)
     folder, processes, own = cluster._folder, list(cluster._processes.values()), cluster._preloader

@@ -1,4 +1,4 @@
-"""Load beyond a cluster's capacity: answers are exact, the rest is refused, a hog's guest is served."""
+"""Beyond a cluster's capacity, answers are exact, excess requests are refused, and a guest is served beside a hog."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One and one, with few places and little patience."""
+    """Yields one prefill and one decode instance, with few places and short waits."""
     flags = ["--max-num-seqs=4", "--max-queue-time=0.5", "--max-model-len=160", f"--metrics-key={METRICS}"]
     flags += [f"--api-key={HOG}", f"--api-key={GUEST}"]
     with LiveCluster(tmp_path_factory.mktemp("overload"), model, 1, 1, flags) as running:
@@ -47,7 +47,7 @@ def ask(cluster: LiveCluster, key: str, **more: Any) -> httpx.Response:
 
 
 def flood(cluster: LiveCluster, **more: Any) -> list[httpx.Response]:
-    """The hog's, all at once."""
+    """Sends all of the hog's requests at once."""
     return together([partial(ask, cluster, HOG, **more)] * NUM_ASKED)
 
 
@@ -75,7 +75,7 @@ def test_what_is_answered_is_exact_and_the_rest_is_told_when_to_come_back(cluste
 
 
 def test_a_guest_is_served_beside_a_hog(cluster: LiveCluster) -> None:
-    """By openai's client, without its retries."""
+    """Uses openai's client without retries."""
     fields: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
     with (
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=GUEST, max_retries=0, timeout=60) as client,
@@ -88,8 +88,8 @@ def test_a_guest_is_served_beside_a_hog(cluster: LiveCluster) -> None:
 
 
 def test_retry_after_is_true(cluster: LiveCluster) -> None:
-    """Without other clients, a request repeated after the given time is admitted."""
+    """Without other clients, a request repeated after Retry-After is admitted."""
     refused = [answer for answer in flood(cluster, n=4, **DRAWN) if answer.status_code == 429]
     assert refused
-    time.sleep(max(int(answer.headers["retry-after"]) for answer in refused))  # as a client does
+    time.sleep(max(int(answer.headers["retry-after"]) for answer in refused))  # as clients do
     assert ask(cluster, HOG, n=4, **DRAWN).status_code == 200

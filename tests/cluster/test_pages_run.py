@@ -1,6 +1,6 @@
-"""The commands of the documents, run as a reader would, in order, against a cluster of the shipped model.
+"""Runs the documents' commands in order, as a reader would, against a cluster of the shipped model.
 
-Each command is run here, or OTHERWISE names the test that runs it.
+Commands that are not run here are listed in OTHERWISE with the test that runs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGES = (
     *("README.md", "docs/tour.md", "docs/clients.md", "docs/operations.md", "docs/performance.md"),
     *("docs/features.md", "docs/adapters.md", "docs/multimodal.md", "docs/zh/tour.md"),
 )
-OTHERWISE = {  # a command's beginning -> the test that runs it
+OTHERWISE = {  # prefix of a command -> the test that runs it
     r"scripts/quickstart.sh|sh scripts/setup.sh": "tests/cluster/test_quickstart.py",
     r"scripts/test.sh": "tests/unit/test_changed_tests.py",
     r"\S*pd-cluster up ": "tests/cluster/test_up.py",
@@ -51,7 +51,7 @@ WAIT_S = 120.0
 
 
 class Reader:
-    """A shell in an empty folder beside a running cluster, whose ports stand in for those of the documents.
+    """A shell in an empty folder with a running cluster, whose ports replace those in the documents.
 
     Commands find the cluster and its token by themselves.
     """
@@ -122,7 +122,7 @@ def test_every_command_runs(page: str, reader: Reader) -> None:
             assert (ROOT / elsewhere[0]).is_file()
             continue
         done = reader.run(command)
-        suffers = "pd-cluster status" in command and done.returncode == 1  # right after the kill
+        suffers = "pd-cluster status" in command and done.returncode == 1  # expected right after the kill
         assert done.returncode == 0 or suffers, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         assert done.stdout.strip() or done.stderr.strip() or "kill" in command, command
@@ -135,7 +135,7 @@ def test_the_tour_s_client_gets_its_answer(reader: Reader) -> None:
 
 
 def test_top_names_a_dead_worker(reader: Reader) -> None:
-    """Prints how long it took, for `pytest -s`; a busy machine decides that, so it is not asserted."""
+    """Prints the time that it took (`pytest -s`), but does not assert it, because it depends on the machine's load."""
     with reader.start("pd-cluster top --json --period 0.2") as top:
         assert top.stdout is not None
         top.stdout.readline()
@@ -145,7 +145,7 @@ def test_top_names_a_dead_worker(reader: Reader) -> None:
             if any("decode-0 is unreachable" in each["text"] for each in json.loads(line)["problems"]):
                 break
         else:
-            raise AssertionError("it ended before")
+            raise AssertionError("the process ended too early")
         print(f"figure: from the kill to its name in top {time.monotonic() - killed_s:.2f} s")
         top.send_signal(signal.SIGINT)
         top.communicate(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Processes that are stopped and continued, as by SIGSTOP: none counts as dead, nothing is lost."""
+"""Processes that are stopped and continued (SIGSTOP, SIGCONT) do not count as dead, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.cluster import LiveCluster
 
-NUM_PAUSES = 3  # two would have been taken for two deaths
+NUM_PAUSES = 3  # more than the two deaths after which a request fails
 NUM_TOKENS = 6000
 NUM_STREAMS = 2
 WORKERS = ("prefill-0", "decode-0", "decode-1")
@@ -31,7 +31,7 @@ def count(cluster: LiveCluster, name: str, said: str) -> int:
 
 
 def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
-    """Long streams meet pause after pause, each under way again before the next, and are what they would have been."""
+    """Asserts that long streams, running again before each next pause, give the same tokens as without pauses."""
     expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
     before = count(cluster, "scheduler", "continues at")
     streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(NUM_STREAMS)]
@@ -43,17 +43,17 @@ def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
     for own, stream in zip(tokens, streams, strict=True):
         rest = stream.to_the_end()
         assert own + (rest[0] if rest else []) == expected
-    assert count(cluster, "scheduler", "continues at") - before >= NUM_STREAMS * 2, "they were over before the pauses"
+    assert count(cluster, "scheduler", "continues at") - before >= NUM_STREAMS * 2, "streams ended before the pauses"
     cluster.assert_home()
 
 
 @pytest.mark.slow
 def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
-    """The pause lasts until every worker has given it up."""
+    """Pauses the scheduler until every worker has given it up."""
 
     def pause() -> None:
         def num_reached() -> int:
-            """Counts the workers whose last word about the scheduler is that it is connected."""
+            """Counts workers whose latest log line about the scheduler says that it is connected."""
             return sum(count(cluster, name, " is connected") > count(cluster, name, " is gone (") for name in WORKERS)
 
         cluster.kill("scheduler", signal.SIGSTOP)
@@ -70,12 +70,12 @@ def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
 
 @pytest.mark.slow
 def test_workers_pause_in_turn(cluster: LiveCluster) -> None:
-    """Each pause lasts until the scheduler has given the worker up; then the worker returns."""
+    """Pauses each worker until the scheduler has given it up; then the worker returns."""
     turn = iter(["decode-0", "decode-1"] * NUM_PAUSES)
 
     def pause() -> None:
         name = next(turn)
-        before = count(cluster, "scheduler", f"{name} is unreachable")  # either end may miss the other first
+        before = count(cluster, "scheduler", f"{name} is unreachable")  # either end may notice first
         cluster.kill_rank(name, signal.SIGSTOP)
         try:
             cluster.wait_until(

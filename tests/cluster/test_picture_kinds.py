@@ -1,4 +1,4 @@
-"""Both legs of models that take pictures, other than Qwen's."""
+"""Both legs of models that take pictures, except Qwen's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def body_of(parts: list[Any]) -> dict[str, Any]:
 
 
 def expected(folder: Path, name: str, parts: list[Any]) -> list[int]:
-    """generate()'s answer to a message of texts and pictures."""
+    """Returns generate()'s answer to a message of texts and pictures."""
     around = ("\n\n", "\n\n") if name == "gemma3" else ("", "")
     texts, pictures, text = [], [], "<|user|>"
     for part in parts:
@@ -60,17 +60,17 @@ def expected(folder: Path, name: str, parts: list[Any]) -> list[int]:
 def test_both_legs(tmp_path: Path, name: str) -> None:
     model = make_kind(tmp_path / "model", name)
     wanted = [expected(model, name, parts) for parts in CONVERSATIONS]
-    assert wanted[0] != wanted[1], "the picture does not matter"
+    assert wanted[0] != wanted[1], "the picture must matter"
     with LiveCluster(tmp_path / "cluster", model, arguments=FLAGS) as cluster:
         asks = [partial(post, cluster, body_of(parts)) for parts in CONVERSATIONS]
-        for _ in range(2):  # then from the prefix caches
+        for _ in range(2):  # the second time from the prefix caches
             assert [tokens(answer) for answer in together(asks)] == wanted
         cluster.await_received("decode-0")
         counts = []
         for words in ("x", NAMES[FIRST]):
             body = {"messages": body_of([picture(1), words])["messages"]}
             counts.append(cluster.client.post(f"{cluster.url}/tokenize", json=body).json()["tokens"].count(FIRST))
-        assert counts[0] == counts[1], "a user's text is no control token"
+        assert counts[0] == counts[1], "a user's text must not become a control token"
         cluster.assert_home()
 
 
@@ -78,7 +78,7 @@ def test_both_legs(tmp_path: Path, name: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["gemma3", "glm4v"])
 def test_killed_in_mid_request(tmp_path: Path, name: str) -> None:
-    """Over gloo, with all pixels in files: decode dies between tokens, and prefill while it has the request."""
+    """Over gloo, with all pixels in files, decode dies between tokens, and prefill during a request."""
     model = make_kind(tmp_path / "model", name)
     parts = CONVERSATIONS[2]
     body = {**body_of(parts), "max_tokens": 250, "ignore_eos": True}
@@ -101,4 +101,4 @@ def test_killed_in_mid_request(tmp_path: Path, name: str) -> None:
             assert stream.end() == whole
             cluster.restart(victim)
         cluster.assert_home()
-        assert not list(spill.iterdir()), "a file of pixels has a name"
+        assert not list(spill.iterdir()), "pixel files must be unnamed"

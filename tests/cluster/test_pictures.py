@@ -1,4 +1,4 @@
-"""Images across real processes: both legs, over both transports, with instances that die, and over HTTP."""
+"""Images across real processes and over HTTP: both legs, both transports, and instances that die."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def film(url: str) -> dict[str, Any]:
 
 
 def expected_of_video(model: Path) -> list[int]:
-    """generate()'s answer to "ab", VIDEO_FILE, "c"."""
+    """Returns generate()'s answer to "ab", VIDEO_FILE, "c"."""
     prompt = [*ids_of("<|user|>ab"), 302, 301, 303, *ids_of("c<|assistant|>")]
     found = frames_of(VIDEO_FILE, FrameSampling())
     return clips.reference_answer(model, clips.Filmed(prompt, [found]), NUM_TOKENS)
@@ -85,7 +85,7 @@ def tokens(answer: httpx.Response) -> list[int]:
 
 
 def expected(model: Path, *parts: Any) -> list[int]:
-    """generate()'s answer to a message of texts and pictures."""
+    """Returns generate()'s answer to a message of texts and pictures."""
     texts, pictures, text = [], [], "<|user|>"
     for part in parts:
         if isinstance(part, str):
@@ -112,7 +112,7 @@ def chat_of(parts: list[Any], **fields: Any) -> dict[str, Any]:
 
 def assert_exact(cluster: LiveCluster, model: Path) -> None:
     asks = [partial(post, cluster, chat_of(parts)) for parts in CONVERSATIONS]
-    for _ in range(2):  # then from the prefix caches
+    for _ in range(2):  # the second time from the prefix caches
         assert [tokens(answer) for answer in together(asks)] == [expected(model, *parts) for parts in CONVERSATIONS]
 
 
@@ -123,7 +123,7 @@ def test_both_legs(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_in_responses_and_messages(cluster: LiveCluster, model: Path) -> None:
-    """The same prompt in three APIs gives the same text; errors name the place in the API that was asked."""
+    """The same prompt gives the same text in three APIs; errors name the field of the API used."""
     url = data_url(picture(1))
     kind, _, data = url.removeprefix("data:").partition(";base64,")
     wanted = post(cluster, chat_of(["ab", picture(1), "c"], return_token_ids=False)).json()["choices"][0]["message"]
@@ -157,7 +157,7 @@ def test_in_responses_and_messages(cluster: LiveCluster, model: Path) -> None:
 
 
 def test_videos(cluster: LiveCluster, model: Path) -> None:
-    """Through the split, also from the prefix caches; other frames and another order give other tokens."""
+    """Videos are exact through the split and from prefix caches; other frames or another order give other tokens."""
     urls = [clips.data_url(each) for each in (VIDEO_FILE, clips.file_of(VIDEO[::-1]), clips.file_of(clips.clip(14)))]
     for _ in range(2):
         found = [tokens(post(cluster, body_of("ab", film(url), "c"))) for url in urls]
@@ -184,7 +184,7 @@ def test_videos(cluster: LiveCluster, model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
-    """Each picture is computed by one of the ranks; a rank that dies before its share is there keeps nobody waiting."""
+    """One of the ranks computes each picture; if a rank dies before its share is ready, nothing waits for it."""
     tp = {"prefill-0": 2, "decode-0": 1}
     flags = [*FLAGS, "--num-blocks=256", "--max-model-len=1800", "--kv-transport=dist"]
     with LiveCluster(tmp_path, model, arguments=flags, tp_sizes=tp) as cluster:
@@ -207,7 +207,7 @@ def test_over_gloo_and_two_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def num_encoded(cluster: LiveCluster, name: str) -> float:
-    """The images that /metrics counts as computed by an instance."""
+    """Returns the number of images that an instance computed, from /metrics."""
     lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
     own = [line for line in lines if line.startswith("pd_cluster:images_encoded_total{") and name in line]
     return sum(float(line.split()[-1]) for line in own)
@@ -224,7 +224,7 @@ def test_usage_and_tokenize_count_expanded_tokens(cluster: LiveCluster, model: P
     assert "token ids alone cannot carry images" in rendered.json()["error"]["message"]
     forged = {"messages": body_of(image(data_url(picture(1))), PLACEHOLDER)["messages"]}
     tokens_of_forged = post(cluster, forged, "/tokenize").json()["tokens"]
-    assert tokens_of_forged.count(300) == 6, "a user's text is no placeholder"
+    assert tokens_of_forged.count(300) == 6, "a user's text must not become a placeholder"
 
 
 BROKEN = {
@@ -245,7 +245,7 @@ BROKEN_VIDEOS = {
 
 
 def num_refused(cluster: LiveCluster) -> float:
-    """The images that /metrics counts as refused."""
+    """Returns the number of refused images, from /metrics."""
     lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if "images_total{" in line and "refused" in line)
 
@@ -264,7 +264,7 @@ def test_bad_images_are_named_and_disturb_nobody(cluster: LiveCluster, model: Pa
         answer = post(cluster, {"prompt": "a<|image_pad|>", "max_tokens": 1}, "/v1/completions")
         assert "1 placeholders of images for 0 images" in answer.json()["error"]["message"]
         answer = post(cluster, body_of({"type": "image_embeds", "image_embeds": {"data": "gASVAAAA"}}))
-        assert answer.status_code == 400, "no tensors of a client's are ever read"
+        assert answer.status_code == 400, "clients' tensors must never be read"
         for said, url in BROKEN_VIDEOS.items():
             error = post(cluster, body_of(film(VIDEO_URL), image(data_url(picture(1))), film(url))).json()["error"]
             assert error["message"].startswith(f"messages[0].content[2].video_url: {said}"), error
@@ -299,14 +299,14 @@ class Stream:
 
     def end(self) -> list[int]:
         self._thread.join(120)
-        assert not self._thread.is_alive(), "the stream hangs"
+        assert not self._thread.is_alive(), "the stream does not end"
         assert not self.error, self.error
         return self.found
 
 
 @pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path, victim: str) -> None:
-    """Decode dies between tokens; prefill dies while it has the request, and has told nothing."""
+    """Decode dies between tokens; prefill dies during a request before it has reported anything."""
     if victim == "prefill-0":
         body = chat_of(CONVERSATIONS[3], max_tokens=1000, ignore_eos=True)
         reference = expected(model, *CONVERSATIONS[3])
@@ -332,7 +332,7 @@ def test_an_instance_is_killed_in_mid_request(cluster: LiveCluster, model: Path,
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
-    """It has no pixels to compute it again: the request goes on where they are sent."""
+    """Decode lacks the pixels to recompute an image, so the request continues on an instance that gets them."""
     small = {"decode-0": ["--num-blocks=24", "--growth-tokens=1", "--no-enable-prefix-caching"]}
     flags = [*FLAGS, "--num-blocks=200", "--max-model-len=160"]
     with LiveCluster(tmp_path, model, arguments=flags, member_arguments=small) as cluster:
@@ -341,7 +341,7 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
         reference = expected(model, "ab", picture(0), "c")
         assert alone[0][: len(reference)] == reference
         why = "its images' KV was dropped, and computing it again needs their pixels"
-        for _ in range(8):  # how many are decoded together depends on the machine
+        for _ in range(8):  # how many are decoded together depends on the machine's speed
             assert [tokens(answer) for answer in together([partial(post, cluster, body) for body in bodies])] == alone
             if why in cluster.log_file("scheduler").read_text():
                 break

@@ -1,4 +1,4 @@
-"""Prefill instances pull cached prefixes from each other: the same tokens, and nothing stays held when an end dies."""
+"""Prefill instances pull cached prefixes from each other: tokens are the same, and a dead end leaves nothing held."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
 from tests.support.engines import random_prompt
 
-pytestmark = pytest.mark.slow  # four processes for each cluster, some of which are killed: two minutes
+pytestmark = pytest.mark.slow  # two minutes: four processes per cluster, some of which are killed
 
 Checkpoints = Callable[..., Path]
 BLOCK_SIZE = 16
-NUM_TOKENS = 3000  # of a prompt: computing them takes longer than copying them
+NUM_TOKENS = 3000  # prompt length at which computing takes longer than copying
 FLAGS = ["--num-blocks=1024", "--prefix-pull", "--dead-after=6", "--kv-max-quarantine=1"]
 
 
@@ -35,7 +35,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def steer(cluster: LiveCluster, target: str) -> None:
-    """Drains the other prefill instance, which keeps its cache."""
+    """Drains the other prefill instance, whose cache stays."""
     other = "prefill-0" if target == "prefill-1" else "prefill-1"
     for name, command, wanted in ((target, "undrain", "ready"), (other, "drain", "drained")):
         if cluster.instance(name)["state"] != wanted:
@@ -44,13 +44,13 @@ def steer(cluster: LiveCluster, target: str) -> None:
 
 
 def pulled(cluster: LiveCluster, name: str) -> tuple[int, int]:
-    """Returns the pulls that failed, and the tokens that others brought."""
+    """Returns the numbers of failed pulls and of pulled tokens."""
     found = cluster.instance(name)
     return found["num_failed_pulls"], found["num_pulled_tokens"]
 
 
 def test_a_prefix_comes_from_the_other_prefill_instance(cluster: LiveCluster) -> None:
-    """Then a longer prompt goes the other way; a salt is never shared."""
+    """A longer prompt is pulled in the other direction; prompts with different salts are never shared."""
     prompt = random_prompt(random.Random(1), NUM_TOKENS)
     steer(cluster, "prefill-0")
     expected = cluster.complete(prompt, 12)
@@ -71,7 +71,7 @@ def test_a_prefix_comes_from_the_other_prefill_instance(cluster: LiveCluster) ->
 
 @pytest.mark.parametrize("victim", ["prefill-0", "prefill-1"], ids=["the lender", "the puller"])
 def test_either_end_is_killed_in_mid_pull(cluster: LiveCluster, model: Path, tmp_path: Path, victim: str) -> None:
-    """A slow link keeps the pull under way until the kill. The answer is the same, and the other end holds nothing."""
+    """A slow link keeps the pull running until the kill. The answer is the same, and the other end holds nothing."""
     prompt = random_prompt(random.Random(3), NUM_TOKENS)
     expected = cluster.complete(prompt, 12)
     with LiveCluster(tmp_path, model, 2, 1, [*FLAGS, "--kv-rate-limit=4"]) as running:
@@ -94,9 +94,9 @@ def test_either_end_is_killed_in_mid_pull(cluster: LiveCluster, model: Path, tmp
 
 
 def test_a_pull_wakes_a_link_at_rest(tmp_path: Path, checkpoint: Checkpoints) -> None:
-    """Each prefill instance may have one communicator open, which the transfer to the decode instance takes.
+    """Each prefill instance may have one open communicator, which the transfer to the decode instance uses.
 
-    Computing is slow enough for a pull to pay that first opens a link.
+    Computing is so slow that a pull pays even if it must first open a link.
     """
     model = checkpoint("llama", max_position_embeddings=16384, num_hidden_layers=12)
     prompt, flags = random_prompt(random.Random(5), 8000), ["--kv-transport=dist", "--kv-open-links=1"]

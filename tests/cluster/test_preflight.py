@@ -1,4 +1,4 @@
-"""`pd-cluster check --network` with real processes: KV blocks between the instances of a table of CPUs."""
+"""`pd-cluster check --network` with real processes: KV blocks between instances of a CPU rank table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_pair(tmp_path: Path) -> Place:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """One rank sends to two, over torch.distributed; plain lines where there is no terminal."""
+    """One rank sends to two over torch.distributed; without a terminal the output is plain lines."""
     lists = ("--prefill-server-list", "0", "--decode-server-list", "1,2", "--api-server", "--device", "cpu")
     done = run_command(make(tmp_path, *lists) | {"PD_CLUSTER_SERVE_KV_TRANSPORT": "dist"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both the cards and the pair are wrong, each with its way out; the exit code says so."""
+    """Reports the cards and the pair as faulty, each with its remedy, and exits with an error code."""
     cards = ("--device", "npu", "--device-ip", "0=192.0.2.20", "--device-ip", "1=192.0.2.21")
     variables = make(tmp_path, *ONE_PAIR, *cards)
     done = run_command(variables | {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
@@ -69,7 +69,7 @@ def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytes
 
 
 def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver compares with the content of another seed, as if the sender had sent other bytes."""
+    """The receiver expects another seed's content, as if the sender had sent wrong bytes."""
     begin = pair_probes._begin
 
     def begin_and_forget(ends: dict[tuple[str, int], pair_probes.RankEndpoint], device: str) -> dict[str, str]:
@@ -110,7 +110,7 @@ def test_an_address_that_is_not_this_hosts(tmp_path: Path) -> None:
 
 
 def test_other_hosts_are_named_and_not_checked(tmp_path: Path) -> None:
-    """No process starts for them."""
+    """Instances on other hosts are named; no process starts for them."""
     make(tmp_path, "--prefill-server-list", "0", "--api-server", "--device", "cpu", ip="192.0.2.6")
     lists = ("--prefill-server-list", "0", "--decode-server-list", "1", "--device", "cpu")
     make(tmp_path, *lists, ip="192.0.2.7")
@@ -140,7 +140,7 @@ def test_lanes(sizes: tuple[int, int], lanes: list[tuple[int, int]]) -> None:
 
 
 def test_two_instances_on_one_npu_prove_nothing() -> None:
-    """As in a container with two of four cards. GPUs may be shared, and a CPU always is."""
+    """Two instances on one NPU, as in a container with two of four cards, prove nothing; CPUs, GPUs may be shared."""
     names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
     found = pair_probes.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
     assert list(found) == ["decode-0"]

@@ -1,4 +1,4 @@
-"""`pd-cluster check --network` on several hosts at once: KV blocks between them, over network namespaces."""
+"""`pd-cluster check --network` on several simulated hosts at once: KV blocks between network namespaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def tables(network: Network, tmp_path: Path) -> Path:
-    """A prefill instance on the hub, another and one decode instance of two ranks on `left` and `right`."""
+    """Writes tables: a prefill instance on the hub, another and a two-rank decode instance on `left` and `right`."""
     given = {HUB: ([[0]], []), "left": ([[0]], []), "right": ([], [[0, 1]])}
     for host, (prefill, decode) in given.items():
         made = generate(

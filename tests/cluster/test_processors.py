@@ -1,4 +1,4 @@
-"""Logits processors across real processes: over splits, two ranks and gloo, after deaths, and their errors over HTTP.
+"""Logits processors across real processes: splits, two ranks, gloo, deaths, and errors over HTTP.
 
 `pytest -m slow tests/cluster/test_processors.py`, three minutes on two cores.
 """
@@ -50,7 +50,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def expected_of(model: Path, prompt: list[int], **fields: Any) -> list[int]:
-    """The tokens of one engine in one process, one rank."""
+    """Returns the tokens of a one-rank engine in one process."""
     core = shared_core(model, block_size=16, num_blocks=400, logits_processors=NAMES)
     (found,) = alone(core, [RequestSpec(prompt, Sampling(**{"ignore_eos": True, **fields}))])
     return found
@@ -62,7 +62,7 @@ def test_tokens_over_splits_are_those_of_one_process(cluster: LiveCluster, model
         prompt = random_prompt(rng, length)
         for own in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}):
             expected = expected_of(model, prompt, max_tokens=40, **own)
-            for _ in range(2):  # again, with a cached prompt
+            for _ in range(2):  # the second time with a cached prompt
                 assert cluster.complete(prompt, 40, ignore_eos=True, **own) == expected
     cluster.assert_home()
 
@@ -91,7 +91,7 @@ def test_arguments_and_faults_over_http(cluster: LiveCluster) -> None:
     refused = asked(cluster, vllm_xargs={"target": "x"})
     assert refused.status_code == 400
     assert "OnlyOne: ValueError: target 'x' is not a token id" in refused.json()["error"]["message"]
-    for position in (0, 1, 9):  # at P, at D with the next token, and later
+    for position in (0, 1, 9):  # at P, at D's first token, and later
         failed = asked(cluster, vllm_xargs={"fails_at": position})
         assert failed.status_code == 500
         assert f"Fails: ZeroDivisionError: at {position}" in failed.json()["error"]["message"]
@@ -102,7 +102,7 @@ def test_arguments_and_faults_over_http(cluster: LiveCluster) -> None:
 
 
 def test_a_processor_that_does_not_return_ends_its_request_alone(cluster: LiveCluster, model: Path) -> None:
-    """The watch's limit, 30 s, is the time of this test. The other request's tokens are those of one process."""
+    """After the limit of 30 s the request fails; another request's tokens equal those of a single process."""
     prompt = [5, 6, 7, 8]
     other = Streaming(cluster.url, LONG, prompt=prompt)
     stays = Streaming(cluster.url, 200, prompt=[1, 2], vllm_xargs={"stays_at": 100})

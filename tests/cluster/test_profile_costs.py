@@ -1,4 +1,4 @@
-"""`pd-cluster profile` with real processes: what it writes predicts steps that it has not measured."""
+"""`pd-cluster profile` with real processes: its costs predict steps that it has not measured."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ async def test_a_profile_predicts_steps_that_were_not_measured(tmp_path: Path) -
             steps = counted(asked, await engines[1].run(asked))
             measured_s = median(step.took_s for step in steps)
             predicted_s = median(costs.step.seconds(step.work) for step in steps)
-            assert 1 / 2.5 < predicted_s / measured_s < 2.5, "on a busy machine, too"
+            assert 1 / 2.5 < predicted_s / measured_s < 2.5, "this must hold on a busy machine, too"

@@ -1,4 +1,4 @@
-"""Quantized weights over real processes: a prefill and a decode instance compute what one process does."""
+"""With quantized weights, a prefill and a decode process give the same result as one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_four_bits_across_the_split_are_transformers_tokens(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("scheme", ["w4a8", pytest.param(None, marks=pytest.mark.slow)])
 def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path, scheme: str | None) -> None:
-    """Quantized at load, and by a folder; the output layer, too."""
+    """Covers quantizing at load and quantized folders, including the output layer."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     if scheme is None:
         folder, _ = rewritten(folder, tmp_path, W8A8)
@@ -43,7 +43,7 @@ def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "w4a8"])
 def test_two_and_four_ranks_decode_what_one_did_the_prompts_of(tmp_path: Path, scheme: str) -> None:
-    """One prefill instance of two ranks, decode instances of one and of four; outliers in the last rank's part."""
+    """One prefill instance of two ranks, decode instances of one and four ranks; the last rank's part has outliers."""
     folder = with_outliers(make_checkpoint(tmp_path / "model", "llama"))
     expected = tokens_of(folder, quantization=scheme)
     with LiveCluster(

@@ -1,4 +1,4 @@
-"""The commands that a newcomer types, as processes of their own: quickstart, instances, bench serve."""
+"""The first commands of a new user, as separate processes: quickstart, instances, bench serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Checkpoints = Callable[[str], Path]
 
 
 def started_by(pid: int) -> list[int]:
-    """Every process of a cluster that `pid` started, rank processes included: they inherit the variable."""
+    """Returns all processes of the cluster that `pid` started, ranks included, by an inherited variable."""
     mark = f"{DIE_WITH_PARENT}={pid}\0".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -52,7 +52,7 @@ def assert_nothing_left(pid: int, port: int | None = None) -> None:
 
 
 def run(*command: str) -> tuple[int, int, str, str]:
-    """(pid, exit code, stdout, stderr) of a command that must end by itself."""
+    """Runs a command that must end by itself; returns (pid, exit code, stdout, stderr)."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=DEADLINE_S)
@@ -70,11 +70,11 @@ class Refusal(NamedTuple):
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Refusal]:
-    """Returns what becomes of a command line that is refused before any process starts; it runs in this one."""
+    """Returns a function that runs a refused command line in this process, and returns the refusal."""
 
     def run_here(main: Callable[[], None], *argv: str) -> Refusal:
         monkeypatch.setattr(sys, "argv", ["command", *argv])
-        before = {*started_by(os.getpid())}  # an earlier test's preloader, say
+        before = {*started_by(os.getpid())}  # for example, an earlier test's preloader
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
@@ -90,7 +90,7 @@ def row(out: str, start: str) -> str:
 
 
 def test_once(checkpoint: Checkpoints) -> None:
-    """An answer, what each instance did, exit code 0, and nothing is left."""
+    """Prints an answer and each instance's work, exits with code 0, and leaves nothing."""
     port = free_port_pair()
     pid, code, out, err = run(*QUICKSTART, "--once", f"--port={port}", f"--model={checkpoint('llama')}")
     assert (code, err) == (0, ""), out + err
@@ -120,7 +120,7 @@ def test_the_shipped_adapter_answers_in_its_own_manner() -> None:
 def test_the_shipped_model_that_sees_is_asked_about_an_image(tmp_path: Path) -> None:
     port = free_port_pair()
     image = tmp_path / "a.png"
-    image.write_bytes(file_of(Pictures.new("RGB", (96, 96), (40, 160, 60))))  # nothing but green
+    image.write_bytes(file_of(Pictures.new("RGB", (96, 96), (40, 160, 60))))  # plain green
     pid, code, out, err = run(*QUICKSTART, "--once", f"--image={image}", f"--port={port}")
     assert (code, err) == (0, ""), out + err
     lines = out.splitlines()
@@ -154,7 +154,7 @@ def test_a_missing_model_is_one_line(refused: Callable[..., Refusal], tmp_path: 
 
 
 class Serving:
-    """A quickstart that keeps serving; its lines as they arrive."""
+    """A quickstart that keeps serving, and its output lines."""
 
     def __init__(self, model: Path) -> None:
         self.port = free_port_pair()
@@ -184,7 +184,7 @@ class Serving:
             try:
                 self.process.wait(40)
             except subprocess.TimeoutExpired:
-                self.process.kill()  # its children die with it
+                self.process.kill()  # its children end with it
                 self.process.wait(10)
         self._reader.join(10)
 
@@ -226,7 +226,7 @@ def test_bench_of_a_running_server_counts_its_kv_bytes(serving: Serving, tmp_pat
 
 
 def test_a_dead_worker_is_shown_and_a_signal_ends_all(serving: Serving) -> None:
-    """The last of this module's tests on `serving`: it ends it."""
+    """The last test that uses `serving`, because it ends it."""
     instances = httpx.get(f"http://127.0.0.1:{serving.port + 1}/instances", trust_env=False).json()["instances"]
     (decode,) = [entry["pid"] for entry in instances if entry["instance_id"] == "decode-0"]
     assert decode in started_by(serving.process.pid)

@@ -1,6 +1,6 @@
-"""A restart of any one process never makes a cluster serve less than before, in whatever state it is.
+"""In any state of a cluster, restarting any one process never makes it serve less than before.
 
-Each state is reached, and seen to serve, before each restart. A dead process stays dead meanwhile.
+Before each restart, the test reaches the state and checks that the cluster serves. Dead processes stay dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT, NUM_TOKENS = [5, 6, 7, 8, 9, 10], 6
 
 
 def serves(cluster: LiveCluster) -> bool:
-    """Whether a request is answered: /health may not know yet of a process that was killed just now."""
+    """Whether a request is answered; /health may not yet reflect a process that was just killed."""
     body = {"prompt": PROMPT, "max_tokens": 1}
     with contextlib.suppress(httpx.HTTPError):
         is_answered = cluster.client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
@@ -32,7 +32,7 @@ def serves(cluster: LiveCluster) -> bool:
 
 
 def restart_each(cluster: LiveCluster, model: Path) -> None:
-    """Restarts every process that lives, one after the other; after each, the cluster must serve as before."""
+    """Restarts every live process in turn; after each, the cluster must serve as before."""
     assert_serves(cluster, model, "before")
     for name in [name for name, process in cluster.processes.items() if process.poll() is None]:
         cluster.kill(name)
@@ -53,7 +53,7 @@ def kill(cluster: LiveCluster, *names: str) -> None:
 
 
 def change_roles(cluster: LiveCluster) -> None:
-    """Every prefill instance decodes now, by command; the roles of the table come back with the scheduler."""
+    """Makes every prefill instance decode by command; the table's roles return with a scheduler restart."""
     cluster.order("/instances/prefill-1/role", role="decode")
     cluster.wait_until("its role is another", lambda: cluster.instance("prefill-1")["role"] == "decode")
     kill(cluster, "prefill-0", "decode-0")
@@ -86,7 +86,7 @@ def test_with_a_table(checkpoint: Checkpoints, tmp_path: Path, state: str) -> No
 
 
 def test_the_scheduler_restarts_while_prefill_is_dead(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Then decode, then the scheduler again: neither knows anything of the pair that there once was."""
+    """Then decode restarts, then the scheduler again; neither knows of the earlier pair."""
     model = checkpoint("llama")
     with LiveCluster(tmp_path, model) as cluster:
         kill(cluster, "prefill-0")
@@ -100,7 +100,7 @@ def test_the_scheduler_restarts_while_prefill_is_dead(checkpoint: Checkpoints, t
 
 @pytest.mark.slow
 def test_a_stranger_at_the_port_of_the_dead(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """A worker of another table has taken the port: that fails one instance, and no restart of the scheduler."""
+    """A foreign worker at a dead one's port fails only that instance, and no scheduler restart."""
     model = checkpoint("llama")
     with LiveCluster(tmp_path, model, num_decode=2) as cluster:
         kill(cluster, "prefill-0")
@@ -130,7 +130,7 @@ def test_workers_that_join(checkpoint: Checkpoints, tmp_path: Path, dead: str) -
 
 @pytest.mark.slow
 def test_an_encoder_is_dead(tmp_path: Path) -> None:
-    """Prefill instances compute images themselves, as they do where there is no encoder."""
+    """Prefill instances compute images themselves, as without encoders."""
     with LiveCluster(
         tmp_path, make_seer(tmp_path / "model", "qwen3_vl", max_position_embeddings=4096), num_encode=1
     ) as cluster:

@@ -1,4 +1,4 @@
-"""Streams that resume at another scheduler: after kill -9, with other keys, with two readers, without room."""
+"""Streams that resume at another scheduler: after kill -9, with other keys, with two readers, without memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DECODE = ("decode-0", "decode-1")
 KEY, FOREIGN = "of-one-client", "of-another"
 FLAGS = [f"--resume-window={WINDOW_S:g}", "--max-model-len=4096", "--num-blocks=1200", "--dead-after=2"]
 OWN, OTHER = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {FOREIGN}"}
-# Each draw of seed 15 is at least 4e-6 from one that takes another token. One of seed 11 is 3e-8 from it, and turns
-# when keys and values are computed again in a prompt.
+# Each draw of seed 15 is at least 4e-6 from another token. One of seed 11 is only 3e-8 away, and changes
+# when keys and values are recomputed within a prompt.
 LONG = {"prompt": [7, 8, 9, 10], "max_tokens": 1500, "temperature": 0.8, "seed": 15, "ignore_eos": True}
 ASK: dict[str, Any] = {**LONG, "return_token_ids": True, "logprobs": 1, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two schedulers over one prefill and two decode instances; clients have two keys."""
+    """Yields two schedulers over one prefill and two decode instances; clients have two keys."""
     flags = [*FLAGS, f"--api-key={KEY}", f"--api-key={FOREIGN}"]
     model = checkpoint("llama", max_position_embeddings=4096)
     says_more = {name: ["--log-level=debug"] for name in DECODE}
@@ -42,7 +42,7 @@ def pair(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def whole(pair: LiveCluster) -> list[bytes]:
-    """Returns the data of the whole stream; it was read in one go."""
+    """Returns the data of the whole stream, read without interruption."""
     pair.wait_until("both schedulers serve", lambda: all(is_ready(url) for url in pair.launch.urls))
     with EventReader(pair.launch.urls[0], ASK, OWN) as reader:
         return [data_of(event) for event in reader]
@@ -61,11 +61,11 @@ def not_found(url: str, last_id: str, headers: dict[str, str]) -> bytes:
 
 
 def await_end_of_windows(cluster: LiveCluster) -> None:
-    """Waits until no instance keeps a stream, by their logs. Asking for one would begin its window anew."""
+    """Waits until no instance keeps a stream, by their logs, because a query would restart a stream's window."""
 
     def num_kept() -> list[int]:
         logs = (cluster.log_file(name).read_text(errors="replace") for name in DECODE)
-        lives = (log.rpartition(" ready after ")[2] for log in logs)  # what an earlier life kept is gone
+        lives = (log.rpartition(" ready after ")[2] for log in logs)  # an earlier process's streams are gone
         told = (re.findall(r"(\d+) streams can resume", life) for life in lives)
         return [int(each[-1]) for each in told if each]
 
@@ -74,7 +74,7 @@ def await_end_of_windows(cluster: LiveCluster) -> None:
 
 
 def decoding(cluster: LiveCluster) -> list[str]:
-    """Returns the decode instances that compute now."""
+    """Returns the decode instances that are computing now."""
     return [i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["num_running"]]
 
 
@@ -87,7 +87,7 @@ def test_another_scheduler_after_kill_9(pair: LiveCluster, whole: list[bytes], n
         pair.kill("scheduler-0")
         pair.await_exit("scheduler-0")
         with contextlib.suppress(httpx.HTTPError):
-            events += list(reader)  # what was on its way
+            events += list(reader)  # events in transit
     last_id = id_of(events[-1])
     told = {not_found(second, last_id, OTHER), not_found(second, "0" * 32 + "-0", OWN)}
     with resuming(second, last_id, **OWN) as reader:
@@ -145,14 +145,14 @@ def test_its_instance_is_killed(pair: LiveCluster, whole: list[bytes], has_reade
         (name,) = decoding(pair)
         if has_reader:
             pair.kill_rank(name)
-            events += reader.take(300)  # at another instance, which has the record from its first token on
+            events += reader.take(300)  # at another instance, which has the record from the first token
     if not has_reader:
         pair.kill_rank(name)
     pair.await_exit(name)
     if has_reader:
         with resuming(second, id_of(events[-1]), **OWN) as reader:
             events += list(reader)
-        assert token_ids_of(events) == token_ids_of(whole)  # logprobs of computed tokens may differ in the last digits
+        assert token_ids_of(events) == token_ids_of(whole)  # logprobs of recomputed tokens may differ slightly
         with resuming(second, id_of(events[0]), **OWN) as reader:
             assert list(reader) == events[1:]
     else:
@@ -167,7 +167,7 @@ def test_a_scheduler_that_drains_hands_its_streams_over(pair: LiveCluster, whole
     first, second = pair.launch.urls
     with EventReader(first, ASK, OWN) as reader:
         events = reader.take(5)
-        for _ in range(2):  # the second one ends the drain
+        for _ in range(2):  # the second signal ends the drain
             pair.kill("scheduler-0", signal.SIGTERM)
         rest = list(reader)
     events += [event for event in rest if event.startswith(b"id: ")]
@@ -186,30 +186,30 @@ def test_records_beyond_their_room_are_forgotten_and_streams_go_on(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     flags = ["--resume-window=60", "--resume-memory=1", "--max-model-len=4096", "--num-blocks=1200"]
-    heavy = {**ASK, "logprobs": 5, "max_tokens": 900}  # 0.65 MiB
+    heavy = {**ASK, "logprobs": 5, "max_tokens": 900}  # takes 0.65 MiB
     model = checkpoint("llama", max_position_embeddings=4096)
     with LiveCluster(tmp_path, model, 1, 1, flags) as cluster:
         last = []
         for _ in range(2):
             with EventReader(cluster.url, heavy) as reader:
                 last.append(list(reader))
-        assert not_found(cluster.url, id_of(last[0][3]), {})  # made room for the second
+        assert not_found(cluster.url, id_of(last[0][3]), {})  # evicted for the second stream
         with resuming(cluster.url, id_of(last[1][3])) as reader:
             assert list(reader) == last[1][4:]
-        with EventReader(cluster.url, {**heavy, "max_tokens": 2000}) as reader:  # more than there is
+        with EventReader(cluster.url, {**heavy, "max_tokens": 2000}) as reader:  # more than the available memory
             events = list(reader)
         assert len(token_ids_of(events)) == 2000
         assert events[-1].endswith(b"[DONE]")
         assert not_found(cluster.url, id_of(events[-1]), {})
         with EventReader(cluster.url, {**heavy, "max_tokens": 3500}) as reader:
-            reader.take(1800)  # nothing is kept of it any more: it ends with its client
+            reader.take(1800)  # it is no longer kept, so it ends with its client
         cluster.assert_home()
         assert "forgotten" not in cluster.logs()
 
 
 @pytest.mark.timeout(240)
 def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Four streams at once, in a pool that has room for two of them; every connection breaks every 60 events."""
+    """Runs four streams at once in a pool for two; every connection breaks after 60 events."""
     flags = ["--resume-window=60", "--max-model-len=512", "--num-blocks=64", "--api-workers=2"]
     free = {"max_tokens": 400, "temperature": 0.7, "ignore_eos": True}
     asks = [{**free, "prompt": [20 + at] * 9, "seed": at, "return_token_ids": True} for at in range(2)]
@@ -239,7 +239,7 @@ def test_it_meets_ranks_preemption_stop_strings_and_guides(checkpoint: Callable[
 
 @pytest.fixture(scope="module")
 def patient(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One scheduler over one prefill and two decode instances, which keep streams for longer than a test takes."""
+    """Yields a scheduler over one prefill and two decode instances, which keep streams for longer than any test."""
     flags = ["--resume-window=120", "--max-model-len=4096", "--num-blocks=1200"]
     model = checkpoint("llama", max_position_embeddings=4096)
     with LiveCluster(tmp_path_factory.mktemp("patient"), model, 1, 2, flags) as cluster:

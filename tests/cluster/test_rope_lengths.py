@@ -1,4 +1,4 @@
-"""Contexts beyond those that a model was trained with, across the split: P, D and every replay turn positions alike."""
+"""Contexts beyond a model's training length, across the split: P, D and every replay rotate positions alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two ranks on one side, one on the other."""
+    """Yields two ranks on one side and one on the other."""
     arguments = ["--max-model-len=1024", "--num-blocks=256"]
     place = tmp_path_factory.mktemp("rope")
     sizes = {"decode-0": 2}
@@ -34,7 +34,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: Path) -> None:
-    """The second round finds its prefixes in the caches of both sides, under the roots of their lengths."""
+    """The second round finds its prefixes in both sides' caches, under the roots for their lengths."""
     rng = random.Random(8)
     prompts, limits = [random_prompt(rng, length) for length, _ in SHAPES], [limit for _, limit in SHAPES]
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: P
 
 @pytest.mark.slow
 def test_a_replay_keeps_the_length(cluster: LiveCluster, folder: Path) -> None:
-    """The replayed request has fewer tokens to come, and the same length."""
+    """A replayed request has fewer remaining tokens, but the same length for rope."""
     expected = cluster.complete(PROMPT, NUM_TOKENS)
     assert_by_length(folder, PROMPT, expected, NUM_TOKENS)
     stream, begun, victim = caught(cluster, NUM_TOKENS)

@@ -1,7 +1,7 @@
-"""A simulated control loop over real processes: what StatefulSets of the manifests do when a role is scaled under load.
+"""A simulated control loop over real processes: scales a role under load as the manifests' StatefulSets would.
 
-Each pod is a process with the container's own command line, from deploy/kubernetes; only addresses, ports and paths are
-this machine's. The loop follows the metric and the target of the manifests' ScaledObject.
+Each pod is a process with the container's command line from deploy/kubernetes, with this machine's addresses, ports and
+paths. The loop uses the metric and target of the manifests' ScaledObject.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def manifest(kind: str, name: str, file: str = "base/pd-cluster.yaml") -> dict[s
 
 
 class Pods(LiveCluster):
-    """The namespace: a scheduler, and as many pods of each role as its StatefulSet has replicas."""
+    """A namespace with a scheduler, and as many pods of each role as its StatefulSet's replicas."""
 
     def plan(self) -> list[Member]:
         self.files = {file.name: file for file in write_keys(self.folder, Access())}
@@ -61,9 +61,9 @@ class Pods(LiveCluster):
             "--join-port": str(self.join_port),
             "--advertise-host": "127.0.0.1",
             "--instance-name": name,
-            "--kv-port-range": "",  # all pods have one address here
+            "--kv-port-range": "",  # all pods share one address here
         }
-        given = dict(each.split("=", 1) for each in container["args"][2:] if "=" in each)  # all pods are one host
+        given = dict(each.split("=", 1) for each in container["args"][2:] if "=" in each)  # all pods are on one host
         for flag, value in given.items():
             if found := re.fullmatch(r"/run/secrets/pd-cluster/(.*)", value):
                 own[flag] = str(self.files[found[1]])
@@ -83,7 +83,7 @@ class Pods(LiveCluster):
         return [name for name in self.members if name.startswith("pd-decode-")]
 
     def scale(self, replicas: int) -> None:
-        """Adds pods with the next numbers at once, or asks those with the last numbers to end."""
+        """Adds pods with the next numbers at once, or asks the pods with the highest numbers to end."""
         now = len(self.decodes())
         for at in range(now, replicas):
             member = self.pod("decode", at)
@@ -98,7 +98,7 @@ class Pods(LiveCluster):
 
 
 class Clients:
-    """A number of clients, each of which sends one request after another and compares the answer."""
+    """Clients that each send one request after another and compare the answers."""
 
     def __init__(self, cluster: Pods, expected: dict[tuple[int, ...], list[int]]) -> None:
         self.cluster, self.expected = cluster, expected
@@ -114,7 +114,7 @@ class Clients:
             thread.start()
         for thread in self._threads[number:]:
             thread.join(120)
-            assert not thread.is_alive(), "a request hangs"
+            assert not thread.is_alive(), "a request does not end"
         del self._threads[number:]
 
     def _run(self, at: int) -> None:
@@ -134,7 +134,7 @@ class Clients:
 
 
 def wanted_replicas(cluster: Pods, tokens_per_replica: float) -> int:
-    """Returns what an autoscaler makes of the ScaledObject's query, divided by the target for each replica."""
+    """Returns an autoscaler's replicas: the ScaledObject's query divided by the target per replica."""
     scaled = manifest("ScaledObject", "decode", "components/autoscaling/autoscaling.yaml")["spec"]
     (trigger,) = scaled["triggers"]
     assert trigger["metadata"]["query"] == 'max(pd_cluster:backlog_tokens{role="decode"})'
@@ -147,7 +147,7 @@ def lives(cluster: Pods) -> dict[str, int]:
     return {name: process.pid for name, process in cluster.processes.items()}
 
 
-@pytest.mark.slow  # about a minute: eight workers start
+@pytest.mark.slow  # about a minute, because eight workers start
 @pytest.mark.timeout(600)
 def test_decode_is_scaled_from_two_to_six_and_back_under_load(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = checkpoint("llama", max_position_embeddings=512)
@@ -159,21 +159,21 @@ def test_decode_is_scaled_from_two_to_six_and_back_under_load(checkpoint: Callab
         before = lives(cluster)
         clients = Clients(cluster, expected)
         clients.set(24)
-        # A target that this load exceeds sixfold, however fast the machine is: 24 clients always have requests there.
+        # This load exceeds the target sixfold on any machine, because 24 clients always have requests waiting.
         cluster.wait_until("tokens wait", lambda: wanted_replicas(cluster, 40) == MOST, 60)
         cluster.scale(MOST)
         cluster.wait_until("six serve", cluster.is_whole, 240)
         at_six = lives(cluster)
-        assert at_six.items() >= before.items(), "no other pod was started again"
+        assert at_six.items() >= before.items(), "other pods must not restart"
         served = clients.num_exact
         cluster.wait_until("they answer", lambda: clients.num_exact > served + 24, 120)
         load = {each["instance_id"]: each["kv_received_nbytes"] for each in cluster.instances()}
-        assert all(load[name] > 0 for name in cluster.decodes()), "every new pod has got work"
+        assert all(load[name] > 0 for name in cluster.decodes()), "every new pod must get work"
         clients.set(2)
         cluster.wait_until("fewer tokens wait", lambda: wanted_replicas(cluster, 400) == 2, 60)
         cluster.scale(2)
         cluster.wait_until("two serve", cluster.is_whole, 60)
-        assert lives(cluster) == before, "those that stay were never started again"
+        assert lives(cluster) == before, "remaining pods must not restart"
         served = clients.num_exact
         cluster.wait_until("they answer", lambda: clients.num_exact > served + 4, 120)
         clients.set(0)

@@ -1,4 +1,4 @@
-"""Three schedulers over the same workers: any may die under load, and one of those that live owns membership."""
+"""Three schedulers over the same workers: any may die under load, and one live scheduler owns membership."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 Checkpoints = Callable[..., Path]
 NUM_SCHEDULERS = 3
 REQUEST_TIMEOUT_S = 60.0
-FLAGS = [f"--request-timeout={REQUEST_TIMEOUT_S:g}", "--dead-after=8"]  # a busy machine is no death
-PATIENCE_S = 20.0  # of this machine
+FLAGS = [f"--request-timeout={REQUEST_TIMEOUT_S:g}", "--dead-after=8"]  # a busy machine must not count as dead
+PATIENCE_S = 20.0  # allows for a busy machine
 CONCURRENCY = 8  # at each scheduler
 
 
 class Schedulers:
-    """A cluster and its schedulers, each at its own ports."""
+    """A cluster with several schedulers, each at its own ports."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self.cluster = cluster
@@ -41,7 +41,7 @@ class Schedulers:
         return f"http://127.0.0.1:{self.cluster.members[name].port + 1}"
 
     def look_at(self, name: str) -> None:
-        """From now on the cluster's questions go to this scheduler."""
+        """Sends the cluster's queries to this scheduler from now on."""
         self.cluster.url, self.cluster.admin_url = self.urls[name], self.admin(name)
 
     def seen(self, name: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Schedulers:
         return self.client.post(f"{self.admin(name)}/instances/{path}", json=body)
 
     def owner(self, among: Sequence[str] | None = None) -> str:
-        """Waits until these agree on one of them; returns it."""
+        """Waits until these schedulers agree on one owner among them; returns it."""
         among = self.names if among is None else among
         found: list[str] = []
 
@@ -140,7 +140,7 @@ def test_kill_9_of_each_in_turn_under_load(schedulers: Schedulers, model: Path) 
         for each in schedulers.others(name):
             counts = judge.check(traffics[each].outcomes)
             assert counts == {"answered": len(per_scheduler)}, (each, counts)
-        assert any(outcome.broken for outcome in doomed.outcomes), "it died with no request under way"
+        assert any(outcome.broken for outcome in doomed.outcomes), "it died without a running request"
         assert_clear_ends(judge, doomed.outcomes)
         schedulers.look_at(schedulers.others(name)[0])
         cluster.assert_home()
@@ -150,7 +150,7 @@ def test_kill_9_of_each_in_turn_under_load(schedulers: Schedulers, model: Path) 
 
 
 def assert_clear_ends(judge: Judge, outcomes: Sequence[Outcome]) -> None:
-    """A client sees that the connection broke, or was refused; what it has until then is right."""
+    """Asserts that failed clients saw a broken or refused connection, and only right tokens until then."""
     for outcome in outcomes:
         if outcome.broken:
             assert any(each in outcome.broken for each in ("RemoteProtocolError", "ReadError", "ConnectError")), outcome
@@ -198,7 +198,7 @@ def test_an_owner_that_stood_still_owns_nothing_afterwards(schedulers: Scheduler
     try:
         successor = schedulers.owner(schedulers.others(owner))
         assert schedulers.seen(successor)["term"] > term
-        cluster.kill("decode-1")  # a change that only the successor may announce
+        cluster.kill("decode-1")  # a change that only the new owner may announce
         cluster.await_exit("decode-1")
     finally:
         cluster.kill(owner, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A whole cluster sleeps and wakes up: memory is really returned, tokens stay the same, and no request hangs."""
+"""A whole cluster sleeps and wakes: memory is released, tokens stay the same, and no request hangs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.cluster import children_of
 from tests.support.engines import assert_all_same, random_prompt
 
 Checkpoints = Callable[..., Path]
-pytestmark = pytest.mark.slow  # a quick round is in test_control.py
+pytestmark = pytest.mark.slow  # test_control.py has a quick version
 MIB = 1 << 20
-WEIGHTS_MIB = 71  # of the layers of `model` in float32
+WEIGHTS_MIB = 71  # of the layers of `model`, in float32
 WIDE = {
     "hidden_size": 1024,
     "intermediate_size": 2048,
@@ -45,7 +45,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def sleeper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered]:
-    """A prefill instance of two ranks and a decode instance, two API processes, an adapter."""
+    """Yields a two-rank prefill instance, a decode instance, two API processes and an adapter."""
     folder = tmp_path_factory.mktemp("sleeper")
     adapter = make_adapter(folder / "french", model, 1, strength=0.05)
     flags = ["--max-model-len=2048", "--num-blocks=640", "--api-workers=2", "--api-key=sk-hidden", "--enable-lora"]
@@ -56,7 +56,7 @@ def sleeper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def told(cluster: Steered) -> list[list[int]]:
-    """Returns the tokens of the model and of the adapter."""
+    """Returns the tokens given by the model and by the adapter."""
     return [cluster.complete(prompt, NUM_TOKENS, model=name) for prompt in PROMPTS for name in ("tiny", "french")]
 
 
@@ -83,7 +83,7 @@ def test_memory_is_returned_and_the_same_tokens_come_afterwards(sleeper: Steered
     assert sleeper.ask_admin("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": level}
     left = resident_mib(sleeper)
     assert sum(each["Shmem"] for each in left.values()) < 0.1 * pool_mib, (used, left)
-    if level == 2:  # both instances have the weights
+    if level == 2:  # both instances have released the weights
         returned = sum(used[pid]["Anon"] - left[pid]["Anon"] for pid in used)
         assert returned > 1.8 * WEIGHTS_MIB, (used, left)
     for instance in sleeper.instances():

@@ -1,4 +1,4 @@
-"""Sparse latent attention across real processes: index keys travel with latents, to pools of other blocks and ranks."""
+"""Sparse latent attention across real processes: index keys are sent with latents, to other block sizes and ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
 
-pytestmark = pytest.mark.slow  # quick ones send planes over each transport: tests/unit/test_planes.py
+pytestmark = pytest.mark.slow  # tests/unit/test_planes.py sends planes over each transport quickly
 MAX_TOKENS = 12
 LENGTHS = (1, 16, 17, 41, 70, 100)
 BLOCK_SIZE = 16
-# Bytes of a token. Two of glm_moe_dsa's four layers have index keys.
+# Bytes per token. Two of glm_moe_dsa's four layers have index keys.
 NBYTES = {"deepseek_v32": 3 * (48 + 16 + 64) * 4, "glm_moe_dsa": (4 * (48 + 16) + 2 * 64) * 4}
 
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One rank to two with other blocks, and to one."""
+    """Yields a prefill rank, a two-rank decode instance with another block size, and a decode instance of one rank."""
     arguments = ["--max-num-batched-tokens=40", "--num-blocks=256", "--max-model-len=480"]
     unlike = {"decode-0": ["--block-size=8"]}
     place = tmp_path_factory.mktemp("sparse")
@@ -40,7 +40,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_split_says_what_the_model_says(cluster: LiveCluster, folder: Path) -> None:
-    """All at once, then again from the prefix caches."""
+    """Sends all prompts at once, then again from the prefix caches."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     complete_all(cluster, folder, prompts)
@@ -52,7 +52,7 @@ def test_the_split_says_what_the_model_says(cluster: LiveCluster, folder: Path) 
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 4)])
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[int, int], transport: str) -> None:
-    """Each rank of the decode instance gets all of it, once, whatever the sizes of blocks are."""
+    """Each decode rank gets all latents and index keys once, for any block sizes."""
     folder, rng = make_checkpoint(tmp_path / "model", architecture), random.Random(4)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     arguments = ["--max-num-batched-tokens=40", "--num-blocks=64", "--max-model-len=240", f"--kv-transport={transport}"]

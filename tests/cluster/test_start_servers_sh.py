@@ -26,7 +26,7 @@ Checkpoints = Callable[[str], Path]
 
 
 def add_foreign_fields(folder: Path) -> None:
-    """Adds the fields of Ascend's own tools to the tables; every instance accepts them."""
+    """Adds the fields of Ascend's tools to the tables, which every instance must accept."""
     for path in folder.glob("*_ranktable_*.json"):
         table = json.loads(path.read_text())
         table["super_pod_list"] = [{"super_pod_id": "0", "server_list": [{"server_id": HOST}]}]
@@ -45,9 +45,9 @@ def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoints) -> Iterator[Servers]:
-    """The document's deployment. Scheduler first, though the document starts it last.
+    """Runs the document's deployment, but starts the scheduler first, whereas the document starts it last.
 
-    The model's own defaults are not the document's: it is greedy and repeats nothing.
+    The model's sampling defaults are greedy without repetition, unlike the document's model.
     """
     folder = tmp_path_factory.mktemp("deployed")
     shutil.copytree(checkpoint("llama"), folder / "model")
@@ -63,7 +63,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoints) 
 
 
 def test_the_documents_deployment(deployed: Servers) -> None:
-    """Both model names give the same answer. As the first test on `deployed`, it sees the original scheduler."""
+    """Both model names give the same answer. This is the first test on `deployed`, with the original scheduler."""
     texts = []
     for model in (str(deployed.model), "tiny"):
         answer = curl(deployed.public, "/v1/chat/completions", document_body(model))
@@ -76,7 +76,7 @@ def test_the_documents_deployment(deployed: Servers) -> None:
 
 
 def drawn(servers: Servers, **fields: object) -> list[list[int]]:
-    """The tokens of a completion for each of three seeds."""
+    """Returns the tokens of a completion for each of three seeds."""
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
     answers = [curl(servers.public, "/v1/completions", {**body, **fields, "seed": seed}) for seed in (1, 2, 3)]
     return [answer["choices"][0]["token_ids"] for answer in answers]
@@ -95,7 +95,7 @@ def test_the_documents_defaults_are_not_the_models_and_it_requires_a_model(deplo
 
 @pytest.mark.slow
 def test_an_operator_may_want_the_models_defaults_and_no_model(deployed: Servers) -> None:
-    """A variable says the one, a flag the other."""
+    """A flag selects the model's sampling defaults, and a variable allows requests without a model name."""
     deployed.replace_scheduler(["--generation-config=auto"], PD_CLUSTER_SERVE_REQUIRE_MODEL="0")
     deployed.await_health(deployed.public)
     greedy, *others = drawn(deployed, model=None)
@@ -143,7 +143,7 @@ def test_sigterm_ends_every_instance(deployed: Servers) -> None:
     deployed.replace_scheduler()
     deployed.await_health(deployed.public)
     for process in deployed.processes.values():
-        process.send_signal(signal.SIGTERM)  # reaches the instance, because the shell was replaced by it
+        process.send_signal(signal.SIGTERM)  # reaches the instance, because the shell exec'd it
     codes = {name: deployed.await_exit(name) for name in deployed.processes}
     assert codes == {"scheduler": 0, "prefill": 0, "decode": 0}, deployed.logs()
     assert "Traceback" not in deployed.logs()
@@ -157,17 +157,17 @@ class TwoMachines(Servers):
     route.
     """
 
-    said: list[str]  # by `merge`
+    said: list[str]  # output lines of `merge`
 
     def __init__(self, network: Network, folder: Path, model: Path) -> None:
         self.network = network
         self.first, self.second = (network.addresses[name] for name in (HUB, "second"))
         self.folders = {self.first: folder / "first", self.second: folder / "second"}
         super().__init__(folder, model, ("4,5", "6,7"), Shape(2, 4096, 4096))
-        self.prefill, self.decode, self.public, self.admin = 8088, 8089, 9000, 9001  # namespaces have all ports free
+        self.prefill, self.decode, self.public, self.admin = 8088, 8089, 9000, 9001  # all ports are free in a namespace
 
     def make_tables(self) -> None:
-        """Step 5: `gen` on each, both global tables to the first, `merge` there, and what it says to copy."""
+        """Step 5: runs `gen` on each machine, `merge` of both global tables on the first, and the requested copies."""
         for address, instances in (
             (self.first, ["--prefill-server-list", self.devices[0], "--api-server"]),
             (self.second, ["--decode-server-list", self.devices[1]]),
@@ -200,7 +200,7 @@ class TwoMachines(Servers):
         return super().environment(table, **tables, **changes)
 
     def start(self, name: str, table: str, port: int, flags: Sequence[str] = (), **changes: str | None) -> None:
-        super().start(name, table, port, ["--host=0.0.0.0", *flags], **changes)  # the last one counts
+        super().start(name, table, port, ["--host=0.0.0.0", *flags], **changes)  # the last flag wins
 
     def start_scheduler(self, flags: Sequence[str] = (), **changes: str | None) -> None:
         self.start("scheduler", "host", self.public, flags, **changes)
@@ -222,7 +222,7 @@ def network() -> Iterator[Network]:
 
 @pytest.mark.slow
 def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
-    """The document's lines as they are, and one more: a copy of cluster.secret on the second machine."""
+    """Runs the document's lines unchanged, plus a copy of cluster.secret to the second machine."""
     model = checkpoint("llama", max_position_embeddings=4096)
     with TwoMachines(network, tmp_path, model) as servers:
         assert servers.said[-2:] == [
@@ -269,11 +269,11 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
             timeout=60,
             check=False,
         )
-        assert drained.returncode == 0, drained.stderr  # the token is beside the table
+        assert drained.returncode == 0, drained.stderr  # finds the token next to the table
 
 
 class Mistake(NamedTuple):
-    """Each mistake of an operator gives one line that names it."""
+    """An operator's mistake, and the one-line error that must name it."""
 
     said: str
     table: str = "0"
@@ -312,7 +312,7 @@ def test_an_operators_mistakes_are_one_line_each(servers: Servers) -> None:
 
 
 def test_nothing_is_installed(tmp_path: Path) -> None:
-    """One line that says what to run; no Python is needed for it."""
+    """Prints one line with the command to run, without needing Python."""
     scripts = tmp_path / "repository" / "scripts"
     scripts.mkdir(parents=True)
     script = scripts / "start_servers.sh"

@@ -1,6 +1,7 @@
-"""Another user of the host, who reads no private file, knows what everybody may know, and speaks the protocol.
+"""Attacks by another user of the host, who knows all public facts and the protocol, but reads no private file.
 
-And one who has the cluster's secret, but not the scheduler's key. Neither gets a token, nor changes what workers do.
+Also attacks with the cluster's secret but without the scheduler's key. Neither gets tokens or changes workers'
+behaviour.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.support.cluster import LiveCluster
 Checkpoints = Callable[..., Path]
 HANDSHAKE_MS = 3000
 ANSWER_MS = 1500
-PATIENCE = 20  # times as long for what must come
+PATIENCE = 20  # factor for waits for expected messages
 LAST = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 LAST |= zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -48,7 +49,7 @@ def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
-# ---- what the stranger does, in a process of its own
+# ---- the attacker, in a separate process
 
 
 def instance_of(port: int) -> dict[str, Any]:
@@ -58,14 +59,14 @@ def instance_of(port: int) -> dict[str, Any]:
 
 
 def regenerated() -> bytes:
-    """The cluster's global table, made once more of what everybody may know."""
+    """Returns the cluster's global table, regenerated from public facts."""
     with tempfile.TemporaryDirectory() as folder:
         made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
         return write(made, Path(folder))[0].read_bytes()
 
 
 def private_keys(secret: bytes) -> dict[str, bytes]:
-    """Private keys that somebody could think to follow from a secret."""
+    """Returns private keys that might plausibly be derived from a secret."""
     label = b"pd-cluster from rank table: scheduler key 1"
     named = {"derived": hmac.digest(label, secret, "sha256"), "the secret": hashlib.sha256(secret).digest()}
     return {**named, "its bytes": secret[:32]}
@@ -79,7 +80,7 @@ def tell(
     name: str = "scheduler",
     patience: int = 1,
 ) -> dict[str, Any]:
-    """Poses as a scheduler of that name, with that key. Returns whether the connection opened and what came back."""
+    """Poses as a scheduler with this name and key; returns whether the connection opened, and the answers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         secret_key = z85.encode(private)
@@ -116,7 +117,7 @@ def key_of(info: Mapping[str, Any]) -> bytes:
 
 
 def attack(ports: Mapping[str, int], guesses: Mapping[str, bytes]) -> list[str]:
-    """Attacks with each secret of `guesses` and the table's; returns the successes."""
+    """Attacks with each secret of `guesses` and with the table's; returns the successes."""
     with pytest.raises(PermissionError):
         next(Path("/root").iterdir())
     table = regenerated()
@@ -138,14 +139,14 @@ def attack(ports: Mapping[str, int], guesses: Mapping[str, bytes]) -> list[str]:
     return worked
 
 
-# ---- and what comes of it
+# ---- the outcome
 
 
 def is_untouched(cluster: LiveCluster) -> None:
-    """Requests use the link, which has stayed up, and only the scheduler has said hello to a worker."""
+    """Asserts that the link stayed up and serves, and that only the scheduler greeted a worker."""
     assert cluster.is_whole()
     before = cluster.instance("prefill-0")["kv_sent_nbytes"]
-    prompt = [before % 200 + at for at in range(40)]  # another one each time
+    prompt = [before % 200 + at for at in range(40)]  # a new prompt each time
     assert len(cluster.complete(prompt, 4)) == 4
     cluster.wait_until("handed over", lambda: cluster.instance("prefill-0")["kv_sent_nbytes"] > before)
     for name in ("prefill-0", "decode-0"):
@@ -161,7 +162,7 @@ def ports_of(cluster: LiveCluster) -> dict[str, int]:
 
 
 def test_the_schedulers_key_does_open(cluster: LiveCluster) -> None:
-    """Without this, the other tests of this file would prove nothing."""
+    """Shows that the right key works, without which the other tests would prove nothing."""
     key = read_scheduler_key(cluster.folder / "scheduler.key")
     for port in ports_of(cluster).values():
         info = instance_of(port)
@@ -183,7 +184,7 @@ def test_the_clusters_secret_without_the_schedulers_key(cluster: LiveCluster) ->
 
 
 def test_no_guess_can_be_checked_against_what_everybody_may_read(cluster: LiveCluster) -> None:
-    """A worker's public key is drawn anew with each life, so it follows from nothing that stays the same."""
+    """A worker's public key is random for each process, so no guess can be checked against it."""
     before = instance_of(cluster.members["decode-0"].port)
     cluster.kill("decode-0")
     cluster.await_exit("decode-0")

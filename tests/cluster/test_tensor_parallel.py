@@ -1,4 +1,4 @@
-"""Instances of several rank processes: KV cache between unequal ones, one follower's death, impossible sizes."""
+"""Instances with several rank processes: KV cache between unequal sizes, a follower's death, impossible sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PAIRS = {
     "2 to 1 and 4, shared memory": ({"prefill-0": 2, "decode-1": 4}, "shm"),
     "1 and 4 to 2, gloo": ({"prefill-1": 4, "decode-0": 2}, "dist"),
 }
-ALWAYS, SOMETIMES = PAIRS  # seven rank processes each
+ALWAYS, SOMETIMES = PAIRS  # each starts seven rank processes
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Checkpoints) -> Path:
-    """Four query heads share two KV heads: with four ranks each of these is on two of them."""
+    """Returns a model whose four query heads share two KV heads, so that of four ranks two share each KV head."""
     return checkpoint("llama")
 
 
@@ -47,7 +47,7 @@ def cluster(
 
 
 def test_tokens_are_the_reference_s(cluster: LiveCluster, model: Path) -> None:
-    """Around block and chunk borders, all at once, so that every pair of instances has its share; then cached."""
+    """Sends lengths around block and chunk borders at once, so that all pairs of instances serve; then again cached."""
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (1, 15, 16, 17, 40, 41, 63, 100)]
 
@@ -64,7 +64,7 @@ def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -
     """
     sizes = cluster.launch.tp_sizes
     stops = "prefill-0" in sizes
-    name = (min if stops else max)(sizes, key=lambda each: sizes[each])  # the small one is started again
+    name = (min if stops else max)(sizes, key=lambda each: sizes[each])  # a small instance restarts faster
     size = sizes[name]
     ranks = cluster.rank_pids(name)
     assert len(ranks) == size

@@ -19,7 +19,7 @@ from tests.support.engines import assert_same, random_prompt
 Checkpoints = Callable[..., Path]
 EXACT, CODED = "decode-0", "decode-1"
 NUM_TOKENS = 10
-REFUSED = {  # decode instance -> what /health says
+REFUSED = {  # decode instance -> its text in /health
     "decode-2": "--dtype differs: float32 on the prefill instance and bfloat16 on",
     "decode-3": "serves another model",
     "decode-4": "another cluster.secret than the scheduler (the other end does not admit",
@@ -28,13 +28,13 @@ REFUSED = {  # decode instance -> what /health says
 
 
 def links_of(cluster: LiveCluster) -> dict[str, str]:
-    """Decode instance -> what prefill-0 says of its link."""
+    """Returns decode instance -> state of prefill-0's link to it."""
     return {peer.partition("@")[0]: state for peer, state in cluster.instance("prefill-0")["links"].items()}
 
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two decode instances with other blocks, one of which gets int8 over gloo; and four that are refused.
+    """Yields two decode instances with other block sizes, one with int8 over gloo, and four that are refused.
 
     The first of those has other numerics, the second other weights of the same shapes; the third pins another
     scheduler; the last admits the scheduler and cannot prove that it belongs to the cluster.
@@ -75,7 +75,7 @@ def test_those_that_do_not_fit_are_refused_by_name(cluster: LiveCluster) -> None
 
 
 def ask(cluster: LiveCluster, prompt: list[int]) -> tuple[str, tuple[int, ...]]:
-    """The decode instance that served it, and its tokens."""
+    """Returns the decode instance that served the request, and its tokens."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -88,14 +88,14 @@ def test_unequal_blocks_and_int8_on_the_wire(cluster: LiveCluster, checkpoint: C
     """
     model, rng = checkpoint("llama"), random.Random(1)
     for length in (1, 7, 8, 9, 23, 25, 64, 100):
-        for attempt in range(20):  # one may get all, if it has always answered before the next one is asked
+        for attempt in range(20):  # one instance may get all, if it answers before each next request
             prompt = random_prompt(rng, length)
             outputs: dict[str, set[tuple[int, ...]]] = {EXACT: set(), CODED: set()}
             for name, tokens in together([partial(ask, cluster, prompt)] * 6):
                 outputs[name].add(tokens)
             if all(outputs.values()) or length < 20:
                 break
-            assert attempt < 19, "one decode instance served nothing"
+            assert attempt < 19, "a decode instance served nothing"
         for name, found in outputs.items():
             assert len(found) <= 1, f"{name} gives {found}"
         exact = list(next(iter(outputs[EXACT] or outputs[CODED])))

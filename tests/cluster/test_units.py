@@ -1,4 +1,4 @@
-"""Units in clusters of real processes: instances of one role whose experts are spread over all of them."""
+"""Units in clusters of real processes: the experts are divided among all instances of a role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGUMENTS = ["--max-num-batched-tokens=40", "--num-blocks=128", "--max-model-len
 
 
 def test_unlike_units_on_either_side(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Chunks, prefix hits, several choices, beams and a guide, beside each other; then a whole unit ends."""
+    """Runs chunks, prefix hits, several choices, beams and a guide together; then a whole unit ends."""
     folder, prompts = checkpoint("qwen3_moe"), prompts_of(5, (1, 17, 41, 90))
     drawn = Sampling(n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5)
     beams = Sampling(n=3, beam_width=3, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
@@ -58,7 +58,7 @@ def in_one_process(folder: Path, prompt: list[int], sampling: Sampling) -> list[
 
 @pytest.mark.usefixtures("one_preloader")
 def test_units_of_a_python_program(checkpoint: Checkpoints) -> None:
-    """What generate() says, and an answer's numbers are the same alone in its unit and beside others."""
+    """Tokens equal generate()'s, and an answer's numbers are the same alone in its unit and beside others."""
     folder, prompts = checkpoint("qwen3_moe"), prompts_of(6, (1, 17, 60))
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=1)
     with LLM(str(folder), data_parallel_size=2, num_blocks=64, enable_prefix_caching=False) as llm:

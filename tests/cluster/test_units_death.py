@@ -1,4 +1,4 @@
-"""Members of units that die or hang: all of the unit end, streams go on elsewhere, and the unit forms anew."""
+"""If a unit's member dies or hangs, all its members end, streams continue elsewhere, and the unit forms again."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """Returns the tokens of the streams without any trouble."""
+    """Returns the streams' tokens without faults."""
     sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     return generate(make_core(folder, num_blocks=256), prompts(), sampling)
 
 
 @pytest.fixture(autouse=True)
 def whole_again(cluster: LiveCluster) -> Iterator[None]:
-    """Whatever a failed test has killed is started again."""
+    """Restarts afterwards whatever a failed test killed."""
     yield
     if any(process.poll() is not None for process in cluster.processes.values()):
         for name, process in cluster.processes.items():
@@ -57,7 +57,7 @@ def prompts() -> list[list[int]]:
 
 
 class Streams:
-    """Long streams at once, seen to be under way on the decode unit."""
+    """Concurrent long streams that have been observed to run on the decode unit."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self._streams = [Streaming(cluster.url, NUM_TOKENS, prompt=prompt) for prompt in prompts()]
@@ -72,7 +72,7 @@ class Streams:
     def assert_exact(self, folder: Path, expected: list[list[int]]) -> None:
         found = [tokens for (tokens,) in together([stream.to_the_end for stream in self._streams])]
         for prompt, output, wanted in zip(prompts(), found, expected, strict=True):
-            if output != wanted:  # sums in another order
+            if output != wanted:  # another order of summation
                 assert len(output) == NUM_TOKENS
                 assert_greedy(folder, prompt, output)
 
@@ -112,7 +112,7 @@ def test_kill_9_in_mid_request(
 def test_a_member_that_stands_still(
     cluster: LiveCluster, folder: Path, expected: list[list[int]], is_busy: bool
 ) -> None:
-    """Its mates end; continued, it does, too."""
+    """The other members end; once continued, the stopped one ends, too."""
     victim, streams = "decode-0", Streams(cluster) if is_busy else None
     pid, unit = rank_0(cluster, victim), Watched(cluster, members_of("decode", SHAPE))
     os.kill(pid, signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_a_member_that_stands_still(
 
 
 def assert_serves(cluster: LiveCluster, folder: Path) -> None:
-    """Asserts that new prompts are answered, and nothing is held."""
+    """Asserts that new prompts are answered and nothing stays held."""
     asked = prompts_of(len(cluster.logs()), (1, 17, 41, 90))
     assert_all_same(folder, asked, cluster.complete_together(asked, 12), 12)
     cluster.assert_home()

@@ -1,4 +1,4 @@
-"""Units over hosts: namespaces with cables. Every fault of a member ends its whole unit, and no answer is wrong."""
+"""Units over simulated hosts: every fault of a member ends its whole unit, and no answer is wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Four hosts and the hub; this thread is on the hub."""
+    """Yields a network of four hosts and the hub, with this thread on the hub."""
     with contextlib.ExitStack() as stack:
         try:
             made = stack.enter_context(Network(sorted(WHERE.values())))
@@ -49,14 +49,14 @@ def network() -> Iterator[Network]:
 
 
 class Faults:
-    """Puts faults into units under load, one after the other: each time all members end, and form anew."""
+    """Injects faults into units under load, one after the other; each time all members must end and form again."""
 
     def __init__(self, cluster: SpreadCluster, network: Network, trouble: Trouble) -> None:
         self._cluster, self._network, self._trouble = cluster, network, trouble
 
     @contextlib.contextmanager
     def met(self, victim: str) -> Iterator[Watched]:
-        """Waits until the victim is busy; after the fault, until its unit is back."""
+        """Waits until the victim is busy; after the fault, waits until its unit is back."""
         self._trouble.await_busy(victim)
         unit = Watched(self._cluster, UNITS[victim.partition("-")[0]])
         yield unit
@@ -72,7 +72,7 @@ class Faults:
             unit.assert_lost(victim, KILLED_S, but=[victim] if is_parent else [])
 
     def stop(self, victim: str) -> None:
-        """Stops all ranks; continued, they end."""
+        """Stops all of the victim's ranks, which must end once continued."""
         pids = self._cluster.rank_pids(victim)
         with self.met(victim) as unit:
             for pid in pids:
@@ -84,7 +84,7 @@ class Faults:
                     os.kill(pid, signal.SIGCONT)
 
     def part(self, *mates: str) -> None:
-        """Pulls the cable between the two hosts of a unit, which all others reach: each misses the other."""
+        """Cuts only the link between a unit's two hosts, so that each misses the other."""
         hosts = [WHERE[name] for name in mates]
         with self.met(mates[0]) as unit:
             self._network.part(*hosts)
@@ -117,7 +117,7 @@ def test_faults_under_load(network: Network, folder: Path, tmp_path: Path) -> No
             traffic.finish()
         cluster.assert_home()
         cut_off = [each for each in traffic.outcomes if each.broken]
-        for each in cut_off:  # those alone that the scheduler had, or that found none
+        for each in cut_off:  # only requests in flight during the fault
             assert each.sent_s < back_s, each
             assert each.sent_s + each.took_s > killed_s, each
         counts = judge.check([each for each in traffic.outcomes if not each.broken])

@@ -1,4 +1,4 @@
-"""Units of unlike shapes for many models: random arrivals, pressure, and numbers that do not depend on busy mates."""
+"""Units of different shapes, many models: random arrivals, pressure, and numbers independent of other members."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SHAPES = [
     (UnitShape(4), UnitShape(2)),
 ]
 NUM_REQUESTS, MAX_TOKENS = 64, 24
-MEAN_S = 0.1  # between two requests
-MOST_ROUNDS = 6  # on a busy machine fewer requests meet
+MEAN_S = 0.1  # mean time between two requests
+MOST_ROUNDS = 6  # on a busy machine fewer requests overlap
 FLAGS = ["--block-size=8", "--max-model-len=160"]
 PRESSED = ["--max-num-batched-tokens=40", "--num-blocks=40", "--growth-tokens=8"]  # chunks; two long answers fit
-LONG = 90  # tokens of an answer
-FULL = {"qwen3_moe": {"use_sliding_window": False}}  # a window in each layer would need few blocks
+LONG = 90  # length of an answer in tokens
+FULL = {"qwen3_moe": {"use_sliding_window": False}}  # with windows in all layers, few blocks would be needed
 
 
 def transport_of(name: str) -> list[str]:
-    """Links of both kinds: the decode instance's says which."""
+    """Returns the transport flags of a decode instance, which cover both kinds of links."""
     return [f"--kv-transport={'dist' if int(name[-1]) % 2 else 'shm'}"] if name.startswith("decode") else []
 
 
@@ -45,7 +45,7 @@ def num_preemptions(cluster: LiveCluster) -> int:
 def test_64_requests_while_members_fall_idle(
     checkpoint: Checkpoints, tmp_path: Path, architecture: str, prefill: UnitShape, decode: UnitShape
 ) -> None:
-    """Over shm and dist; then all at once in pools that do not hold them, recomputed or swapped."""
+    """Over shm and dist; then all at once in too small pools, with recomputing and swapping."""
     folder, rng = checkpoint(architecture, **FULL.get(architecture, {})), random.Random(64)
     shared = random_prompt(rng, 48)
     prompts = [
@@ -67,7 +67,7 @@ def test_64_requests_while_members_fall_idle(
             for prompt, output in zip(crowd, outputs, strict=True):
                 assert len(output) == LONG
                 assert_greedy(folder, prompt, output)
-            cluster.assert_home()  # after that, the instances have reported their steps
+            cluster.assert_home()  # afterwards the instances have reported their steps
             if num_preemptions(cluster) > 0:
                 break
         else:
@@ -88,9 +88,9 @@ WIDE: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", [UnitShape(2), UnitShape(2, tp_size=2)], ids=lambda shape: str(shape))
 def test_numbers_are_the_same_alone_and_beside_busy_mates(tmp_path: Path, shape: UnitShape) -> None:
-    """Both units have one shape, because a sum's order, and with it the last bits, follows from it.
+    """Both units have the same shape, because it determines the order of sums and so the last bits.
 
-    Prompts are computed in one chunk, because a chunk of one row is computed as a decode step is.
+    Prompts are computed in one chunk, because a one-row chunk would be computed like a decode step.
     """
     folder = make_checkpoint(tmp_path / "model", "qwen3_moe", **WIDE)
     prompts = prompts_of(4, (5, 1, 33, 16, 2, 60, 90, 41))

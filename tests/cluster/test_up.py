@@ -1,4 +1,4 @@
-"""`pd-cluster up` as an operator uses it: one command, named and restarted workers, Ctrl-C, clear errors."""
+"""`pd-cluster up` as used by an operator: one command, named and restarted workers, Ctrl-C, clear errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Checkpoints = Callable[..., Path]
 
 
 class Up:
-    """`pd-cluster up` as a child; its lines come through a queue."""
+    """`pd-cluster up` as a child process whose output lines are queued."""
 
     def __init__(self, model: str, port: int, *flags: str) -> None:
         command = [sys.executable, "-m", "pd_cluster", "up", f"--port={port}", f"--model={model}", *flags]
@@ -58,10 +58,10 @@ class Up:
             self.lines.append(line)
             if found := re.search(pattern, line):
                 return found
-        raise AssertionError(f"it ended before {pattern!r} was said:\n" + "\n".join(self.lines))
+        raise AssertionError(f"it ended before {pattern!r} was printed:\n" + "\n".join(self.lines))
 
     def descendants(self) -> list[int]:
-        """Every process under it, by way of /proc."""
+        """Returns all its descendant processes, from /proc."""
         found, todo = [], [self.process.pid]
         while todo:
             for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
@@ -100,7 +100,7 @@ def ask(port: int) -> int:
 
 
 def session_of(line: str) -> httpx.Client:
-    """Opens the dashboard's link as a browser does; the client has its cookie and sends what its page sends."""
+    """Opens the dashboard's link like a browser; the client has the cookie and sends the page's headers."""
     found = re.match(r"dashboard: (http://[^/]+)/dashboard/#code=(\S+)", line)
     assert found is not None, line
     page = httpx.Client(base_url=found[1], headers={"Origin": found[1]}, timeout=30)
@@ -111,7 +111,7 @@ def session_of(line: str) -> httpx.Client:
 
 
 def await_mark(page: httpx.Client, name: str, kind: str) -> None:
-    """Waits until the overview has a later event of that kind than of any other kind."""
+    """Waits until the overview's latest event of `name` is of this kind."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         marks = page.get("/dashboard/api/overview").json()["marks"]
@@ -133,9 +133,9 @@ def await_gone(pids: list[int]) -> None:
 
 
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
-    """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one.
+    """Holds even after the preloader's death: ranks continue, and the next worker gets a new preloader.
 
-    It chooses its ports itself, and says them.
+    `up` chooses its ports itself, and prints them.
     """
     cluster = up(0, "--", "--runner=generate")
     cluster.await_line(r"^ready after")
@@ -162,7 +162,7 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     await_mark(page, "decode-0", "up")
-    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both lives have their lines"
+    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both processes' lines"
     answer = page.post(
         "/dashboard/api/chat", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     )
@@ -170,9 +170,9 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     page.close()
     instances = httpx.get(admin).json()["instances"]
     ranks = [pid for entry in instances for pid in entry["rank_pids"]]
-    assert len({parent_of(pid) for pid in ranks} - {preloader}) == 2  # the new one, and init
+    assert len({parent_of(pid) for pid in ranks} - {preloader}) == 2  # the new preloader, and init
     pids = [*{*cluster.descendants(), *ranks}]
-    assert len(pids) == 6  # scheduler, preloader; two parents, two rank processes
+    assert len(pids) == 6  # scheduler, preloader, two parents, two rank processes
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(WAIT_S) == 0
     await_gone(pids)
@@ -223,7 +223,7 @@ def pid_of(started: Up, flag: str) -> int:
 
 @contextlib.contextmanager
 def listening(url: str, last_id: str) -> Iterator[EventReader]:
-    """Asks for the rest of a stream as soon as a scheduler listens."""
+    """Requests the rest of a stream as soon as a scheduler listens."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:
@@ -248,7 +248,7 @@ def test_in_a_terminal_a_table_stays_below_the_lines(model: str) -> None:
             assert time.monotonic() < deadline_s, screen.decode(errors="replace")
             screen += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
-        threading.Thread(target=lambda: [*iter(lambda: _read(ours), b"")], daemon=True).start()  # a full pty blocks it
+        threading.Thread(target=lambda: [*iter(lambda: _read(ours), b"")], daemon=True).start()  # a full pty blocks
         assert process.wait(WAIT_S) == 0
     finally:
         process.kill()
@@ -256,7 +256,7 @@ def test_in_a_terminal_a_table_stays_below_the_lines(model: str) -> None:
 
 
 def _read(terminal: int) -> bytes:
-    """Returns what was written; b"" once the other end is closed."""
+    """Reads from a pty; returns b"" once the other end is closed."""
     try:
         return os.read(terminal, 65536)
     except OSError:
@@ -265,7 +265,7 @@ def _read(terminal: int) -> bytes:
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:
-    """Workers wait for ranks then, and nothing waits for the preloader."""
+    """Workers then wait for ranks, but nothing waits for the preloader."""
     cluster = up(free_port_pair())
     cluster.await_line(r"serving at")
     pids = cluster.descendants()
@@ -278,7 +278,7 @@ def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:
 
 @pytest.mark.slow
 def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up], tmp_path: Path) -> None:
-    """The same holds with a file of keys, which is reloaded as documented."""
+    """Also holds with a key file, which is reloaded as documented."""
     write_key_file(keys := tmp_path / "keys.json", KeyFile.empty())
     cluster = up(free_port_pair(), "--restart=no", "--", f"--api-key-file={keys}")
     cluster.await_line(r"^ready after")
@@ -314,7 +314,7 @@ def test_what_cannot_start_says_why(up: Callable[..., Up], flag: str) -> None:
 def test_a_wrong_flag_is_said_once_and_nothing_is_started(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, said: str
 ) -> None:
-    """Whichever instance it is for. The command runs in this process, and a second one would be a child of it."""
+    """Covers flags of every instance. The command runs in this process; any started process would be its child."""
     own, flags = ([flag], []) if flag.startswith(("--model=", "--restart=")) else ([], ["--", flag])
     argv = ["pd-cluster", "up", f"--port={free_port_pair()}", *own, *(() if own else [f"--model={model}"]), *flags]
     monkeypatch.setattr(sys, "argv", argv)
@@ -331,9 +331,9 @@ def test_a_wrong_flag_is_said_once_and_nothing_is_started(
 
 @pytest.mark.slow
 def test_a_unix_socket_in_the_public_ports_place(up: Callable[..., Up], tmp_path: Path) -> None:
-    """It says when it is ready, where the API is, and where the admin port is, which has a number of its own here.
+    """Prints when it is ready, the API's address, and the admin port, whose number is given here.
 
-    A file of flags is read as the instances read it.
+    `up` reads a file of flags as its instances do.
     """
     path, (port, admin) = tmp_path / "api.sock", (free_port_pair(), free_port_pair())
     (tmp_path / "flags.yaml").write_text(f"uds: {path}\nadmin_port: {admin}\n")

@@ -1,7 +1,7 @@
-"""The upgrade of docs/operations.md, step by step, with streams under way: no answer is lost, changed or cut.
+"""The upgrade of docs/operations.md, step by step, during streams: no answer is lost, changed or cut.
 
-`PD_CLUSTER_PREVIOUS=FOLDER` names a checkout of an earlier version, set up, with the same protocol; without it the
-version stays the same, and the steps are still taken.
+`PD_CLUSTER_PREVIOUS=FOLDER` names an installed checkout of an earlier version with the same protocol; without it, the
+steps run with the same version.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ GEN = (
     "gen --prefill-server-list 0 1 --decode-server-list 2 3 --api-server --server-ip 127.0.0.1 --device cpu "
     "--save-dir ranktables"
 )
-PATIENT = ("--max-model-len=1024", "--dead-after=30")  # a busy machine is no death
+PATIENT = ("--max-model-len=1024", "--dead-after=30")  # so that a busy machine is not taken for a death
 WAIT_S = 240.0
 NUM_CLIENTS = 2
 QUESTION = {"prompt": "A long story about a bear and a bee:", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
 
 class Clients:
-    """Ask one question again and again until told to stop; `ends` has each answer's status and text."""
+    """Clients that repeat one request until stopped; `ends`: each answer's status and text."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -66,7 +66,7 @@ def client_of(url: str) -> httpx.Client:
 
 
 def answer(client: httpx.Client) -> tuple[int, str]:
-    """Returns the status and the text; 0 where nobody listens. A stream that is cut, or ends in an error, is -1."""
+    """Returns (status, text); status 0 without a listener, -1 for a cut or failed stream."""
     text, is_begun = "", False
     body = {**QUESTION, "model": str(SHIPPED_MODEL), "stream": True}
     try:
@@ -86,7 +86,7 @@ def answer(client: httpx.Client) -> tuple[int, str]:
 
 
 class Servers:
-    """The instances of a table, each started by the `start_servers.sh` of a checkout."""
+    """A table's instances, each started by a checkout's `start_servers.sh`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,7 +140,7 @@ class Servers:
         return (self.folder / f"{name}.log").read_text()[-3000:]
 
     def state(self, name: str) -> tuple[str, int]:
-        """Returns the state and the pid of an instance; ("", 0) while nobody answers."""
+        """Returns an instance's (state, pid), or ("", 0) without an answer."""
         try:
             found = self._client.get("/instances").json()["instances"]
         except (httpx.HTTPError, ValueError):

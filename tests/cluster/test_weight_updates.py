@@ -1,4 +1,4 @@
-"""Weights change under a serving cluster: every token is one of the version that its answer names."""
+"""Weight updates in a serving cluster: every token comes from the version that its answer names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.weight_versions import Trainer, make_version
 
 Checkpoints = Callable[..., Path]
 PROMPT = [7] * 60
-MOST_GROWTH_MIB = 3.0  # of a process over eight updates
+MOST_GROWTH_MIB = 3.0  # per process over eight updates
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -40,7 +40,7 @@ def versions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def learning(model: Path, versions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered]:
-    """A prefill instance of two ranks, two API processes."""
+    """Yields a cluster with a two-rank prefill instance and two API processes."""
     folder = tmp_path_factory.mktemp("learning")
     flags = ["--max-model-len=4096", "--num-blocks=640", "--api-workers=2", "--api-key=sk-hidden"]
     flags += [f"--weights-dir={versions}", "--weight-update-hosts=127.0.0.1"]
@@ -57,7 +57,7 @@ def update(cluster: Steered, folder: str, mode: str = "wait", **fields: Any) -> 
 
 
 def assert_named(versions: Path, choices: list[dict[str, Any]]) -> None:
-    """Asserts that each span's tokens are those of an engine that began with its version."""
+    """Asserts that each span's tokens equal those of an engine started with its version."""
     spans = [(choice, span) for choice in choices for span in choice["weight_versions"]]
     assert all(choice["weight_versions"][-1]["end"] == len(choice["token_ids"]) for choice in choices)
     for folder in {span["version"] for _, span in spans}:
@@ -74,7 +74,7 @@ def assert_named(versions: Path, choices: list[dict[str, Any]]) -> None:
 
 
 def ask(cluster: Steered, **fields: Any) -> tuple[list[int], int, list[dict[str, Any]]]:
-    """Returns the tokens, how many of the prompt's were cached, and the versions."""
+    """Returns the tokens, the number of cached prompt tokens, and the versions."""
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_weight_versions": True, **fields}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}).json()
     (choice,) = answer["choices"]
@@ -161,7 +161,7 @@ def test_requests_end_or_finish_first(learning: Steered, versions: Path) -> None
 
 
 def restarted(cluster: Steered, *names: str) -> None:
-    """Kills instances, and starts them again."""
+    """Kills and restarts instances."""
     for name in names:
         cluster.kill(name)
         cluster.await_exit(name)
@@ -181,7 +181,7 @@ def test_instances_that_die_come_back_with_the_current_weights(learning: Steered
 
 
 def test_a_version_outlives_its_folder(learning: Steered, versions: Path) -> None:
-    """The trainer removes its folder; then the server's links to its files are hidden, until an operator helps."""
+    """Covers a trainer that removes its folder, then hidden links of the server, until an operator restores them."""
     shutil.copytree(versions / "step-2", versions / "brief")
     update(learning, "brief")
     expected = ask(learning)
@@ -306,7 +306,7 @@ def test_a_trainer_that_dies_changes_nothing(learning: Steered, versions: Path) 
 def test_every_token_is_of_the_version_that_its_answer_names(
     model: Path, versions: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """1P2D of two ranks each: 200 streams, ten updates, two instances killed meanwhile."""
+    """Runs 200 streams on 1P2D with two ranks each, during ten updates and two kills."""
     flags = ["--max-model-len=4096", "--num-blocks=640", f"--weights-dir={versions}", "--max-attempts=20"]
     sizes = dict.fromkeys(("prefill-0", "decode-0", "decode-1"), 2)
     folders = {f"v{number}": f"step-{number % 2 + 1}" for number in range(11)}
@@ -326,7 +326,7 @@ def test_every_token_is_of_the_version_that_its_answer_names(
                     cluster.await_exit(name)
                     cluster.start_member(name)
 
-        with ThreadPoolExecutor(8) as pool:  # members end with the thread that starts them, so this one does
+        with ThreadPoolExecutor(8) as pool:  # members end with the thread that starts them, so this thread starts them
             streams = [pool.submit(stream, at) for at in range(200)]
             change()
             for each in streams:
@@ -340,7 +340,7 @@ def test_every_token_is_of_the_version_that_its_answer_names(
         assert_named(versions, choices)
         cluster.await_ready()
         cluster.assert_home()
-        for number in range(10):  # without requests, whose memory is not that of updates
+        for number in range(10):  # without requests, whose memory would count as well
             if number == 2:
                 before_mib = resident_mib(cluster)
             update(cluster, f"step-{number % 2 + 1}")
@@ -367,7 +367,7 @@ def streamed(url: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 
 def resident_mib(cluster: Steered) -> dict[str, float]:
-    """Returns the memory of each process that is not that of files, by its instance and rank."""
+    """Returns each process's memory without file pages, by instance and rank."""
     pids = {name: process.pid for name, process in cluster.processes.items()}
     for name in (each for each in [*pids] if each.startswith(("prefill", "decode"))):
         pids |= {f"{name}, rank {rank}": pid for rank, pid in enumerate(cluster.rank_pids(name))}

@@ -1,4 +1,4 @@
-"""Windows across real processes: of layers that see a window, only its tokens are sent."""
+"""Windowed layers across real processes: only the tokens in their window are sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGUMENTS = ["--max-num-batched-tokens=40", "--num-blocks=256", f"--block-size={
 def test_the_split_sends_what_is_seen(
     checkpoint: Callable[[str], Path], tmp_path: Path, architecture: str, transport: str
 ) -> None:
-    """It is counted to the byte. Then all prompts again, at once and from the prefix caches."""
+    """Checks the sent bytes exactly; then sends all prompts again, at once and from the prefix caches."""
     rng, folder = random.Random(4), checkpoint(architecture)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     with LiveCluster(tmp_path, folder, arguments=[*ARGUMENTS, f"--kv-transport={transport}"]) as running:
@@ -52,7 +52,7 @@ def test_the_split_sends_what_is_seen(
 def test_windows_of_ranks_of_other_numbers(
     checkpoint: Callable[[str], Path], tmp_path: Path, architecture: str, sizes: tuple[int, int]
 ) -> None:
-    """Five turns of a conversation, too."""
+    """Also covers five turns of a conversation."""
     rng, folder = random.Random(5), checkpoint(architecture)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     by_role = dict(zip(("prefill-0", "decode-0"), sizes, strict=True))
@@ -78,7 +78,7 @@ def test_a_kill_of_each_role(checkpoint: Callable[[str], Path], tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_instance_with_a_host_cache_and_one_without(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """The one without merges its windows by the flag."""
+    """The instance without a host cache merges its windows by the flag."""
     rng, folder = random.Random(6), checkpoint("gpt_oss")
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     own = {"prefill-0": ["--kv-host-cache=0.01"], "decode-0": ["--disable-hybrid-kv-cache-manager"]}

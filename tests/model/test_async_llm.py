@@ -1,4 +1,4 @@
-"""vLLM's and TACO-LLM's AsyncLLMEngine with a real engine: outputs as they grow, aborts, and its end."""
+"""vLLM's and TACO-LLM's AsyncLLMEngine with a real engine: growing outputs, aborts, and shutdown."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ CONFIG = SimpleNamespace(num_attention_heads=4)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Pretends that only these of Triton and FlashInfer are installed."""
+    """Simulates that of Triton and FlashInfer only these are installed."""
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> object:
@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """The fake, on a GPU of the Hopper generation that allocates on the CPU."""
+    """Yields the fake FlashInfer, on a fake Hopper GPU with memory on the CPU."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake.as_module())
     module = importlib.import_module("pd_cluster.model.kernels.cuda.attention.flashinfer")
     make = module.FlashInfer
@@ -81,7 +81,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 def test_auto_is_triton_and_flashinfer_serves_when_it_is_asked_for(flashinfer: object) -> None:
     pytest.importorskip("triton")
-    check_backend("flashinfer", 24, CUDA)  # pages of any size
+    check_backend("flashinfer", 24, CUDA)  # any block size
     attention = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
     assert attention.name == "FlashInfer 0.6.18 (sm_90)"
     assert attention.attend_batch is not None
@@ -108,7 +108,7 @@ def test_latents_have_kernels_on_cuda(wanted: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("device", [CUDA, Device("npu")])
 def test_latents_whose_layers_are_not_fused_run_as_modules(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """As those of longcat_flash: no kernel is said to be in use."""
+    """Covers layers like longcat_flash's, for which no kernel is reported."""
     assert latents_by_modules("auto", False, device) == choice.SDPA
     assert "slow: latent attention (MLA) of this architecture runs as transformers' modules" in caplog.text
     assert latents_by_modules("sdpa", False, device) == choice.Attention("SDPA", is_asked_for=True)
@@ -128,7 +128,7 @@ def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(
 def test_an_attention_s_name_keeps_instances_of_others_apart(
     flashinfer: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backends, FlashInfer's versions and the GPUs that it chooses kernels by give different numbers."""
+    """The name includes backend, FlashInfer version and GPU, because they give different numbers."""
     pytest.importorskip("triton")
     own = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA).name
     names = {own, *(choose_attention(wanted, CONFIG, LAYOUT, CUDA).name for wanted in ("triton", "sdpa"))}
@@ -186,7 +186,7 @@ def test_layers_whose_rope_asks_for_positions_are_never_captured(
 def test_graphs_of_the_given_sizes_are_there_at_the_start(
     start_s: float, num_captured: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there is time; each has run once."""
+    """The given sizes are captured at the start if time permits; each graph has run once."""
     num_runs = 0
 
     def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Beam search in one process: the hypotheses of transformers' generate(), whatever happens to the beams' blocks."""
+"""Beam search in one process gives the hypotheses of generate(), whatever happens to the beams' blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def beams(width: int, **fields: Any) -> Sampling:
 
 
 def ids_of(tokens: dict[int, list[TokenOutput]], sampling: Sampling) -> list[list[int]]:
-    """Every hypothesis, whole and in order."""
+    """Returns every hypothesis, whole and in order."""
     assert sorted(tokens) == list(range(sampling.n))
     for each in tokens.values():
         assert [token.position for token in each] == list(range(len(each)))
@@ -48,7 +48,7 @@ def check(core: EngineCore, folder: Path, prompt: list[int], sampling: Sampling)
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "deepseek_v3"])
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
-    """One token, a block, a block and one, more than a step takes: together, often with an end in sight, and alone."""
+    """Covers prompts of one token, a block, a block and one token, and more than a step, batched and alone."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=256, max_model_len=128)
     rng = random.Random(architecture)
@@ -78,11 +78,11 @@ def test_penalties_and_ways_to_stop(checkpoint: Checkpoints) -> None:
         for each in check(core, folder, random_prompt(rng, rng.randrange(1, 30)), sampling):
             full += len(each) == sampling.max_tokens
             ended += len(each) < sampling.max_tokens
-    assert min(full, ended) > 40, "nothing of interest was seen"
+    assert min(full, ended) > 40, "no hypothesis ended early"
 
 
 def test_the_models_own_end(checkpoint: Checkpoints) -> None:
-    """The model often ends with its own end-of-sequence token; some hypotheses continue past it."""
+    """Some hypotheses end with the model's end token, others continue."""
     folder = checkpoint("llama", seed=41)
     prompt = random_prompt(random.Random(6), 20)
     usual = generate_beams(folder, prompt, beams(3))
@@ -110,7 +110,7 @@ def test_the_models_own_end(checkpoint: Checkpoints) -> None:
     ids=str,
 )
 def test_constant_preemption(checkpoint: Checkpoints, settings: dict[str, object]) -> None:
-    """Searches and single sequences in a pool that holds two of them at most."""
+    """Runs searches and single sequences in a pool that holds at most two of them."""
     folder = checkpoint("llama")
     core = make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=24, max_model_len=96, **settings)
     moves: list[Move] = []
@@ -155,7 +155,7 @@ def test_a_cached_prefix_and_company_change_nothing(checkpoint: Checkpoints) -> 
 
 
 def test_logprobs_of_every_token(checkpoint: Checkpoints) -> None:
-    """Those that the same tokens have as a prompt."""
+    """Logprobs equal those of the same tokens in a prompt."""
     folder = checkpoint("llama")
     core = make_core(folder, block_size=8, num_blocks=64, max_model_len=96)
     prompt, sampling = random_prompt(random.Random(9), 12), beams(3, n=2, logprobs=2, presence_penalty=0.5)

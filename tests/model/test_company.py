@@ -1,4 +1,4 @@
-"""A request's numbers do not depend on the requests beside it, in models as wide as real ones."""
+"""A request's numbers do not depend on other requests in its batch, in models as wide as real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.more_checkpoints import MORE
 
-WIDTH = 1280  # beyond 1,024 oneDNN computes one row alone in another way
+WIDTH = 1280  # beyond 1,024 inputs oneDNN computes a single row differently
 PROMPT_LENGTHS = (7, 1, 33, 16, 40, 2)
 SAMPLING = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
 QUICK = ("llama", "gemma", "qwen2_moe", "gpt_oss")  # each kind of layer once
@@ -48,14 +48,14 @@ def wide(folder: Path, architecture: str) -> Path:
     own = MORE[architecture] if architecture in MORE else CONFIGS[architecture]
     if own.get("num_key_value_heads", 2) is None:
         changes["num_key_value_heads"] = None
-    if "kv_lora_rank" in own:  # its heads are made anew, and have widths of their own
+    if "kv_lora_rank" in own:  # its heads are computed from latents, with their own widths
         changes |= {"num_key_value_heads": WIDTH // 128, "head_dim": own["head_dim"]}
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if name in own:
             changes[name] = own[name][:2]
-    if architecture == "mimo_v2_flash":  # layers with a window have twice as many
+    if architecture == "mimo_v2_flash":  # windowed layers have twice as many KV heads
         changes["num_key_value_heads"] = WIDTH // 256
-    if "num_kv_shared_layers" in own:  # the last two see the keys of the first two
+    if "num_kv_shared_layers" in own:  # the last two layers reuse keys of the first two
         kinds = ["sliding_attention", "full_attention"] * 2
         changes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim"):
@@ -73,7 +73,7 @@ def tell(found: dict[str, dict[int, list[TokenOutput]]]) -> Numbers:
 
 
 def numbers(model: Path, prompts: list[list[int]], alone: bool = False, **settings: Any) -> Numbers:
-    """Tokens and logprobs, of all prompts together or of one after the other, without cached prefixes."""
+    """Returns tokens and logprobs of all prompts, batched or one by one, without cached prefixes."""
     settings = {"num_blocks": 64, "max_model_len": 200, "enable_prefix_caching": False, **settings}
     return numbers_of(make_core(model, **settings), prompts, alone)
 
@@ -93,7 +93,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 @pytest.mark.usefixtures("one_thread", "freed")
 @pytest.mark.parametrize("architecture", [*QUICK, *SLOW])
 def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
-    """Tokens and logprobs are equal to the bit."""
+    """Tokens and logprobs are equal bit for bit, alone and in a batch."""
     core = make_core(wide(tmp_path, architecture), num_blocks=64, max_model_len=200, enable_prefix_caching=False)
     prompts = prompts_of(1)
     together = numbers_of(core, prompts)
@@ -105,7 +105,7 @@ def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("function", "own"), REPLACED.values(), ids=REPLACED)
 def test_activations_of_a_row(function: Elementwise, own: Elementwise, threads: int) -> None:
-    """They do not depend on the rows before and behind it, and are torch's own numbers."""
+    """A row's activations do not depend on adjacent rows, and equal torch's."""
     torch.manual_seed(1)
     torch.set_num_threads(threads)
     for width in (4, 16, 48, 11008):  # a vector has 16 numbers, and 32 are computed at a time
@@ -122,8 +122,8 @@ def test_activations_of_a_row(function: Elementwise, own: Elementwise, threads: 
 @pytest.mark.usefixtures("one_thread", "freed")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_after_a_preemption(tmp_path: Path, mode: str) -> None:
-    """Swapped out and in again, to the bit. Computed again, tokens pass through the attention of prompts, which adds in
-    another order than that of single tokens: the same tokens, and logprobs as close as float32 has them.
+    """After a swap, results are equal bit for bit. After recomputing, which sums attention in another order for prompts
+    than for single tokens, tokens are equal and logprobs are within float32's precision.
     """
     model, prompts = wide(tmp_path, "llama"), prompts_of(1)
     settings: dict[str, Any] = {"block_size": 4, "max_model_len": 60, "enable_prefix_caching": False}

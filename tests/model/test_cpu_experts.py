@@ -1,4 +1,4 @@
-"""A block's experts in one call of the C kernels: against float64, each expert by itself, and rows in any company."""
+"""A block's experts in one call of the C kernels, against float64, separate experts, and any batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 OTHERS = [pytest.param((*ANY_X86, f"-march={name}"), marks=pytest.mark.slow, id=name) for name in ("haswell", "x86-64")]
 FORMS = ("float32", "bfloat16", "int8")
 NUM_EXPERTS, TOP_K = 5, 3
-# Inputs of the two products. Neither panels of 16 outputs nor spans divide all of them.
+# Inputs of the two products; not all are multiples of panels (16 outputs) or spans.
 WIDTHS = [(1024, 40), (2048, 33), (4096, 24), (8192, 16), (40, 1024), (24, 8192)]
 ROWS = (1, 2, 5, 6, 7, 32, 140)
 
@@ -99,7 +99,7 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize("flags", [pytest.param(build.FLAGS, id="this machine"), *OTHERS])
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_have_the_same_bits_in_any_company(form: str, flags: tuple[str, ...]) -> None:
-    """And those of each expert by itself, on one thread and on two."""
+    """Rows have the same bits in any batch, with experts computed separately, and on one or two threads."""
     if bf16_way(flags) is None:
         pytest.skip("the kernels cannot be compiled here")
     ops = CpuOps(flags)
@@ -133,7 +133,7 @@ def test_against_float64(activation: Activation) -> None:
 
 
 def test_many_rows_and_many_experts(ops: CpuOps) -> None:
-    """More rows of an expert, more experts and more memory than are computed together; numbers beyond the experts."""
+    """Covers more rows per expert, experts and memory than one pass computes, and out-of-range expert numbers."""
     for num_experts, num_rows, widths in ((4, 700, (64, 48)), (150, 90, (64, 48)), (6, 260, (2048, 700))):
         block = block_of("float32", widths, num_experts=num_experts)
         x, chosen, weights = rows_of(widths[0], num_rows, num_experts + 2)
@@ -146,7 +146,7 @@ def test_many_rows_and_many_experts(ops: CpuOps) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_model_computes_them_so(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those of generate(), also in chunks; logprobs have the same bits alone and in company."""
+    """Tokens equal generate()'s, also in chunks; logprobs have the same bits alone and in a batch."""
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     folder, prompts = checkpoint("granitemoe"), prompts_of(1)

@@ -50,7 +50,7 @@ def make_batch(
     rng: random.Random,
     dtype: str = "float32",
 ) -> ForwardBatch:
-    """(query_len, prefix_len) each, in blocks drawn from a pool full of numbers; spare blocks hold NaN."""
+    """Makes sequences (query_len, prefix_len) in random blocks of a filled pool; unused blocks hold NaN."""
     needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
     pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), needed + 3)
     shape = (NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
@@ -83,7 +83,7 @@ def numbers_of(pool: KVPool, plane: torch.Tensor) -> torch.Tensor:
 
 
 def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
-    """float64, one sequence, head and query at a time; the pool is as the kernel left it."""
+    """Attends in float64, one sequence, head and query at a time, over the pool as written by the kernel."""
     dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
     query = qkv.double().view(len(qkv), -1, dim)[:, : heads.num_heads]
     if heads.q_norm is not None:
@@ -130,7 +130,7 @@ HEADS = [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)]
     ),
 )
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Lengths, prefixes, windows, softcaps and sinks in one batch for each shape of heads and blocks."""
+    """For each shape of heads and blocks, one batch covers lengths, prefixes, windows, softcaps and sinks."""
     rng = random.Random(repr((num_heads, head_dim, block_size)))
     torch.manual_seed(num_heads * head_dim + block_size)
     for window, softcap in itertools.product((None, 1, 24, 150), (None, 5.0)):
@@ -150,7 +150,7 @@ def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int
 def test_tokens_that_see_later_ones(
     ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
 ) -> None:
-    """Tokens of a picture see all of it: by the C kernels, and by SDPA with and without a softcap."""
+    """Tokens of a picture see the whole picture, by the C kernels and by SDPA with and without a softcap."""
     rng = random.Random(head_dim)
     torch.manual_seed(head_dim)
     for softcap in (None, 5.0):
@@ -169,7 +169,7 @@ def test_tokens_that_see_later_ones(
 
 
 def limits_of(batch: ForwardBatch, pictures: list[tuple[int, int]]) -> torch.Tensor:
-    """Returns the ends of the keys that rows see, of which some are pictures' from one row to another."""
+    """Returns the end of each row's visible keys; rows of a picture see up to the picture's end."""
     lens = batch.query_lens
     starts = np.repeat(batch.host_context_lens - np.cumsum(lens), lens)
     positions = np.arange(batch.num_tokens) + starts
@@ -218,7 +218,7 @@ def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
 
 
 def check_rows_apart(ops: CpuOps, dtype: str) -> None:
-    """A row's bits do not depend on the batch or the threads."""
+    """Checks that a row's bits do not depend on the batch or the threads."""
     torch.manual_seed(5)
     batch = make_batch(SEQUENCES, 2, 64, 16, random.Random(5), dtype)
     heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
@@ -244,7 +244,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("features", FEATURES_OF_ROWS)
 def test_norms_and_gates_of_a_row_do_not_depend_on_the_batch_or_the_threads(ops: CpuOps, features: int) -> None:
-    """41 rows are shared among threads in other parts than one or three, of which each is cut."""
+    """Threads divide 41 rows differently from one or three rows, of which each is split."""
     torch.manual_seed(features)
     x, delta, norm = torch.randn(41, features), torch.randn(41, features), Norm(torch.rand(features), 1e-5)
     gate_up = torch.randn(41, 2 * features) * 4
@@ -272,7 +272,7 @@ def test_layers_of_one_batch_have_ropes_of_their_own(ops: CpuOps) -> None:
 
 
 def test_scores_far_apart_and_infinite(ops: CpuOps) -> None:
-    """Weights under the smallest number vanish, the largest one is 1, and NaN is not lost."""
+    """Weights below the smallest number become 0, the largest is 1, and NaN is preserved."""
     batch = make_batch([(1, 40), (40, 0)], 1, 16, 16, random.Random(6))
     heads = Heads(LAYER, 1, 1, 16, 1.0)
     qkv, rope = torch.randn(batch.num_tokens, 3 * 16) * 60, make_rope(batch, 16)
@@ -303,7 +303,7 @@ def test_gate(ops: CpuOps, num_rows: int, features: int, activation: Activation)
 
 
 def test_the_limited_gate_is_that_of_gpt_oss(ops: CpuOps) -> None:
-    """Values lie on both sides of each limit."""
+    """Covers values on both sides of each limit."""
     config = GptOssConfig(hidden_size=8, intermediate_size=64, num_local_experts=1, num_experts_per_tok=1)
     gate, up = (torch.randn(5, 64, dtype=torch.float64) * 8 for _ in range(2))
     assert {bool(each) for part in (gate, up) for each in (part > 7).flatten()} == {True, False}
@@ -318,7 +318,7 @@ def test_one_openmp_library_serves_torch_and_the_kernels(ops: CpuOps) -> None:
 
 
 def test_of_processes_that_race_one_builds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a source that is compiled at once: the kernels take seconds, and the other tests build those."""
+    """Uses a source that compiles quickly, because the kernels take seconds and other tests build them."""
     cache, source, compiler, calls = (tmp_path / name for name in ("cache", "source", "compiler", "calls"))
     source.mkdir()
     (source / "kernels.c").write_text("int pd_init(void) { return 0; }\n")
@@ -340,7 +340,7 @@ def test_of_processes_that_race_one_builds_the_file(tmp_path: Path, monkeypatch:
 def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler has read the new source, or part of it, and the file's name would say the old one."""
+    """Otherwise a library compiled from the new source would get the old source's name."""
     source, changed, compiler = (tmp_path / name for name in ("kernels.c", "changed", "compiler"))
     source.write_text("int number(void) { return 1; }\n")
     changed.write_text("int number(void) { return 2; }\n")
@@ -376,7 +376,7 @@ def test_why_there_are_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 65_535, 65_536, 300_001])
 def test_copies_past_the_cache(ops: CpuOps, nbytes: int) -> None:
-    """Exactly these bytes, from and to any address."""
+    """Copies exactly these bytes, from and to any address."""
     copy = streaming_copy()
     assert copy is not None
     source = torch.randint(0, 256, (nbytes + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))

@@ -1,4 +1,4 @@
-"""The C kernels on aarch64 under emulation: the tests of test_cpu_kernels.py, with the same inputs and references."""
+"""Runs the tests of test_cpu_kernels.py on aarch64 under emulation, with the same inputs and references."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.aarch64 import EmulatedOps, emulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# The oldest aarch64, the processor of Kunpeng 920, and one with SVE, for which compilers vectorize loops otherwise.
+# The oldest aarch64, Kunpeng 920's processor, and one with SVE, for which compilers vectorize differently.
 CPU_FLAGS = ("-march=armv8-a", "-mcpu=tsv110", "-march=armv8.5-a+sve")
 
 
@@ -34,7 +34,7 @@ def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """Teams of threads are part of what is tested, so there are two on every machine."""
+    """Uses two threads on every machine, because thread teams are under test."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -101,7 +101,7 @@ def test_gate(ops: EmulatedOps, activation: Activation) -> None:
 
 
 def test_copies(ops: EmulatedOps) -> None:
-    """Exactly these bytes, from and to any address."""
+    """Copies exactly these bytes, from and to any address."""
     source = torch.randint(0, 256, (70_000,), dtype=torch.uint8)
     for nbytes in (0, 1, 63, 64, 65, 65_537):
         for to, of in ((0, 0), (1, 0), (0, 3), (33, 7)):
@@ -114,7 +114,7 @@ def test_copies(ops: EmulatedOps) -> None:
 
 @pytest.fixture
 def flags(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """A name under which products find the kernels that are emulated."""
+    """Returns compiler flags under which products find the emulated kernels."""
     monkeypatch.setitem(quantized._libraries, ("aarch64",), ops.emulator)
     monkeypatch.setattr(products, "MOST_ROWS", 40)
     monkeypatch.setattr(products, "ROWS", (1, 3, 5, 17))

@@ -1,4 +1,4 @@
-"""Attention in C over pools of 16 bits, of codes: its numbers, its bytes, and rows without regard to their company."""
+"""Attention in C over 16-bit and quantized pools: numbers, bytes, and batch invariance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("shape", [(4, 2, 32, 3), (7, 1, 128, 16), (24, 2, 96, 64)])
 def test_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -> None:
-    """Against float64 over the pool as the kernel left it: lengths, prefixes, windows, softcaps and sinks."""
+    """Compares with float64 over the written pool: lengths, prefixes, windows, softcaps and sinks."""
     check_attention(ops, dtype, shape)
 
 
@@ -75,7 +75,7 @@ def test_on_older_cpus(dtype: str, flag: str) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("flags", [(), *([(flag,) for flag in OLDER] if platform.machine() == "x86_64" else [])])
 def test_the_pool_s_bytes_are_those_of_the_reference(ops: CpuOps, dtype: str, flags: tuple[str, ...]) -> None:
-    """What a float32 pool gets, coded by torch, is what the kernel writes: to the bit, infinities and NaN too."""
+    """The kernel writes the bytes of a float32 pool quantized by torch, infinities and NaN included."""
     shape = (4, 2, 64, 16)
     kernels = CpuOps((*build.FLAGS, *flags), dtype) if flags else ops
     torch.manual_seed(3)
@@ -101,7 +101,7 @@ def test_the_pool_s_bytes_are_those_of_the_reference(ops: CpuOps, dtype: str, fl
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if dtype != "bfloat16"])
 def test_a_prompt_attends_as_if_the_pool_had_its_numbers(ops: CpuOps, dtype: str) -> None:
-    """To the bit: codes become floats once for each tile, and all else is the float32 kernel."""
+    """Bits equal the float32 kernel's over the dequantized pool, because tiles are dequantized first."""
     rng = random.Random(9)
     torch.manual_seed(9)
     sequences = [(17, 40), (64, 130), (33, 0)]
@@ -130,7 +130,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps, dtype: s
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_torch_computes_the_same(ops: CpuOps, dtype: str) -> None:
-    """Attention by SDPA over the same pool: also what a step writes is attended to as the pool has it."""
+    """SDPA over the same pool also attends to a step's own keys as stored in the pool."""
     torch.manual_seed(11)
     batch, qkv = a_step(dtype, 6, 2, 64, 16, random.Random(11))
     heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
@@ -145,7 +145,7 @@ def test_torch_computes_the_same(ops: CpuOps, dtype: str) -> None:
     assert_close(actual, TorchOps().attend(heads, qkv.clone(), rope, batch), 0.02)
     ours, theirs = (decode(data, dtype).nan_to_num() for data in (written, batch.pool.data))
     assert (ours - theirs).abs().max() <= ours.abs().max() * {"int4": 0.15, "bfloat16": 0.008}.get(dtype, 0.07)
-    assert ((ours - theirs).abs() > 1e-5 * ours.abs().max()).float().mean() < 0.001  # rounded the other way
+    assert ((ours - theirs).abs() > 1e-5 * ours.abs().max()).float().mean() < 0.001  # rounded to the other neighbour
 
 
 def test_what_the_kernels_take() -> None:

@@ -1,4 +1,4 @@
-"""Latent attention in C: its numbers over pools of each dtype, its bytes, and rows without regard to their company."""
+"""Latent attention in C over pools of each dtype: numbers, bytes, and batch invariance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Widths:
-    """A head's own query, the latent, the rotated part, a head's value."""
+    """Widths of a head's query, the latent, the rotated part, and a head's value."""
 
     num_heads: int
     query: int
@@ -48,7 +48,7 @@ def ops() -> CpuOps:
 
 
 def a_pool(w: Widths, block_size: int, dtype: str, num_blocks: int) -> KVPool:
-    """Full of numbers."""
+    """Returns a pool filled with random numbers."""
     pool = KVPool(KVLayout(NUM_LAYERS, 1, latents(w.latent, w.rope), block_size, dtype), num_blocks)
     for layer in range(NUM_LAYERS):
         for plane, width in zip(pool.layer(layer), (w.latent, w.rope), strict=True):
@@ -58,7 +58,7 @@ def a_pool(w: Widths, block_size: int, dtype: str, num_blocks: int) -> KVPool:
 
 @dataclass
 class Step:
-    """Some tokens of sequences with a past, and what their projections give."""
+    """Some tokens of sequences with prefixes, and their projections' outputs."""
 
     batch: ForwardBatch
     queries: torch.Tensor
@@ -76,7 +76,7 @@ def a_layer(w: Widths) -> Latents:
 
 
 def a_step(w: Widths, sequences: list[tuple[int, int]], block_size: int, dtype: str, seed: int = 1) -> Step:
-    """Sequences are (query_len, prefix_len), in blocks drawn from the pool."""
+    """Makes a step of sequences (query_len, prefix_len) in random blocks of a pool."""
     torch.manual_seed(seed)
     needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
     pool = a_pool(w, block_size, dtype, needed + 3)
@@ -101,7 +101,7 @@ def attend(ops: CpuOps | TorchOps, layer: Latents, step: Step) -> torch.Tensor:
 
 
 def reference(layer: Latents, step: Step) -> torch.Tensor:
-    """float64, heads made of latents, one query at a time; the pool is as the kernel left it."""
+    """Attends in float64 with heads computed from latents, one query at a time, over the written pool."""
     batch = step.batch
     planes = [decode(plane, batch.pool.layout.dtype).double() for plane in batch.pool.layer(LAYER)]
     queries = step.queries.double().view(batch.num_tokens, layer.num_heads, -1)
@@ -134,7 +134,7 @@ def reference(layer: Latents, step: Step) -> torch.Tensor:
     ],
 )
 def test_numbers(ops: CpuOps, w: Widths, block_size: int, dtype: str) -> None:
-    """Single tokens, a few, and prompts, some of them behind more keys than are added at once."""
+    """Covers single tokens, a few, and prompts, some after more keys than one pass sums."""
     layer, step = a_layer(w), a_step(w, SEQUENCES if w is SMALL else SEQUENCES[3:8], block_size, dtype)
     assert supports(step.batch.pool.layout, [w.value])
     assert_close(attend(ops, layer, step), reference(layer, step))
@@ -154,7 +154,7 @@ def test_on_older_cpus(flag: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_kept(ops: CpuOps, dtype: str) -> None:
-    """The pool gets the normed latent and the rotated part in its own form; no other layer or slot changes."""
+    """The pool stores the normed latent and the rotated part in its dtype; other layers and slots do not change."""
     layer, step = a_layer(SMALL), a_step(SMALL, [(5, 30), (40, 0)], 16, dtype)
     batch, slots = step.batch, step.batch.slot_mapping
     before = [[plane.clone() for plane in batch.pool.layer(index)] for index in range(NUM_LAYERS)]
@@ -174,7 +174,7 @@ def test_what_is_kept(ops: CpuOps, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("w", [SMALL, WIDE], ids=["small", "wide"])
 def test_a_row_has_the_same_bits_wherever_its_prompt_is_cut(ops: CpuOps, w: Widths, dtype: str) -> None:
-    """In a whole prompt, in chunks of each form, alone and beside others, on one thread and on several."""
+    """Covers whole prompts, chunks of each kind, single sequences and batches, and several thread counts."""
     layer, whole = a_layer(w), a_step(w, [(70, 0), (1, 100), (9, 60)], 16, dtype)
     together = attend(ops, layer, whole)
     num_threads = torch.get_num_threads()

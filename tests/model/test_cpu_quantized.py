@@ -39,9 +39,9 @@ OTHER_VARIANTS = {
     "AVX-VNNI": (*ANY_X86, "-march=haswell", "-mavxvnni"),
     "x86-64": (*ANY_X86, "-march=x86-64"),
 }
-# Features in /proc/cpuinfo without which a variant cannot run.
+# Required features in /proc/cpuinfo for each variant.
 NEEDED = {"AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512bw", "avx512vl", "avx512dq"), "AVX-VNNI": ("avx_vnni",)}
-# Outputs, inputs and the inputs of a scale: neither panels nor tiles divide all of them, the last group may be short.
+# (outputs, inputs, inputs per scale): not all are multiples of panels or tiles; the last group may be short.
 SHAPES = [(64, 64, 64), (40, 96, 32), (33, 771, 771), (17, 7, 7), (48, 320, 16), (50, 300, 128), (16, 16_384, 128)]
 WIDE = [(24, 8192, 8192), (130, 1024, 1024)]
 ROWS = (1, 2, 3, 5, 16, 17, 64)
@@ -76,7 +76,7 @@ def _threads() -> Iterator[None]:
 
 
 def assert_rows_alone(layer: Linear, x: torch.Tensor) -> torch.Tensor:
-    """Returns the results of all rows, which are to the bit those of fewer rows, on one thread and on two."""
+    """Returns all rows' results, after asserting the same bits for fewer rows, on one and two threads."""
     torch.set_num_threads(2)
     whole = layer(x)
     for threads, num_rows in (*((1, each) for each in ROWS), *((2, each) for each in ROWS[::3])):
@@ -97,7 +97,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
 def test_int8(flags: tuple[str, ...], shape: tuple[int, int, int]) -> None:
-    """Sums of codes are those of int64, to the bit, the largest codes included."""
+    """Sums of codes equal int64 sums exactly, also for the largest codes."""
     outputs, inputs, group = shape
     torch.manual_seed(inputs)
     codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
@@ -174,7 +174,7 @@ def test_codes_of_4_and_8_bits(
     ("activations", "shape"), spread(["float32", "bfloat16"], [(shape,) for shape in SHAPES]), ids=str
 )
 def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: Any) -> None:
-    """Every number that e4m3 has, subnormal ones and zeros with a sign included."""
+    """Covers every e4m3 number, including subnormal ones and signed zeros."""
     outputs, inputs, group = shape
     every = torch.arange(256, dtype=torch.uint8)
     every = every[(every & 0x7F) != 0x7F]
@@ -195,7 +195,7 @@ def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: A
 
 @on_x86
 def test_fp8_where_a_thread_takes_subnormal_numbers_for_zeros(flags: tuple[str, ...]) -> None:
-    """As libraries set it for all that a thread does: codes may become such numbers. Afterwards it is set as before."""
+    """If a library made the thread flush subnormals to zero, codes are still right, and the mode is restored."""
     codes = torch.arange(16 * 96).remainder(127).to(torch.uint8).view(16, 96)
     layer = fp8_weight_only_linear(codes.view(torch.float8_e4m3fn), torch.ones(16, 1), None, flags=flags)
     assert layer is not None
@@ -226,9 +226,9 @@ def layers_of(outputs: int, inputs: int, flags: tuple[str, ...]) -> dict[str, Li
 
 
 def test_blocks_of_any_number_of_rows(flags: tuple[str, ...]) -> None:
-    """Blocks in registers have one to twelve rows, and one, two, four or eight panels of outputs.
+    """Covers register blocks of one to twelve rows, and one, two, four or eight panels of outputs.
 
-    Weights become numbers for each block, or are decoded once for all; threads take up to 192 rows at a time.
+    Weights are decoded per block or once for all; threads take up to 192 rows at a time.
     """
     torch.manual_seed(2)
     x = torch.randn(500, 384)
@@ -242,7 +242,7 @@ def test_blocks_of_any_number_of_rows(flags: tuple[str, ...]) -> None:
 
 
 def test_prompts(flags: tuple[str, ...]) -> None:
-    """More rows than a thread takes at a time have their bits, too: in place, by way of sums, and with a bias."""
+    """More rows than a thread takes at once have the same bits: in place, through sums, and with a bias."""
     torch.manual_seed(3)
     x = torch.randn(1100, 1024)
     for outputs, has_bias in ((144, False), (139, True)):
@@ -270,7 +270,7 @@ def test_prompts(flags: tuple[str, ...]) -> None:
 
 
 def test_rows_that_are_zero_infinite_or_not_numbers(flags: tuple[str, ...]) -> None:
-    """They spoil no other row, and are not mistaken for finite ones."""
+    """Such rows affect no other row, and do not become finite."""
     torch.manual_seed(0)
     for name, layer in layers_of(40, 96, flags).items():
         assert layer is not None
@@ -306,7 +306,7 @@ def test_layers_are_made_and_used_by_several_threads(flags: tuple[str, ...]) -> 
 
 
 def test_shapes_and_rounding_of_activations(flags: tuple[str, ...]) -> None:
-    """Rows become codes: ties go to even; the largest magnitude is 127."""
+    """Rows are quantized with ties to even; the largest magnitude becomes 127."""
     layer = bf16_linear(torch.randn(40, 96).bfloat16(), None, flags=flags)
     assert layer is not None
     x = torch.randn(2, 3, 192)[..., ::2]

@@ -1,4 +1,4 @@
-"""Sparse latent attention in C: which keys it chooses, its numbers over them, and rows without regard to others."""
+"""Sparse latent attention in C: the chosen keys, the numbers over them, and batch invariance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ops() -> CpuOps:
 
 
 def a_pool(block_size: int, dtype: str, num_blocks: int, width: int) -> KVPool:
-    """Full of small whole numbers, so that sums are exact and many scores are equal."""
+    """Returns a pool of small whole numbers, so that sums are exact and many scores are equal."""
     planes = (*latents(SMALL.latent, SMALL.rope), Plane(INDEX, width))
     pool = KVPool(KVLayout(NUM_LAYERS, 1, planes, block_size, dtype), num_blocks)
     for layer in range(NUM_LAYERS):
@@ -46,7 +46,7 @@ def a_pool(block_size: int, dtype: str, num_blocks: int, width: int) -> KVPool:
 def a_batch(
     sequences: list[tuple[int, int]], block_size: int = 16, dtype: str = "float32", width: int = INDEX_WIDTH
 ) -> ForwardBatch:
-    """Sequences are (query_len, prefix_len), in blocks drawn from the pool."""
+    """Makes a batch of sequences (query_len, prefix_len) in random blocks of a pool."""
     torch.manual_seed(1)
     needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
     pool = a_pool(block_size, dtype, needed + 3, width)
@@ -59,7 +59,7 @@ def a_batch(
 
 
 def index_rows(batch: ForwardBatch, num_heads: int, most: int) -> IndexRows:
-    """Whole numbers, of which many products are below zero."""
+    """Returns whole numbers with many negative products."""
     width, generator = batch.pool.layout.width_of(INDEX), torch.Generator().manual_seed(2)
     queries, weights, keys = (
         torch.randint(-2, 3, shape, generator=generator).float()
@@ -74,13 +74,13 @@ def choose(ops: CpuOps | TorchOps, rows: IndexRows, batch: ForwardBatch) -> torc
 
 
 def places(batch: ForwardBatch) -> list[tuple[int, int, int]]:
-    """A step's tokens: row, sequence, number of keys that it could see."""
+    """Returns (row, sequence, number of visible keys) for each token of a step."""
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     return [(row, i, lens[i] - starts[i + 1] + row + 1) for i in range(len(lens)) for row in range(*starts[i : i + 2])]
 
 
 def expected(rows: IndexRows, batch: ForwardBatch) -> dict[int, list[int]]:
-    """The choice of each row that sees more than `most` keys: by score, and of equal ones the first."""
+    """Returns the best keys of each row that sees more than `most`; of equal scores the first ones."""
     plane, found = batch.pool.memory.planes(LAYER)[2], {}
     for row, seq, seen in places(batch):
         if seen <= rows.most:
@@ -105,7 +105,7 @@ def expected(rows: IndexRows, batch: ForwardBatch) -> dict[int, list[int]]:
 def test_the_best_keys_are_chosen(
     ops: CpuOps, num_heads: int, width: int, most: int, block_size: int, dtype: str
 ) -> None:
-    """Single tokens, a few, and prompts choose among keys that include those of the step itself."""
+    """Single tokens, a few, and prompts choose among keys that include the step's own."""
     for each in (ops, TorchOps()):
         batch = a_batch(SEQUENCES, block_size, dtype, width)
         rows = index_rows(batch, num_heads, most)
@@ -118,7 +118,7 @@ def test_the_best_keys_are_chosen(
 
 
 def test_scores_of_every_size_and_sign(ops: CpuOps) -> None:
-    """Far apart and close together, below zero, and zeros of both signs, which are equal."""
+    """Covers distant, close and negative scores, and zeros of both signs, which are equal."""
     batch = a_batch([(1, 299)])
     keys = torch.zeros(300, INDEX_WIDTH)
     generator = torch.Generator().manual_seed(3)
@@ -153,7 +153,7 @@ def a_step(batch: ForwardBatch) -> Step:
 
 
 def some_keys(batch: ForwardBatch, most: int) -> torch.Tensor:
-    """Any choice: for rows that see more than `most` keys; other rows have what nothing may read."""
+    """Returns a random choice for rows that see more than `most` keys; other rows hold values that must not be read."""
     rng, chosen = random.Random(5), torch.full((batch.num_tokens, most), 1 << 30, dtype=torch.int32)
     for row, _, seen in places(batch):
         if seen > most:
@@ -162,7 +162,7 @@ def some_keys(batch: ForwardBatch, most: int) -> torch.Tensor:
 
 
 def over_chosen(step: Step, most: int) -> torch.Tensor:
-    """float64, heads made of latents, one query at a time, over the rows of `chosen`; the pool is as it was left."""
+    """Attends in float64 with heads computed from latents, one query at a time, over the chosen keys of the pool."""
     layer, batch = a_layer(SMALL), step.batch
     planes = [plane.double() for plane in batch.pool.memory.planes(LAYER)[:2]]
     queries = step.queries.double().view(batch.num_tokens, layer.num_heads, -1)
@@ -216,7 +216,7 @@ def test_on_older_cpus(flag: str) -> None:
 
 
 def test_a_row_has_the_same_bits_wherever_its_prompt_is_cut(ops: CpuOps) -> None:
-    """In a whole prompt, in chunks, beside others, on one thread and on several; also where all keys are chosen."""
+    """Covers whole prompts, chunks, batches and several thread counts, also when all keys are chosen."""
     torch.manual_seed(7)
     layer, whole = a_layer(SMALL), a_step(a_batch([(170, 0), (1, 100), (9, 160)]))
     whole.batch.chosen = some_keys(whole.batch, 70)

@@ -1,4 +1,4 @@
-"""The Triton attention without a GPU: interpreted against the SDPA reference, and compiled for the GPUs it is for."""
+"""The Triton attention without a GPU: interpreted, against the SDPA reference, and compiled for target GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.triton_child import TritonChild, triton_child
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TOLERANCE = 1e-5  # of float32
-SHARED_NBYTES = {90: 227 << 10, 80: 99 << 10}  # a program can have so much; 80 stands for 86, 89 and 120 as well
+SHARED_NBYTES = {90: 227 << 10, 80: 99 << 10}  # limit per program; 80 also represents 86, 89 and 120
 H100_SMS = 132
 MIXED = [(1, 40), (3, 60), (17, 17), (1, 270), (1, 1)]
 LONG = [(130, 300), (1, 300), (17, 130)]
@@ -46,8 +46,8 @@ SHAPES: list[tuple[int, int, int, int, int | None, float | None, bool, int]] = [
     (8, 1, 128, 16, None, None, False, 64),
     (4, 1, 128, 8, 64, None, False, 32),
     (2, 1, 192, 16, 1, 5.0, True, 256),
-    (20, 1, 16, 16, None, None, False, 64),  # more heads than a product's least rows
-    (9, 9, 128, 16, None, None, False, 64),  # more numbers in a token's keys than a program writes at once
+    (20, 1, 16, 16, None, None, False, 64),  # more heads than a product's minimum rows
+    (9, 9, 128, 16, None, None, False, 64),  # a token's keys exceed what a program writes at once
 ]
 
 
@@ -90,7 +90,7 @@ def test_long_chunks_in_tiles_of_other_sizes(
 
 
 def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]]) -> list[int]:
-    """Returns the ends of the keys that rows see; `pictures` are rows [first, stop) of one sequence each."""
+    """Returns the end of each row's visible keys; `pictures`: rows [first, stop), each within one sequence."""
     limits = [context - query_len + at + 1 for query_len, context in sequences for at in range(query_len)]
     for first, stop in pictures:
         limits[first:stop] = [limits[stop - 1]] * (stop - first)
@@ -104,7 +104,7 @@ def limits_of(sequences: list[tuple[int, int]], pictures: list[tuple[int, int]])
 def test_tokens_that_see_later_ones(
     interpreter: TritonChild, is_uniform: bool, window: int | None, rows: int, keys: int
 ) -> None:
-    """Tokens of a picture see all of it."""
+    """Tokens of a picture see the whole picture."""
     sequences = [(70, 70), (1, 41), (33, 53), (5, 5)]
     limits = limits_of(sequences, [(3, 40), (41, 44), (71, 90), (104, 109)])
     shape = {**named((4, 2, 16, 16, window, None, False, 64)), "rows": rows, "keys": keys, "is_uniform": is_uniform}
@@ -169,10 +169,10 @@ def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any
     overlaps = int(shape.get("pdl", False))
     for takes in (prefill, decode):
         assert (takes["waits"], takes["lets_go"], takes["early_accesses"]) == (overlaps, overlaps, 0), takes
-    if shape["head_dim"] >= 64 and not shape.get("pool_dtype"):  # tiles come by asynchronous copies of 16 bytes
+    if shape["head_dim"] >= 64 and not shape.get("pool_dtype"):  # tiles are loaded by asynchronous 16-byte copies
         assert prefill["copies_16_bytes"], prefill
         assert decode["copies_16_bytes"], decode
-    if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
+    if dtype != "float32":  # uses tensor cores; on Hopper its own instruction for big tiles
         assert prefill["wgmma" if arch == 90 else "mma"] > 0, prefill
         assert decode["mma"] > 0, decode
     if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side; of eight warps, one at a time
@@ -184,10 +184,10 @@ USUAL = {"head_dim": 128, "group": 4, "block_size": 16, "is_rich": False}
 COMPILED: dict[str, dict[str, Any]] = {
     "plain": {},
     "codes": {"pool_dtype": "int8"},
-    # All tiles of keys are masked, with `--deterministic`.
+    # With `--deterministic` all key tiles are masked.
     "uniform": {"is_uniform": True},
-    # Triton makes constants of arguments that are 1: one KV head, a window of one token. The kernels begin before the
-    # end of the previous one here, and touch nothing until then.
+    # Triton specialises arguments that are 1: one KV head, a window of one token. Kernels begin before the
+    # previous one ends, and access nothing until then.
     "ones": {
         "head_dim": 64,
         "group": 8,
@@ -232,7 +232,7 @@ def test_kernels_compile_and_fit(compiler: TritonChild, name: str, arch: int) ->
 def test_attention_to_latents_compiles_and_fits(
     compiler: TritonChild, dtype: str, pool_dtype: str, is_uniform: bool, arch: int
 ) -> None:
-    """In the widths of DeepSeek, Kimi and GLM."""
+    """Uses the widths of DeepSeek, Kimi and GLM."""
     shape = {"num_heads": 128, "widths": (512, 64), "pool_dtype": pool_dtype, "is_uniform": is_uniform}
     check_latents(compiler, arch, dtype, **shape)
 
@@ -302,21 +302,21 @@ def test_other_generations_use_the_table_that_fits_them(capability: tuple[int, i
     assert configs_for(128, 16, 4, (8, 0)) != configs_for(128, 16, 4, (9, 0))
 
 
-# ---- splits of decoded contexts, dealt out evenly over the programs
+# ---- splits of decoded contexts, distributed evenly over programs
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("lens", "window"),
     [
-        ([*range(5, 18), 4096, *range(18, 36)], None),  # more keys than 63 splits of 32: its splits are wider
+        ([*range(5, 18), 4096, *range(18, 36)], None),  # more keys than 63 splits of 32, so its splits are wider
         ([*range(5, 18), 2500, *range(18, 36)], 1500),
-        ([1 + at % 70 for at in range(149)] + [300], None),  # more rows than programs look through at once
+        ([1 + at % 70 for at in range(149)] + [300], None),  # more rows than programs scan at once
     ],
     ids=["long", "window", "many"],
 )
 def test_a_long_row_among_short_ones(interpreter: TritonChild, lens: list[int], window: int | None) -> None:
-    """Programs share its splits, and its numbers are those that it has alone."""
+    """Programs share a long row's splits, and its numbers equal those alone."""
     shape = {"lens": lens, "window": window, "num_sms": 4, "split_keys": 32}
     error, is_same_alone = interpreter.call("triton_attention", "among_others", **shape)
     assert error < TOLERANCE
@@ -326,7 +326,7 @@ def test_a_long_row_among_short_ones(interpreter: TritonChild, lens: list[int], 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 200_000), st.one_of(st.none(), st.integers(1, 40_000)))
 def test_no_context_has_more_splits_than_the_workspace_holds(context: int, window: int | None) -> None:
-    """The kernel's arithmetic, once more on the host."""
+    """Repeats the kernel's arithmetic on the host."""
     seen_from = max(0, context - window) if window else 0
     keys = SPLIT_KEYS * max(1, -(-(context - seen_from) // (SPLIT_KEYS * (MAX_SPLITS - 1))))
     first = seen_from // keys
@@ -335,7 +335,7 @@ def test_no_context_has_more_splits_than_the_workspace_holds(context: int, windo
 
 
 def test_programs_fill_the_device_and_no_more() -> None:
-    """Each of a few splits has a program; of many, as many as run side by side."""
+    """Few splits get one program each; many are shared by as many programs as run concurrently."""
     found = [workers_for(*items, H100_SMS) for items in ((4, 8), (32 * 64, 8), (10_000, 1), (0, 8))]
     assert found == [4, 33, PROGRAMS_PER_SM * H100_SMS, 1]
 
@@ -351,7 +351,7 @@ def test_a_plan_for_decode_depends_on_the_padded_size_only() -> None:
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 900)), min_size=1, max_size=9), st.sampled_from([1, 3, 4]))
 def test_a_padded_plan_holds_every_step_of_its_size(sequences: list[tuple[int, int]], group: int) -> None:
-    """The same tiles and decoded sequences as the step's own plan has; the rest names the sequence without tokens."""
+    """A padded plan has the tiles and sequences of the step's plan; padding refers to the sequence without tokens."""
     query_lens, prefixes = np.array(sequences).T
     context_lens = query_lens + prefixes
     num_tokens, num_seqs = int(query_lens.sum()) + 1, len(sequences)

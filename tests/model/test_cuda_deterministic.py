@@ -1,4 +1,4 @@
-"""`--deterministic` on CUDA: refusals, and rows on a GPU; test_cuda_ops.py has those that are interpreted."""
+"""`--deterministic` on CUDA: refusals, and rows on a GPU; test_cuda_ops.py has interpreted tests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_models_that_are_not_fused_are_refused_by_name(checkpoint: Callable[[str
 
 
 def test_norms_over_several_ranks_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    """torch sums their squares, in an order that follows the number of rows."""
+    """They are refused, because torch sums their squares in an order that depends on the number of rows."""
     folder = Checkpoint.open(str(checkpoint("olmo2")))
     model: Any = load_plain(folder, "float32", CPU)
     assert why_not_deterministic(model) == ""
@@ -101,7 +101,7 @@ def _told(token: TokenOutput) -> object:
 def test_an_answer_has_the_same_bits_in_any_company_on_the_gpu(
     architecture: str, dtype: str, sampling: Sampling, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Tokens and logprobs: alone, in a batch, eagerly, in other chunks, and computed again after a preemption."""
+    """Tokens and logprobs are equal alone, batched, eager, in other chunks, and recomputed after a preemption."""
 
     def engine(**settings: object) -> EngineCore:
         usual = {"num_blocks": 400, "max_model_len": 208, "enable_prefix_caching": False, "deterministic": True}

@@ -1,4 +1,4 @@
-"""FlashInfer itself, on a GPU, against SDPA; and its signatures, wherever it is installed, against the fake's."""
+"""The real FlashInfer against SDPA on a GPU; its signatures, wherever installed, against the fake's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_flashinfer = pytest.mark.skipif(
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 CUDA = Device("cuda")
 NUM_BLOCKS, NUM_LAYERS = 120, 2
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}  # of the largest number
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}  # relative to the largest number
 STEPS = {
     "decode": [(1, 700), (1, 1), (1, 33), (1, 256)],
     "prompts": [(130, 130), (1, 1), (17, 17)],
@@ -71,7 +71,7 @@ def test_the_fake_has_its_signatures() -> None:
 
 @needs_gpu
 @needs_flashinfer
-@pytest.mark.timeout(600)  # kernels are compiled when they are first wanted
+@pytest.mark.timeout(600)  # compiles kernels on first use
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 8, 64), (32, 8, 128), (7, 1, 128), (16, 2, 256)])
 def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
@@ -93,7 +93,7 @@ def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: s
 @needs_flashinfer
 @pytest.mark.timeout(600)
 def test_replayed_steps_are_the_steps() -> None:
-    """Contexts from one block to many, with one plan after the other in the same graph."""
+    """Replays one graph with successive plans, for contexts of one to many blocks."""
     from pd_cluster.model.kernels.cuda.attention.flashinfer import FlashInfer
 
     pool, other = (a_pool(2, 128, 16, "bfloat16") for _ in range(2))
@@ -119,7 +119,7 @@ def test_replayed_steps_are_the_steps() -> None:
 @needs_flashinfer
 @pytest.mark.timeout(600)
 def test_a_model_is_served_by_it_on_the_gpu(tmp_path: Path) -> None:
-    """Through fused layers, graphs and steps ahead; tokens are those of Triton's attention but for near ties."""
+    """With fused layers, graphs and steps ahead, tokens equal those of Triton's attention except for near ties."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=64)
     outputs = {}
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_blocks": 200, "max_model_len": 256}

@@ -1,4 +1,4 @@
-"""All rows of a whole model's logits: as near to transformers in float32 as transformers in 16 bits is."""
+"""All rows of a model's logits are as close to transformers in float32 as transformers in 16 bits is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")  # a folder in the shape of the 8B model; see scripts/gpu_check.sh
+MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")  # a folder with the 8B model's sizes; see scripts/gpu_check.sh
 CHUNKS = [700, 396, 1, 1, 1, 1]
 
 
@@ -19,7 +19,7 @@ CHUNKS = [700, 396, 1, 1, 1, 1]
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("speedups", [(), ("pdl", "skinny-gate")], ids=["plain", "speed-ups"])
 def test_logits_of_a_large_model(speedups: tuple[str, ...]) -> None:
-    """1,100 tokens: two chunks of a prompt, and four decoded ones."""
+    """Computes 1,100 tokens: two chunks of a prompt, and four decoded tokens."""
     from pd_cluster.devices.device import Device
     from tests.support.whole_logits import errors
 

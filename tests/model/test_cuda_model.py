@@ -1,4 +1,4 @@
-"""Whole models on the CUDA path on a GPU; test_cuda_ops.py has those that are interpreted."""
+"""Whole models on the CUDA path on a GPU; test_cuda_ops.py has interpreted tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
-    "speed-ups": {"cuda_speedups": ("pdl", "prompt-graphs")},  # the others are for 16 bits, or for ranks
+    "speed-ups": {"cuda_speedups": ("pdl", "prompt-graphs")},  # other speed-ups need 16 bits, or several ranks
 }
 
 
@@ -43,7 +43,7 @@ RUNS = [(name, way) for name in ON_GPU for way in WAYS if way != "speed-ups" or 
 def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
     architecture: str, way: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """float32; a difference counts where the reference's two best tokens are not closer than 1e-4."""
+    """In float32; a difference is allowed only where the reference's two best logits are within 1e-4."""
     given = dict(WAYS[way])
     if way == "speed-ups" and torch.cuda.get_device_capability() < (9, 0):
         given["cuda_speedups"] = ("prompt-graphs",)
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
 
 
 def _greedy_on_gpu(reference: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """One forward pass for the whole sequence a token: no cache that could differ."""
+    """Runs a forward pass over the whole sequence for each token, without a cache that could differ."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(GREEDY.max_tokens):

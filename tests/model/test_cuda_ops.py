@@ -1,6 +1,6 @@
-"""The Triton kernels, and models on them, without a GPU: interpreted on CPU, and compiled for GPUs that are not there.
+"""The Triton kernels, and models with them, without a GPU: interpreted on CPU, and compiled for absent GPUs.
 
-Both happen in child processes: triton decides when it is imported whether kernels are interpreted.
+Both run in child processes, because triton decides at import whether to interpret.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.support.interpreted import ROOT, run_cases
 
 pytest.importorskip("triton")
 
-MAX_SHARED_NBYTES = {80: 99 << 10, 90: 227 << 10}  # of one program; 80 stands for 86, 89 and 120 as well
-MULTIPROCESSOR_NBYTES = {80: 164 << 10, 90: 228 << 10}  # of 8.0 and 9.0; 1 KiB is lost to each program
+MAX_SHARED_NBYTES = {80: 99 << 10, 90: 227 << 10}  # limit per program; 80 also represents 86, 89 and 120
+MULTIPROCESSOR_NBYTES = {80: 164 << 10, 90: 228 << 10}  # for 8.0 and 9.0; each program costs 1 KiB
 CASES = [
     ("cuda_ops_cases.py", "cuda_heads_cases.py"),
     ("cuda_experts_cases.py",),
@@ -33,14 +33,14 @@ CASES = [
 ]
 
 
-# A child's start takes long, and one child would be the last test to end.
+# Two children: starting one takes long, but a single one would delay the end of the test run.
 SHARES = (CASES[:4], CASES[4:])
 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("share", SHARES, ids=["rows and weights", "models"])
 def test_kernels_agree_with_their_references(share: list[tuple[str, ...]]) -> None:
-    """The files name their cases, which are listed one by one on failure."""
+    """Runs the case files in a child; on failure the cases are listed one by one."""
     assert " passed" in run_cases([file for files in share for file in files], "-m", "not slow", timeout_s=480)
 
 
@@ -67,7 +67,7 @@ def compiled(*arguments: str, folder: Path, timeout_s: float = 220) -> list[dict
 
 
 def most_stack_nbytes(facts: dict[str, Any]) -> int:
-    """ptxas spills four registers of float32 products of codes on 8.0, so that two programs have room side by side."""
+    """Allows ptxas to spill four registers in float32 quantized products on 8.0, so that two programs fit."""
     is_wide_product = facts["kernel"] == "coded_linear_product" and not facts["is_16_bits"]
     return 16 if is_wide_product and facts["arch"] == 80 and facts["registers"] == 128 else 0
 
@@ -84,7 +84,7 @@ def check(found: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
-    """And move 16 bytes an instruction where bandwidth is all that counts."""
+    """Kernels compile and fit, and move 16 bytes per instruction where bandwidth matters most."""
     found = compiled(str(arch), folder=tmp_path)
     check(found)
     kernels = {facts["kernel"] for facts in found}
@@ -102,7 +102,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         assert (facts["waits"], facts["lets_go"], facts["early_accesses"]) == (overlaps, overlaps, 0), facts
         is_split = facts["kernel"] == "coded_linear_product" and "200" not in facts["case"]
         assert facts["ordered_counts"] == facts["counts"] == is_split, facts  # results are stored first, added later
-        if facts["kernel"] == "skinny_gate_product":  # two programs side by side
+        if facts["kernel"] == "skinny_gate_product":  # two programs must fit
             assert facts["copies_16_bytes"], facts
             assert 2 * (facts["shared_nbytes"] + 1024) <= MULTIPROCESSOR_NBYTES[arch], facts
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts", "_copy"):

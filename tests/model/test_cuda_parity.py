@@ -1,6 +1,6 @@
-"""The attention's numbers in 16 bits: the compiled kernels where there is a GPU, small shapes interpreted otherwise.
+"""16-bit attention's numbers: compiled kernels on a GPU, otherwise small shapes interpreted.
 
-Errors are in units of a bound that follows from the precision (tests/support/cuda_parity).
+Errors are relative to a bound that follows from the precision (tests/support/cuda_parity).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Case = tuple[str, int, str, str]  # dtype, head_dim, heads, features
 
 
 def cases() -> list[Case]:
-    """Every precision with every head size, every feature and every ratio of heads; on a GPU with each ratio."""
+    """Combines every precision with every head size, feature and ratio of heads; on a GPU uses all ratios."""
     found = []
     for i, head_dim in enumerate((64, 96, 128, 256)):
         for j, dtype in enumerate(("bfloat16", "float16")):
@@ -53,7 +53,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Calls a function of tests.support.cuda_parity by name."""
+    """Yields a function that calls a function of tests.support.cuda_parity by name."""
     if ON_GPU:
         from tests.support import cuda_parity  # this process may compile
 
@@ -74,7 +74,7 @@ def test_numbers_are_as_exact_as_their_precision(
 
 
 def test_repeated_launches_have_the_same_bits(call: Call) -> None:
-    """On a GPU programs complete their splits in another order every time; a result merged too early shows here."""
+    """On a GPU splits complete in varying order, so a result that is merged too early fails here."""
     longest = 24 if ON_GPU else 2
     sequences = [(1, 300 + 977 * at) for at in range(longest)]
     assert call("repeated", sequences=sequences, num_launches=200 if ON_GPU else 2) == 0
@@ -84,6 +84,6 @@ FAR: Sequences = [(1, 20), (20, 20)]
 
 
 def test_offsets_beyond_32_bits(call: Call) -> None:
-    """The pool has 3.6 * 10**9 elements; on a CPU only its pages in use are memory."""
+    """The pool has 3.6 * 10**9 elements; on a CPU only used pages take memory."""
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "is_far": True}
     assert call("worst_error", sequences=FAR, **shape) < 1

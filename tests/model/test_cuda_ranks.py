@@ -1,6 +1,6 @@
-"""A model on two GPUs: sums over NCCL, in graphs too, steps that are launched ahead, and KV cache from rank to rank.
+"""A model on two GPUs: NCCL sums, also in graphs, steps launched ahead, and KV cache between ranks.
 
-On CPU the same runs over gloo.
+On CPU the same tests run over gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ON_GPUS = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.skipif(ON_GPUS and torch.cuda.device_count() < 2, reason="there is one GPU only"),
-    *([] if ON_GPUS else [pytest.mark.slow]),  # tests/model/test_ranks_ahead.py has the same, in one process
+    *([] if ON_GPUS else [pytest.mark.slow]),  # tests/model/test_ranks_ahead.py tests the same in one process
 ]
 
 

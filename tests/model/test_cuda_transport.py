@@ -1,7 +1,7 @@
-"""Handover between two processes, each with a pool on a device: on one GPU where there is one.
+"""Handover between two processes, each with a pool on a device; on one GPU if there is one.
 
-The same tests run over host memory everywhere, so that what they do is proven before a GPU sees it. Figures are printed
-with `-s`; nothing is judged by time.
+The same tests run over host memory everywhere, so that the tests themselves are checked without a GPU. `-s` prints
+figures; no test depends on time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.support.kv_exporter import (
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-# kind of device, what is asked for, what is chosen
+# (device kind, requested transport, chosen transport)
 WAYS = [
     pytest.param(("cpu", "shm", "shm"), id="shm"),
     pytest.param(("cuda", "ipc", "ipc"), id="ipc", marks=needs_gpu),
@@ -54,7 +54,7 @@ Ends = tuple[Callable[[wire.KVFrame], None], Callable[[wire.LinkValue], None]]
 
 
 class Exporter:
-    """P, in a process of its own. Frames go to `put`, values to `meet`, once they are set."""
+    """P in a separate process. Passes frames to `put` and values to `meet`, once they are set."""
 
     def __init__(self, kind: str, choice: str) -> None:
         self.process = subprocess.Popen(
@@ -106,7 +106,7 @@ class Exporter:
 
 
 class Lane:
-    """D, in this process, linked to an exporter."""
+    """D in this process, linked to an exporter."""
 
     def __init__(self, kind: str, choice: str, chosen: str, transfer_timeout_s: float = 30.0) -> None:
         self.exporter = Exporter(kind, choice)
@@ -153,7 +153,7 @@ class Lane:
 
 @pytest.fixture(params=WAYS, scope="module")
 def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """The tests share it, so each names its transfers after itself."""
+    """Yields a shared lane, so each test uses its own transfer names."""
     made = Lane(*request.param)
     yield made
     made.close()
@@ -185,7 +185,7 @@ def test_blocks_that_are_written_late_arrive_as_written(lane: Lane) -> None:
 def test_blocks_whose_last_user_is_late_hold_what_has_landed(lane: Lane) -> None:
     into = list(range(64))
     sleep(lane.pool.device)
-    lane.pool.data[:64].fill_(3.0)  # launched before: another request's
+    lane.pool.data[:64].fill_(3.0)  # another request's earlier launch
     lane.begin("used late", into)
     lane.exporter.tell(Ship("used late", into))
     lane.await_landed()
@@ -210,9 +210,9 @@ def test_blocks_are_somebody_elses_after_the_drain(lane: Lane) -> None:
 
 @pytest.mark.alone
 def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(lane: Lane) -> None:
-    """The exporter dies by kill -9 while its blocks are read: nothing hangs, and this device continues.
+    """After kill -9 of the exporter while its blocks are read, nothing hangs and this device continues.
 
-    It is the last test of its lane.
+    This is the lane's last test.
     """
     into = list(range(NUM_BLOCKS))
     for at in range(20):
@@ -223,7 +223,7 @@ def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(lane: Lane
     lane.exporter.process.wait(WAIT_S)
     awaited = {f"t{at}" for at in range(20)}  # any of them may still be landing
     for name in sorted(awaited):
-        lane.receive.forget(name)  # acknowledged whatever has become of the link
+        lane.receive.forget(name)  # acknowledged whatever the link's state
     while awaited:
         event = lane.events.get(timeout=WAIT_S)
         assert isinstance(event, Arrived | Landed | LinkFailed | Drained), event

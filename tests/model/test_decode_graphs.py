@@ -1,4 +1,4 @@
-"""Decode steps through the buffers of graphs give what they give without; captured as calls that are made again."""
+"""Decode steps through graph buffers give the same results as eager steps; replays repeat the recorded calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_replayed_steps_are_the_steps(architecture: str, checkpoint: Checkpoints
         for _ in range(6):
             world.decode()
         torch.testing.assert_close(world.pool.data[:NUM_BLOCKS], world.eager.data[:NUM_BLOCKS], rtol=1e-4, atol=1e-4)
-        assert 6 <= sum(world.runs) <= 7  # the prompts are a step, too, where each is one token
+        assert 6 <= sum(world.runs) <= 7  # a step of one-token prompts also counts
         assert world.graphs.num_captured < sum(world.runs)
 
 
@@ -92,7 +92,7 @@ def test_sizes_and_buckets() -> None:
 def test_steps_of_another_kind_are_left_to_others(world: World) -> None:
     request = Request("0", RequestSpec([1, 2], Sampling()), tables=[[0]])
     assert world.graphs.compute(step_input([(request, 2)], BLOCK_SIZE)) is None
-    assert world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE)) is None  # a prompt's part: not sampled
+    assert world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE)) is None  # a prompt's chunk is not sampled
     assert world.graphs.compute(one_token_each(MOST + 1)) is None
     outside = one_token_each(1, first=NUM_BLOCKS + 1)
     with pytest.raises(ValueError, match="block tables hold"):
@@ -100,7 +100,7 @@ def test_steps_of_another_kind_are_left_to_others(world: World) -> None:
 
 
 def test_buffers_hold_one_rotary_position_per_sequence(world: World) -> None:
-    """Three rows of a prompt's last token may differ; behind the prompt they are equal."""
+    """A prompt's last token may have three different positions; after the prompt they are equal."""
     for rows, is_graph in (((3, 4, 5), False), ((4, 4, 4), True), ((4,), True)):
         own = RopePositions(tuple((row,) for row in rows), 7)
         request = Request("r", RequestSpec([9], Sampling(), rope_positions=own), tables=[[0]])
@@ -112,7 +112,7 @@ def test_buffers_hold_one_rotary_position_per_sequence(world: World) -> None:
 
 
 def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> None:
-    """They learn the contexts of the step, with 0 for padding, at capture and before each replay."""
+    """Kernels get the step's context lengths (0 for padding) at capture and before each replay."""
     told: list[list[int]] = []
 
     class Telling:
@@ -121,7 +121,7 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
         def __call__(self, batch: ForwardBatch) -> torch.Tensor:
             assert batch.replay_lens is not None
             if batch.before_replay is None:
-                told.append(batch.replay_lens.tolist())  # while it is captured
+                told.append(batch.replay_lens.tolist())  # during the capture
                 batch.before_replay = lambda: told.append(list(map(int, batch.replay_lens)))  # type: ignore[arg-type]
             return model(batch)
 
@@ -136,7 +136,7 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
 
 
 def test_longer_contexts_than_asked_for_run_eagerly(world: World) -> None:
-    """`--max-seq-len-to-capture`: a step with one such context is left to the runner, whatever else is in it."""
+    """With `--max-seq-len-to-capture`, a step with one longer context runs eagerly."""
     graphs = world.use(longest=8)
     requests = [Request(str(i), RequestSpec([1] * n, Sampling()), tables=[[3 * i, 3 * i + 1, 3 * i + 2]])
                 for i, n in enumerate((8, 9))]  # fmt: skip
@@ -162,17 +162,17 @@ def test_all_graphs_keep_their_logits_in_one_buffer(world: World) -> None:
 
 
 def test_only_the_given_sizes_are_captured(world: World) -> None:
-    """`--graph-sizes 3 6`: two sequences are padded to three, and seven run eagerly."""
+    """With `--graph-sizes 3 6`, two sequences are padded to three, and seven run eagerly."""
     graphs = world.use(sizes=(6, 3))
     assert [graphs.compute(one_token_each(num)) is not None for num in (2, 6, 7)] == [True, True, False]
     assert {size for size, _ in graphs.captured} == {3, 6}
 
 
-# ---- graphs of the start
+# ---- graphs captured at the start
 
 
 def test_sizes_are_captured_at_the_start_while_there_is_time(world: World) -> None:
-    """Short contexts first, and of each the large sizes first; the others follow when they are wanted."""
+    """Short contexts come first, with large sizes first; the others are captured when needed."""
     graphs = world.use(most=8, longest=1500)
     time_left = iter([True] * 6 + [False])
     graphs.prepare(lambda: next(time_left))
@@ -180,13 +180,13 @@ def test_sizes_are_captured_at_the_start_while_there_is_time(world: World) -> No
     world.start(8)
     for _ in range(4):
         world.decode()
-    assert len(world.runs) == 6, "every size that is wanted was there"
+    assert len(world.runs) == 6, "every needed size must have been captured"
     graphs.prepare(lambda: True)
     assert graphs.num_captured == 8
 
 
 def test_graphs_of_the_start_alone_serve_every_step(world: World) -> None:
-    """No step captures: sizes without a graph take the next larger one."""
+    """No step captures: sizes without a graph use the next larger one."""
     graphs = world.use(most=8, is_for_any_context=True, only_at_start=True)
     left = iter([True, True, False])
     graphs.prepare(lambda: next(left))
@@ -213,7 +213,7 @@ def test_what_the_start_had_no_time_for_is_never_captured(world: World) -> None:
 
 @pytest.mark.parametrize("num_sizes", [1, 2, 7, 35])
 def test_graphs_are_spread_over_the_sizes_wherever_captures_end(num_sizes: int) -> None:
-    """Neighbours among the first n sizes are at most twice the even distance apart."""
+    """Adjacent sizes among the first n are at most twice the even distance apart."""
     order = spread_out(range(num_sizes))
     assert sorted(order) == list(range(num_sizes))
     for count in range(1, num_sizes + 1):
@@ -222,11 +222,11 @@ def test_graphs_are_spread_over_the_sizes_wherever_captures_end(num_sizes: int) 
         assert max(b - a for a, b in itertools.pairwise(chosen)) <= max(1, math.ceil(2 * num_sizes / count))
 
 
-# ---- captures that a device refuses
+# ---- captures that fail
 
 
 def hidden(error: Exception) -> Exception:
-    """Returns the error of a capture that could not end, as torch raises it."""
+    """Returns the error that torch raises if a capture could not end, with `error` as its context."""
     other = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     other.__context__ = error
     return other
@@ -240,7 +240,7 @@ def hidden(error: Exception) -> Exception:
 def test_without_memory_for_a_graph_steps_run_eagerly(
     model: CausalLM, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Graphs that are there go on; ranks that share a model cannot decide that alone."""
+    """Existing graphs stay in use; ranks that share a model cannot decide this separately."""
     world = World(model, refuse=lambda n: error if n else None)
     steps = [one_token_each(num_seqs) for num_seqs in (1, 2, 4, 1)]
     assert [world.graphs.compute(step) is not None for step in steps] == [True, False, False, True]

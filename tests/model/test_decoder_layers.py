@@ -1,4 +1,4 @@
-"""All decoder layers in one call compute what they compute part by part, to the bit, and write the same pool."""
+"""All decoder layers in one call give the bits of separate calls, and write the same pool."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def runner_of(folder: Path, **settings: Any) -> tuple[ModelRunner, DecoderLayers
 
 
 def sequences(runner: ModelRunner, num_seqs: int) -> Chunks:
-    """One token each, of sequences of 1 to 40 tokens whose blocks lie scattered."""
+    """Returns chunks of one token, for sequences of 1 to 40 tokens with scattered blocks."""
     rng = random.Random(num_seqs)
     blocks = rng.sample(range(runner.pool.num_blocks), 3 * num_seqs)
     found = []
@@ -92,7 +92,7 @@ def test_bits_are_those_of_the_parts(tmp_path: Path, name: str, monkeypatch: pyt
 
 
 def test_norms_of_queries_and_layers_that_are_reported(tmp_path: Path) -> None:
-    """qwen3, whose layers are told one by one, as when a prompt is sent while it is computed."""
+    """Uses qwen3, with layers reported one by one, as when a prompt is sent while it is computed."""
     runner, decoder = runner_of(make_checkpoint(tmp_path / "model", "qwen3"), quantization="int8_wo")
     chunks = sequences(runner, 3)
     start = runner.pool.data.clone()
@@ -109,7 +109,7 @@ def test_norms_of_queries_and_layers_that_are_reported(tmp_path: Path) -> None:
 
 
 def test_threads_that_change_between_layers(tmp_path: Path) -> None:
-    """As when instances lend each other cores: a call has as many threads as torch when it begins."""
+    """A call uses torch's number of threads at its beginning, which lending of cores may change."""
     runner, decoder = runner_of(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=10), quantization="w4a8")
     chunks = sequences(runner, 9)
     start = runner.pool.data.clone()
@@ -136,9 +136,9 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_take(tmp_path: Path) -> None:
-    """Norms after each half, experts, oneDNN's float32; and steps of which rows are not read."""
+    """Not supported: norms after each half, experts, oneDNN's float32, and steps with unread rows."""
     cases: dict[str, dict[str, Any]] = {"gemma2": {"quantization": "int8"}, "mixtral": {"quantization": "int8"}}
-    if float_products.can_run():  # otherwise float32 is multiplied by the kernels
+    if float_products.can_run():  # otherwise the kernels multiply float32
         cases["llama"] = {}
     for architecture, settings in cases.items():
         folder = make_checkpoint(tmp_path / architecture, architecture)

@@ -36,7 +36,7 @@ from tests.support.watched import watching
 MODEL = str(SHIPPED_MODEL)
 GREETING = "Hello! How can I help you?"
 PROMPTS = ["Hi, pls intro yourself", "Shanghai is"]
-PLAIN = ChatTemplateConfig("base")  # LMDeploy's own: texts go to the model as they are
+PLAIN = ChatTemplateConfig("base")  # LMDeploy's template that passes texts unchanged
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def llm() -> Iterator[LLM]:
         yield engine
 
 
-# ---- LMDeploy: how a pipeline is made
+# ---- LMDeploy: making a pipeline
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_too_many_or_doubled_positions_are_python_s_own_error() -> None:
 @pytest.mark.parametrize("name", ["__call__", "batch_infer"])
 def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> None:
     """(prompts, gen_config, do_preprocess or chat_template_config, request_output_len, top_k, top_p, temperature,
-    repetition_penalty, ignore_eos): each of them acts, and as it does by its name.
+    repetition_penalty, ignore_eos): each positional argument acts like the named one.
     """
     call = getattr(pipe, name)
     with pytest.warns(FutureWarning):
@@ -153,7 +153,7 @@ def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
     pipe.end_session(5)
 
     async def end() -> None:
-        """As LMDeploy's first version has them."""
+        """Uses a generator as in LMDeploy's first version."""
         await pipe.stop_session(5)
         await pipe.end_session(5)
 
@@ -162,7 +162,7 @@ def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 40])
 def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
-    """Greedy ones are alike; drawn ones are those that as many requests with seeds of their own would not all be."""
+    """Greedy answers are equal; sampled ones differ."""
     config = GenerationConfig(n=4, max_new_tokens=12, top_k=top_k, temperature=2.0, random_seed=3, ignore_eos=True)
     responses = pipe(PROMPTS, config)
     alone = pipe(PROMPTS, replace(config, n=1))
@@ -189,11 +189,11 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
         asyncio.run(ask())
 
 
-# ---- LMDeploy: its examples, and how a pipeline ends
+# ---- LMDeploy: examples, and a pipeline's end
 
 
 def test_lmdeploy_s_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """With defaults; with the early configurations; with sampling, in OpenAI's format, on the pytorch backend."""
+    """Covers defaults, early configurations, sampling, OpenAI's format, and the pytorch backend."""
     from pd_cluster.pytorch import EngineConfig as Pytorch
     from pd_cluster.turbomind import EngineConfig as Turbomind
 
@@ -220,7 +220,7 @@ def test_lmdeploy_s_examples(capsys: pytest.CaptureFixture[str]) -> None:
     pipe.close()
 
 
-# tp=2 is four processes: two ranks that prefill, two that decode. It may have no `if __name__ == "__main__":`.
+# tp=2 makes two prefill and two decode ranks. The script has no `if __name__ == "__main__":`.
 TP_SCRIPT = f"""
 from pd_cluster.extras.lmdeploy.pipeline import pipeline
 from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
@@ -269,7 +269,7 @@ def test_a_pipeline_that_is_forgotten_ends_its_threads() -> None:
     del pipe, stream
     gc.collect()
     for thread in mine:
-        if not thread.name.startswith("asyncio"):  # of the loop's executor, which ends with the interpreter
+        if not thread.name.startswith("asyncio"):  # the executor's threads end with the interpreter
             thread.join(30)
             assert not thread.is_alive(), thread.name
 
@@ -285,7 +285,7 @@ def test_a_configuration_that_cannot_be_is_refused_under_its_name() -> None:
 
 
 def test_a_taco_llm_with_every_argument_by_its_place() -> None:
-    """The constructor's nineteen, in the document's order and with its defaults."""
+    """Passes the constructor's nineteen arguments in the document's order, with its defaults."""
     documented = (MODEL, None, "auto", False, False, 1, "auto", None, None, None)
     documented += (0, 0.9, 4, 0, None, None, 8192, False, False)  # type: ignore[assignment]
     with LLM(*documented) as llm:
@@ -313,7 +313,7 @@ def test_taco_s_calls_by_place(llm: LLM) -> None:
 
 
 def test_prompts_beside_their_token_ids(llm: LLM) -> None:
-    """The ids are computed, and the text is reported."""
+    """The ids are used, and the text is reported."""
     params = TacoParams(max_tokens=6, temperature=0)
     (alone,) = llm.generate(prompt_token_ids=[5, 6, 7], sampling_params=params, use_tqdm=False)
     (both,) = llm.generate(["five six seven"], params, [[5, 6, 7]], False)
@@ -372,7 +372,7 @@ def test_fastdeploy_s_first_two_examples(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_fastdeploy_s_module_paths_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`max_tokens` counts the prompt, `index` is the prompt's place in the batch, durations are as documented."""
+    """`max_tokens` includes the prompt, `index` is the prompt's place in the batch, durations are as documented."""
     monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
     from pd_cluster.fastdeploy.engine.request import CompletionOutput, RequestMetrics, RequestOutput
     from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""FastDeploy's examples with images, on a model that takes them; import and model path changed, URLs as data."""
+"""FastDeploy's image examples on a model that takes images, with changed import and path, and data URLs."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def expected(path: str, *seeds: int) -> list[int]:
 
 
 def params(path: str, *seeds: int) -> SamplingParams:
-    """`max_tokens` counts the prompt, too."""
+    """Returns sampling parameters; `max_tokens` includes the prompt."""
     num_prompt = len(ids_of("<|user|>", *[""] * (len(seeds) - 1), f"{TEXT}<|assistant|>")) + 5 * len(seeds)
     return SamplingParams(temperature=0.0, max_tokens=num_prompt + NUM_TOKENS)
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2), (2, 1)])
 def test_a_chat_with_images(llm: LLM, path: str, seeds: tuple[int, ...]) -> None:
-    """The first example: a question about a picture by its URL."""
+    """Runs the first example: a question about a picture given by URL."""
     (output,) = llm.chat(
         messages=messages(*seeds),
         sampling_params=params(path, *seeds),
@@ -75,7 +75,7 @@ def test_a_chat_with_images(llm: LLM, path: str, seeds: tuple[int, ...]) -> None
 
 
 def opened(asked: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """As the document's second example makes `multimodal_data` of the messages; its URLs are data."""
+    """Makes `multimodal_data` from messages as in the document's second example, with data URLs."""
     images: list[Any] = []
     videos: list[Any] = []
     for part in asked[0]["content"]:
@@ -89,7 +89,7 @@ def opened(asked: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def test_a_prompt_of_the_tokenizer_with_images(llm: LLM, path: str) -> None:
-    """The second example: the tokenizer renders the prompt, and the pictures are opened with Pillow."""
+    """Runs the second example: the tokenizer renders the prompt, and Pillow opens the pictures."""
     asked = messages(1, 2)
     prompt = ErnieBotTokenizer.from_pretrained(path).apply_chat_template(asked, tokenize=False)
     outputs = llm.generate(
@@ -101,7 +101,7 @@ def test_a_prompt_of_the_tokenizer_with_images(llm: LLM, path: str) -> None:
 
 
 def test_arguments_about_images(llm: LLM, path: str) -> None:
-    """More images than `limit_mm_per_prompt` end their request alone."""
+    """A request with more images than `limit_mm_per_prompt` fails alone."""
     three, one = llm.chat([messages(1, 2, 3), messages(1)], params(path, 1), use_tqdm=False)
     assert three.error_code == 400
     assert three.error_msg is not None
@@ -114,7 +114,7 @@ def test_arguments_about_images(llm: LLM, path: str) -> None:
 
 
 def test_videos(llm: LLM, path: str) -> None:
-    """The examples with a video instead: by its URL in a chat, and as bytes with `max_frames` beside a prompt."""
+    """Runs the examples with videos: by URL in a chat, and as bytes with `max_frames` beside a prompt."""
     url = {"type": "video_url", "video_url": {"url": clips.data_url(VIDEO)}}
     asked = [{"role": "user", "content": [url, {"type": "text", "text": TEXT}]}]
     settings = SamplingParams(temperature=0.0, max_tokens=200)

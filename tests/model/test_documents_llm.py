@@ -1,4 +1,4 @@
-"""Shows `LLM` of the documents with a real engine: prompts in every shape, chats, their outputs, and each argument."""
+"""The documents' `LLM` with a real engine: prompts in every form, chats, outputs, and each argument."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(text: str) -> list[int]:
 
 
 def assert_answers(outputs: list[RequestOutput], path: Path, prompts: list[list[int]]) -> None:
-    """Asserts that the outputs are the prompts', in order, each with the reference's answer."""
+    """Asserts that outputs are in the prompts' order, each with the reference's answer."""
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [output.outputs.token_ids for output in outputs] == [reference_greedy(path, each, 6)[:6] for each in prompts]
 
@@ -77,7 +77,7 @@ def assert_answers(outputs: list[RequestOutput], path: Path, prompts: list[list[
     ],
 )
 def test_prompts_in_every_shape_are_answered(llm: LLM, path: Path, prompts: Any, wanted: list[Any]) -> None:
-    """By place and by each name, the older one of token ids too."""
+    """Prompts are passed by position and by each name, including the older name for token ids."""
     ways: list[tuple[Any, dict[str, Any]]] = [((prompts,), {}), ((), {"prompts": prompts}), ((), {"inputs": prompts})]
     if all(isinstance(each, list) for each in wanted) and isinstance(prompts, list):
         ways.append(((), {"prompt_token_ids": prompts}))
@@ -100,7 +100,7 @@ def test_one_parameter_for_all_or_one_for_each_is_honoured(llm: LLM, is_chat: bo
     with pytest.raises(RequestError, match="sampling_params: 2 for 3 prompts"):
         lengths([GREEDY] * 2)
     drawn = {tuple(output.outputs.token_ids) for output in ask(several, None, use_tqdm=False)}
-    assert len(drawn) == 3, "without parameters tokens are drawn"
+    assert len(drawn) == 3, "without parameters tokens must be sampled"
 
 
 def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPat
         llm.generate(["a", "b"], GREEDY)
         terminal.flush()
         shown = ""
-        while "2/2" not in shown and wait([ours], 10):  # it comes in parts
+        while "2/2" not in shown and wait([ours], 10):  # the output arrives in parts
             shown += os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert "100%|" in shown
@@ -122,7 +122,7 @@ def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_chat_is_its_templates_prompt(llm: LLM, path: Path) -> None:
-    """The folder's template serves, or the call's with its variables; parts of text are text."""
+    """Uses the folder's template, or the call's with its variables; text parts are joined as text."""
     whole, short = "<|system|>be kind<|user|>hello<|assistant|>", "<|user|>hello<|assistant|>"
     outputs = llm.chat([[SYSTEM, USER], [USER]], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == [whole, short]
@@ -153,7 +153,7 @@ def test_parts_that_are_no_text_are_refused(llm: LLM) -> None:
     assert answer.error_msg == "multi_modal_data.video[0]: this model takes no images or videos; leave them out"
 
 
-# ---- what comes out
+# ---- outputs
 
 
 def test_the_fields_of_an_answer(llm: LLM) -> None:
@@ -166,7 +166,7 @@ def test_the_fields_of_an_answer(llm: LLM) -> None:
     assert len(one.outputs.text) == 6
     assert ids(one.outputs.text) == one.outputs.token_ids == one.outputs[0].token_ids
     assert one.outputs.text == one.outputs[0].text
-    assert one.outputs.send_idx == 5, "that of the last token, from 0"
+    assert one.outputs.send_idx == 5, "expected the last token's, counted from 0"
     assert one.outputs.reasoning_content is None
     (several,) = llm.generate(["hi"], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
     assert [each.index for each in several.outputs] == [0, 1, 2]
@@ -192,7 +192,7 @@ def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:
 
 @pytest.mark.parametrize("parser", ["qwen3", "ernie-45-vl"])
 def test_the_example_of_a_thinking_model(tmp_path: Path, parser: str) -> None:
-    """A chat splits reasoning off, and `generate`, which has no switch for it, does not."""
+    """A chat separates reasoning; `generate`, which has no option for it, does not."""
     family = FAMILIES["qwen3"]
     PATH = str(family.make(tmp_path))
     question = [{"role": "user", "content": "Is it sunny?"}]
@@ -236,7 +236,7 @@ def test_the_metrics_of_a_request_are_in_order(llm: LLM) -> None:
     assert ended_s is not None
     assert metrics.first_token_time is not None
     assert before_s <= arrived_s <= begun_s <= arrived_s + metrics.first_token_time
-    assert arrived_s + metrics.first_token_time <= ended_s <= after_s + 0.1  # two clocks' drift
+    assert arrived_s + metrics.first_token_time <= ended_s <= after_s + 0.1  # allows for the drift of two clocks
     assert metrics.first_scheduled_time == begun_s
     assert queue_s is not None
     assert forward_s is not None
@@ -248,7 +248,7 @@ def test_the_metrics_of_a_request_are_in_order(llm: LLM) -> None:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It follows from the memory, of which gpu_memory_utilization is a share; the host's, since this is a CPU."""
+    """It follows from gpu_memory_utilization's share of memory, on a CPU of the host's."""
     num_tokens = []
     cases: list[dict[str, Any]] = [{"kv_cache_memory": 0.01, "block_size": size} for size in (32, 64)]
     cases += [{"gpu_memory_utilization": share, "block_size": 64} for share in (0.0005, 0.002)]
@@ -264,12 +264,12 @@ def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.Lo
         assert pool.layout.block_size == case["block_size"]
         assert f"engine: {pool.num_blocks} KV cache blocks of {case['block_size']} tokens" in caplog.messages
         num_tokens.append(pool.num_blocks // (64 // case["block_size"]))
-    assert num_tokens[0] == num_tokens[1], "blocks of twice the size are half as many"
-    assert num_tokens[3] == pytest.approx(4 * num_tokens[2], rel=0.4), "other programs take memory meanwhile"
+    assert num_tokens[0] == num_tokens[1], "blocks of twice the size must be half as many"
+    assert num_tokens[3] == pytest.approx(4 * num_tokens[2], rel=0.4), "other programs may have taken memory meanwhile"
 
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The call has every value that asks for nothing, or for what has no effect on this engine."""
+    """Passes every value that requests nothing, or has no effect on this engine."""
     nothing: dict[str, Any] = {
         "tokenizer_mode": "auto",
         "trust_remote_code": False,
@@ -298,7 +298,7 @@ def test_cpu_offload_gb_is_refused_on_accelerators(kind: DeviceKind) -> None:
 
 
 def test_arguments_of_the_engine_act(path: Path) -> None:
-    """They bound the sequences and tokens of a step, size the pool, and switch the prefix cache on and off."""
+    """Arguments limit a step's sequences and tokens, size the pool, and switch the prefix cache."""
     prompts = [list(range(5 * at, 5 * at + 40)) for at in range(6)]
     wanted = [reference_greedy(path, prompt, 6)[:6] for prompt in prompts]
     for caches in (True, False):
@@ -320,7 +320,7 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
 
 
 def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
-    """The pool is too small for them; preemption_mode "swap" moves them out, without it 0 is enough."""
+    """In a too small pool, preemption_mode "swap" moves candidates out; without it swap space 0 suffices."""
     params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=40, ignore_eos=True)
     answers, num_moves, room = [], [], []
     for swap_space, mode in ((0.001, "swap"), (0.002, "swap"), (0, "recompute")):
@@ -336,7 +336,7 @@ def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
     assert room[0] > 0
     assert room[1] == pytest.approx(2 * room[0], abs=1)
     assert room[2] == 0
-    assert num_moves[0] > num_moves[2], "what forks moves blocks, too"
+    assert num_moves[0] > num_moves[2], "forks must move blocks, too"
 
 
 ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -358,7 +358,7 @@ def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict
 
 
 def test_no_code_of_a_model_folder_is_run(path: Path, tmp_path: Path) -> None:
-    """This holds even if its config asks for it."""
+    """Code in a model folder is not run, even if the config requests it."""
     own = {"auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}}
     folder = copy_of(path, tmp_path, {"config.json": own})
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')")

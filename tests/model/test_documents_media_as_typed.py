@@ -1,6 +1,6 @@
-"""FastDeploy's two examples with a picture as they are typed: only import lines and the model's path are changed.
+"""FastDeploy's two picture examples as typed, with only import lines and the model's path changed.
 
-They run on a host of their own, whose network has the server that their URL names, with a public address.
+They run on a simulated host whose network has the server named by their URL, with a public address.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def test_an_example_with_a_picture(tmp_path: Path, path: Path, program: str) -> 
     found, asked = run(tmp_path, path, program)
     assert found["error"] is None
     assert found["text"]
-    assert found["prompt"].count(300) == 12, "at most 1024 pixels, of 64 a token"
+    assert found["prompt"].count(300) == 12, "at most 1024 pixels, 64 per token"
     assert set(asked) == {f"/{FILE}"}
 
 
 def run(folder: Path, model: Path, program: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns what the program found, and which files it fetched."""
+    """Returns the program's results, and the files that it fetched."""
     if os.geteuid() != 0:
         pytest.skip("only root may make network namespaces")
     made = make_certificate(folder, "server", f"DNS:{HOST}")

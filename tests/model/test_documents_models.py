@@ -1,6 +1,6 @@
-"""Shows the model, its version and the tokenizer that the documents' arguments select, with a real engine.
+"""The model, version and tokenizer selected by the documents' arguments, with a real engine.
 
-A local cache stands for the Hugging Face hub; huggingface_hub itself reads it.
+A local cache replaces the Hugging Face hub; huggingface_hub itself reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def other(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def swapped(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a copy whose tokenizer takes "a" for "b" and "b" for "a"."""
+    """Returns a copy whose tokenizer swaps "a" and "b"."""
     folder = copy_of(path, tmp_path_factory.mktemp("swapped"), {})
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def swapped(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns `hub(revision=folder)`, which keeps versions of NAME in the local cache; nothing else is available."""
+    """Returns `hub(revision=folder)`, which stores versions of NAME in the local cache, the only source of models."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -88,7 +88,7 @@ def greedy(folder: Path, prompt: str) -> list[int]:
 
 
 def test_a_model_by_its_id(hub: Callable[..., None], path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With either tokenizer mode: there is one tokenizer, and a warning says so to those who ask for the other."""
+    """Works with both tokenizer modes: there is one tokenizer, and requesting the other logs a warning."""
     hub(main=path)
     for mode in ("auto", "slow"):
         assert answer(NAME, "Größe", tokenizer_mode=mode) == greedy(path, "Größe")
@@ -105,9 +105,9 @@ def test_a_model_by_its_id(hub: Callable[..., None], path: Path, caplog: pytest.
 
 
 def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
-    """The document's script runs in a process whose hub is on this machine.
+    """Runs the document's script in a process whose hub is on this machine.
 
-    A script that ends in the middle of a stream, and never closes its pipeline, ends quietly.
+    A script that ends during a stream without closing its pipeline exits without errors.
     """
     script = (
         "import sys\n"

@@ -1,6 +1,6 @@
-"""Shows the effect of each documented option of LMDeploy's calls, sessions and chat templates with a real engine.
+"""The effect of each documented option of LMDeploy's calls, sessions and chat templates, with a real engine.
 
-A session's memory shows in its answer: it must be the answer to the whole conversation as one prompt.
+A session's answer must equal the answer to the whole conversation as one prompt.
 tests/unit/test_offline_pipeline_configs.py has the engine's settings of each field of its configurations.
 """
 
@@ -46,7 +46,7 @@ def path(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(path: Path) -> Iterator[AsyncEngine]:
-    """Its answers are known from transformers, and its template is `<|user|>…<|assistant|>`."""
+    """Yields a pipeline with answers known from transformers, and the template `<|user|>…<|assistant|>`."""
     with pipeline(str(path), backend_config=SMALL) as engine:
         yield engine
 
@@ -127,7 +127,7 @@ def test_a_model_name_without_a_template_leaves_the_folders(path: Path) -> None:
 
 
 def test_generate_streams_one_response(pipe: AsyncEngine) -> None:
-    """To a text, or to a conversation."""
+    """Streams one response to a text or to a conversation."""
     whole = one(pipe, "hi")
     steps = asyncio.run(steps_of(pipe, "hi", 1, CONFIG))
     assert len(steps) > 3
@@ -169,7 +169,7 @@ def test_step_goes_back_in_the_conversation(pipe: AsyncEngine) -> None:
 
 
 def test_chat_remembers_what_was_said(pipe: AsyncEngine) -> None:
-    """LMDeploy's `pipe.chat`: each answer is that to the whole conversation as one prompt."""
+    """With LMDeploy's `pipe.chat`, each answer equals that to the whole conversation as one prompt."""
     session = pipe.chat(NAME, gen_config=CONFIG)
     assert session.response is not None
     first = one(pipe, NAME)
@@ -207,7 +207,7 @@ def test_a_chat_is_streamed_and_left(pipe: AsyncEngine) -> None:
 
 
 def test_an_answer_is_stopped(pipe: AsyncEngine) -> None:
-    """tests/unit/test_offline_pipeline.py has the other ways to stop it."""
+    """An answer can be stopped; tests/unit/test_offline_pipeline.py has the other ways."""
 
     async def run() -> list[GenOut]:
         found = []
@@ -239,7 +239,7 @@ def reference(path: Path) -> list[list[int]]:
 
 
 def small(kind: Any, **fields: Any) -> Any:
-    """Returns a configuration with a pool that is made quickly."""
+    """Returns a configuration with a small pool."""
     return kind(**fields, **({"num_gpu_blocks": 64} if kind not in TURBOMIND else {"cache_max_entry_count": 0.001}))
 
 
@@ -259,7 +259,7 @@ def test_instance_num_is_how_many_are_answered_at_once(path: Path, reference: li
 
 
 def test_num_cpu_blocks_is_the_room_to_copy_to(path: Path, reference: list[list[int]]) -> None:
-    """Where a request does not fit into it, the request is recomputed; 0 is as much as the machine allows."""
+    """A request that does not fit is recomputed; 0 means as much as the machine allows."""
     gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     for given, moves in ((3, False), (64, True), (0, True)):
         config = PytorchEngineConfig(
@@ -307,7 +307,7 @@ def test_either_backend_answers_alike(path: Path, reference: list[list[int]], ba
 
 
 def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The default logs errors alone; a lower level logs what this package says when it loads a model."""
+    """By default only errors are logged; a lower level also logs the package's messages while loading."""
     logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.extras.lmdeploy")]
     before = [log.level for log in logs]
     try:

@@ -1,4 +1,4 @@
-"""Each documented sampling parameter changes a real engine's answers, in each documented way to give it.
+"""Each documented sampling parameter changes a real engine's answers, in each documented form.
 
 The expected effects are derived by hand from the logits of transformers' model.
 """
@@ -22,17 +22,17 @@ TEXT = "Once upon a time"
 IDS: list[int] = make_tokenizer().encode(TEXT).ids
 NUM_SAMPLES = 32
 NUM_TOKENS = 24
-END_AT = 5  # position in the greedy answer: this token ends an answer, too
+END_AT = 5  # position in the greedy answer of a token that also ends answers
 ONE: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True, "temperature": 1.0, "top_p": 1.0}
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "top_k": 1, "temperature": 1.0, "top_p": 1.0}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# ---- ways to ask: each takes one text, a number of answers and options under `SamplingParams`' names
+# ---- calls: each takes a text, a number of answers, and options under `SamplingParams`' names
 
 
-PLAIN = "{{ messages[0].content }}"  # a chat whose prompt is the text itself
+PLAIN = "{{ messages[0].content }}"  # a template whose prompt is the text itself
 
 CONFIG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "random_seed"}
 KEYWORD_NAMES = {"max_tokens": "request_output_len"}
@@ -49,7 +49,7 @@ Ask = Callable[..., list[list[int]]]
 
 
 class Way(NamedTuple):
-    """`takes` holds the options that the way has; None stands for all of them."""
+    """`takes`: the options of this call; None: all options."""
 
     name: str
     ask: Callable[[Engines, str, int, dict[str, Any]], list[list[int]]]
@@ -106,7 +106,7 @@ def engines(folder: Path) -> Iterator[Engines]:
 
 
 def ways(*options: str, among: tuple[Way, ...] = WAYS) -> Any:
-    """Parametrises `ask` over the ways that take all of these options."""
+    """Parametrizes `ask` over the calls that take all of these options."""
     taken = [way for way in among if way.takes is None or way.takes >= {*options}]
     assert taken
     return pytest.mark.parametrize("ask", taken, ids=[way.name for way in taken], indirect=True)
@@ -114,12 +114,12 @@ def ways(*options: str, among: tuple[Way, ...] = WAYS) -> Any:
 
 @pytest.fixture
 def ask(request: pytest.FixtureRequest, engines: Engines) -> Ask:
-    """`ask(num, **options)` returns so many answers to TEXT."""
+    """Returns `ask(num, **options)`, which returns `num` answers to TEXT."""
     way: Way = request.param
     return lambda num=1, **options: way.ask(engines, TEXT, num, options)
 
 
-# ---- what transformers' model says
+# ---- transformers' results
 
 
 def logits_after(folder: Path, ids: list[int]) -> torch.Tensor:
@@ -130,13 +130,13 @@ def logits_after(folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 def likeliest(folder: Path) -> tuple[list[int], list[float]]:
-    """Returns the first tokens of an answer at temperature 1, the likeliest first, and their probabilities."""
+    """Returns an answer's possible first tokens by probability at temperature 1, and their probabilities."""
     found = logits_after(folder, IDS).softmax(-1).sort(descending=True)
     return found.indices.tolist(), found.values.tolist()
 
 
 def adjusted_greedy(folder: Path, adjust: Callable[[torch.Tensor, list[int]], None]) -> list[int]:
-    """Takes the likeliest token, again and again, after `adjust(logits, output so far)`."""
+    """Generates greedily from logits changed by `adjust(logits, output so far)`."""
     output: list[int] = []
     for _ in range(NUM_TOKENS):
         logits = logits_after(folder, IDS + output)
@@ -149,7 +149,7 @@ def firsts(answers: list[list[int]]) -> set[int]:
     return {answer[0] for answer in answers}
 
 
-# ---- how long an answer is
+# ---- length of answers
 
 
 @ways("max_tokens", "ignore_eos", "top_k")
@@ -181,9 +181,9 @@ def test_no_answer_ends_before_min_tokens(ask: Ask, folder: Path) -> None:
 
 
 def test_defaults(engines: Engines, folder: Path) -> None:
-    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for.
+    """LMDeploy's calls give 512 tokens, `generate` 16, and a chat as many as fit.
 
-    LMDeploy's keywords draw from the 40 likeliest, its GenerationConfig takes the likeliest one, vLLM's draw all.
+    LMDeploy's keywords sample from the 40 likeliest, its GenerationConfig is greedy, vLLM's sample from all.
     """
     assert len(engines.pipe(TEXT, gen_config=GenerationConfig(ignore_eos=True), do_preprocess=False).token_ids) == 512
     params = SamplingParams(ignore_eos=True)
@@ -216,7 +216,7 @@ def test_top_k_leaves_the_k_likeliest(ask: Ask, folder: Path) -> None:
 @ways("top_p")
 def test_top_p_leaves_the_likeliest_that_make_it_up(ask: Ask, folder: Path) -> None:
     tokens, probabilities = likeliest(folder)
-    top_p = sum(probabilities[:3]) + probabilities[3] / 2  # so that the fourth is still needed, and the fifth is not
+    top_p = sum(probabilities[:3]) + probabilities[3] / 2  # needs the fourth token, but not the fifth
     assert_left(ask, {"top_k": 0, "top_p": top_p}, tokens[:4])
 
 
@@ -228,7 +228,7 @@ def test_min_p_leaves_those_that_are_likely_enough(ask: Ask, folder: Path) -> No
 
 
 def assert_left(ask: Ask, options: dict[str, Any], tokens: list[int]) -> None:
-    """Only these are drawn, and more than one of them; others are without the options."""
+    """Asserts that only these tokens are sampled, more than one of them; without the options also others."""
     found = firsts(ask(NUM_SAMPLES, **ONE | options))
     assert len(found) > 1
     assert found <= {*tokens}
@@ -251,7 +251,7 @@ def test_a_seed_repeats_an_answer(ask: Ask) -> None:
     assert ask(1, **options | {"seed": 5}) != ask(1, **options | {"seed": 6})
 
 
-# ---- what is discouraged
+# ---- penalties
 
 
 @ways("repetition_penalty")

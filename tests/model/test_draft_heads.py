@@ -1,4 +1,4 @@
-"""Drafts by a head of the target (EAGLE-3, MTP) are those of the head by itself, and never change an answer."""
+"""Drafts by a target's head (EAGLE-3, MTP) equal those of the head alone, and never change an answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Headed(NamedTuple):
 
 @pytest.fixture(scope="module", params=["eagle3", "glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
-    """A model with random weights, and such a head: EAGLE-3, or MTP of this type of model."""
+    """Returns a random model with an EAGLE-3 head, or with an MTP layer of its model type."""
     if request.param == "eagle3":
         target = make_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=4)
         folder = make_eagle3_head(tmp_path_factory.mktemp("head"), target, draft_vocab_size=100, **TAPS)
@@ -60,9 +60,9 @@ def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def assert_own(runner: ModelRunner, known: list[int], drafts: list[int]) -> None:
-    """Drafts behind these tokens are what the head says with all of its pairs computed at once, in a pool of its own.
+    """Asserts that drafts after these tokens equal the head's with all pairs computed at once, in a separate pool.
 
-    Where two tokens are equally likely, either will do.
+    If two tokens are equally likely, either is accepted.
     """
     head, layout = runner.head, runner.pool.layout
     assert head is not None
@@ -75,7 +75,7 @@ def assert_own(runner: ModelRunner, known: list[int], drafts: list[int]) -> None
 
 
 def pairs_of(runner: ModelRunner, head: DraftHead, known: list[int], pool: KVPool) -> PairChunk:
-    """Lets the model compute all tokens but the last in a pool that is otherwise empty."""
+    """Computes all tokens except the last with the model, in an otherwise empty pool."""
     request = Request("alone", RequestSpec(known, Sampling()), tables=[list(range(pool.num_blocks))])
     batch = batch_of(step_input([(request, len(known) - 1)], pool.layout.block_size), pool)
     batch.taps = AuxiliaryStates(head.taps)
@@ -84,7 +84,7 @@ def pairs_of(runner: ModelRunner, head: DraftHead, known: list[int], pool: KVPoo
 
 
 def assert_whole(core: EngineCore, known: list[int]) -> None:
-    """Cached blocks of these tokens have in the head's layer what all pairs have that are computed at once."""
+    """Asserts that these tokens' cached blocks equal, in the head's layer, pairs computed all at once."""
     runner, probe = core.runner, Request("probe", RequestSpec(known, Sampling()))
     assert isinstance(runner, ModelRunner)
     assert runner.head is not None
@@ -101,7 +101,7 @@ def assert_whole(core: EngineCore, known: list[int]) -> None:
 
 
 def run_and_compare(core: EngineCore, requests: list[Request]) -> int:
-    """Runs requests; returns the number of drafts, all of which are the head's own."""
+    """Runs requests; returns the number of drafts, after asserting that all are the head's own."""
     assert isinstance(core.runner, ModelRunner)
     for request in requests:
         core.scheduler.add(request)
@@ -139,7 +139,7 @@ def test_drafts_are_those_of_the_head_by_itself(headed: Headed, settings: dict[s
 
 
 def test_a_prompt_that_was_computed_elsewhere(headed: Headed) -> None:
-    """Its blocks come with the head's layer; drafts follow from all of it, a step after the first one here."""
+    """Its blocks arrive with the head's layer; drafts use all of it, from the second local step on."""
     sources, requests, whole = traffic(4), traffic(4), dict[int, torch.Tensor]()
     expected = plain(headed.target, traffic(4))
     prefill = headed.core(max_num_batched_tokens=33, max_num_seqs=8)  # the last chunk of 67 tokens is one of them
@@ -159,13 +159,13 @@ def test_a_prompt_that_was_computed_elsewhere(headed: Headed) -> None:
         decode.scheduler.landed(request)
     decode.step()
     for block, content in whole.items():
-        assert decode.runner.pool.flat()[block].equal(content), "tokens that are computed again are read only"
+        assert decode.runner.pool.flat()[block].equal(content), "recomputed tokens must only be read"
     assert run_and_compare(decode, []) > 100
     assert {r.request_id: {0: r.output_token_ids} for r in requests} == expected
 
 
 def test_blocks_that_became_full_without_drafts(headed: Headed) -> None:
-    """A conversation goes on from cached blocks, whose tokens were decoded by a request that wanted no drafts."""
+    """A conversation continues from cached blocks decoded by a request without drafts."""
     core, first = headed.core(), traffic(5, (GREEDY,))
     for request in first:
         request.order = structs.replace(request.order, may_draft=False)
@@ -179,7 +179,7 @@ def test_blocks_that_became_full_without_drafts(headed: Headed) -> None:
 
 
 def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
-    """Tokens of a prompt adapter have none, so each block that they begin to fill is cleared in the head's layer."""
+    """Prompt adapters' tokens have no pairs, so blocks that they begin are cleared in the head's layer."""
     core = headed.core(enable_prefix_caching=False)
     pool, size = core.runner.pool, ROOM["block_size"]
     own = pool.layout.num_model_layers
@@ -199,7 +199,7 @@ def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=60, temperature=0.0), Sampling(max_tokens=60, seed=3)])
 def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
-    """One draft in each step, for greedy answers and drawn ones; they are those without drafts."""
+    """With one draft per step, greedy and sampled answers equal those without drafts."""
     speculation = Speculation(methods=("eagle3",), model=str(HEAD), num_speculative_tokens=1)
     tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
     text = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -218,7 +218,7 @@ def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
 
 
 def test_blocks_that_sequences_share(headed: Headed) -> None:
-    """Forks behind a last chunk of one token, and beams, which take one another's tokens and blocks."""
+    """Covers forks after a last chunk of one token, and beams, which take over each other's tokens and blocks."""
     beams = Sampling(max_tokens=20, temperature=0.0, beam_width=3, n=3)
     core, rng = headed.core(max_num_batched_tokens=18, max_num_seqs=8), random.Random(3)
     kinds = ((19, FORKS), (37, FORKS), (5, beams), (23, beams))

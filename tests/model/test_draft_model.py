@@ -1,4 +1,4 @@
-"""Drafts by a second model: right ones where it is the target itself, and never another answer."""
+"""Drafts by a second model are right if it is the target itself, and never change an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRAWN = Sampling(max_tokens=40, temperature=0.8, top_p=0.95, seed=7, ignore_eos=
 
 
 class AnySize(DraftSize):
-    """Makes a random number of drafts in each step, and verifies all of them."""
+    """Makes and verifies a random number of drafts in each step."""
 
     def __init__(self, seed: int, least: int = 0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def drafting_core(target: Path, draft: Path, method: SampleMethod = "probabilist
 
 
 def traffic(seed: int, sampling: Iterable[Sampling] = (GREEDY, DRAWN)) -> list[Request]:
-    """Prompts below, at and above edges of blocks and of what is caught up with at once; some begin alike."""
+    """Returns prompts around block and catch-up boundaries, some with common prefixes."""
     rng = random.Random(seed)
     shared = random_prompt(rng, 67)
     prompts = [random_prompt(rng, length) for length in (1, 8, 33, 90)] + [shared, [*shared, 5], shared[:40] + [9] * 30]
@@ -112,7 +112,7 @@ def test_the_target_itself_drafts_what_it_will_say(
     "settings", [{}, {"num_blocks": 40, "preemption_mode": "swap", "swap_space_gib": 0.01}], ids=["room", "swap"]
 )
 def test_drafts_are_those_of_the_model_by_itself(checkpoint: Checkpoints, settings: dict[str, Any]) -> None:
-    """A second checkpoint that is mostly wrong: whatever was rejected before, drafts follow from real tokens alone."""
+    """Drafts of a mostly wrong second checkpoint depend only on real tokens, whatever was rejected before."""
     target, draft = checkpoint("llama"), checkpoint("qwen3", seed=1)
     expected, model = plain(target, traffic(2)), reference_model(draft)
     core, requests = drafting_core(target, draft, "greedy", **settings), traffic(2)
@@ -134,7 +134,7 @@ def test_drafts_are_those_of_the_model_by_itself(checkpoint: Checkpoints, settin
     assert {request.request_id: {0: request.output_token_ids} for request in requests} == expected
     told = core.drafting.totals.counts()
     assert num_drafts == told.num_tokens > 150
-    assert told.num_accepted < 0.5 * num_drafts, "the checkpoints are too much alike to tell anything"
+    assert told.num_accepted < 0.5 * num_drafts, "the checkpoints are too similar for this test"
 
 
 def test_after_sleep_nothing_is_taken_for_valid(checkpoint: Checkpoints) -> None:
@@ -155,7 +155,7 @@ def test_after_sleep_nothing_is_taken_for_valid(checkpoint: Checkpoints) -> None
 def test_it_drafts_no_further_than_its_length(
     checkpoint: Checkpoints, architecture: str, keys: dict[str, int], most: int
 ) -> None:
-    """Or than a window that all layers share, behind which blocks are given back."""
+    """It drafts up to its length, or to a window shared by all layers, before which blocks are released."""
     folder = checkpoint(architecture)
     core = make_core(folder, speculation=Speculation(methods=("draft_model",), model=str(folder), **keys), **ROOM)
     core.drafting.size = AnySize(5, least=1)
@@ -184,7 +184,7 @@ def other_tokens(folder: Path, place: Path) -> Path:
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weights are read."""
+    """Makes reading weights fail."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the target was loaded")
@@ -221,7 +221,7 @@ def test_both_models_share_the_memory_of_the_pool(checkpoint: Checkpoints) -> No
 
 @pytest.mark.usefixtures("one_preloader")
 def test_over_a_split(checkpoint: Checkpoints) -> None:
-    """The decode instance computes the draft model's KV of prompts that it receives; rank processes know both types."""
+    """Decode computes the draft model's KV for received prompts; rank processes know both model types."""
     folder, draft, rng = checkpoint("llama"), checkpoint("qwen3", seed=1), random.Random(6)
     prompts = [random_prompt(rng, length) for length in (3, 120)]
     params = SamplingParams(max_tokens=48, temperature=0.0)

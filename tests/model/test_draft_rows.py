@@ -1,7 +1,7 @@
-"""Drafts are rows: their logits and their KV are those of steps of one token, to the bit, in any company.
+"""Rows of drafts have the logits and KV of single-token steps, bit for bit, in any batch.
 
-Over block edges (16) and window edges (24), and where the keys that a sparse attention sees are chosen. All
-architectures, as wide as real ones, and all dtypes: `pytest -m slow tests/model/test_draft_rows.py`, five minutes.
+Covers block boundaries (16), window boundaries (24) and sparse attention's choice of keys. For all architectures at
+real widths, and all dtypes: `pytest -m slow tests/model/test_draft_rows.py`, five minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.positions import spread
 
 STARTS = ((1, 14), (8, 23), (30, 16))
 QUICK = (
-    *("llama", "gemma2", "gpt_oss", "qwen2_moe", "deepseek_v3", "deepseek_v32"),  # our layers
+    *("llama", "gemma2", "gpt_oss", "qwen2_moe", "deepseek_v3", "deepseek_v32"),  # fused layers
     *("gpt2", "cohere2"),  # transformers' modules
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS, *MORE} - {*QUICK})]
@@ -51,7 +51,7 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
     "bfloat16 pool": {"kv_cache_dtype": "bfloat16"},
 }
 WHOLE_NUMBERS = ("int4 pool", "bfloat16, int4 pool")  # latents keep 8 bits or more
-# Activations of 11,008 numbers, of which three threads get parts that fill no vector.
+# 11,008 activations, of which three threads get parts that are not whole vectors.
 BIG: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 11008,
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "freed")
 
 @pytest.fixture
 def three_threads(one_thread: None) -> None:
-    """Has three threads until `one_thread` ends."""
+    """Uses three threads until `one_thread` ends."""
     torch.set_num_threads(3)
 
 
@@ -105,14 +105,14 @@ def test_rows_of_other_numbers(tmp_path_factory: pytest.TempPathFactory, kind: s
     ],
 )
 def test_rows_of_a_wide_model_on_three_threads(tmp_path: Path, architecture: str, activation: str) -> None:
-    """With torch's activations, bits of transformers' modules would depend on the part that a thread gets."""
+    """Checks bits that, with torch's own activations, would depend on how threads divide the rows."""
     changes = {**BIG, "vocab_size": 2003, "hidden_act": activation}
     runner = runner_of(make_checkpoint(tmp_path, architecture, **changes))
     Steps(runner, random_orders(STARTS[-1]), STARTS[-1]).compare(*cases_of(2, 7, 12))
 
 
 def test_rows_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """One sequence with an adapter and one without, and two with different ones."""
+    """Covers sequences with and without an adapter, and with different adapters."""
     folder = checkpoint("llama")
     adapters = [make_adapter(tmp_path / f"a{at}", folder, at, rank=3 + at) for at in range(2)]
     runner = runner_of(folder, adapters=loaded(*adapters))
@@ -123,7 +123,7 @@ def test_rows_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> 
 
 
 def test_rows_behind_positions_of_their_own() -> None:
-    """M-RoPE, beside sequences whose positions are their indices."""
+    """Covers M-RoPE beside sequences whose positions are the indices."""
     runner, rng = runner_of(shared_folder(make_vision, "qwen2_vl")), random.Random(2)
     prompt = [rng.randrange(1, 250) for _ in range(20)]
     orders = [RequestSpec(prompt, Sampling(), rope_positions=spread(rng, 20)), RequestSpec([1], Sampling())]
@@ -160,7 +160,7 @@ def test_more_rows_of_other_numbers(tmp_path: Path, architecture: str, kind: str
 def test_rows_behind_long_contexts(
     tmp_path: Path, architecture: str, changes: dict[str, Any], kind: dict[str, Any]
 ) -> None:
-    """Two sequences of 95 and 700 tokens, in layers as wide as those of models with 7B parameters."""
+    """Covers sequences of 95 and 700 tokens, in layers as wide as a 7B model's."""
     if architecture == "qwen2_moe":
         changes = {**changes, "layer_types": ["full_attention"], "mlp_only_layers": []}
     runner = runner_of(make_checkpoint(tmp_path, architecture, **changes), num_blocks=128, max_model_len=1024, **kind)

@@ -1,4 +1,4 @@
-"""Engines whose drafts are right, wrong and worse: tokens, logprobs and finish reasons of plain decoding, to the bit.
+"""With right, wrong and invalid drafts, tokens, logprobs and finish reasons equal plain decoding, bit for bit.
 
 More kinds of models: `pytest -m slow tests/model/test_drafts.py`, two minutes.
 """
@@ -27,7 +27,7 @@ Answers = dict[str, dict[int, list[TokenOutput]]]
 KINDS = ("llama", "gpt_oss", "deepseek_v3", "mistral")
 MORE_KINDS = ("cohere2", "qwen2_moe", "gemma3_text", "deepseek_v32", "gpt2", "phi3")
 SLOW_KINDS = [pytest.param(name, marks=pytest.mark.slow) for name in MORE_KINDS]
-# Prompts are computed whole, and never twice: a prompt's last bits depend on where its chunks begin.
+# Prompts are computed whole and once, because their last bits depend on where chunks begin.
 WHOLE: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 640, "enable_prefix_caching": False}
 SAMPLINGS = (
     Sampling(max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True),
@@ -56,7 +56,7 @@ def requests_of(seed: int, num: int = 10, variants: Sequence[str] = ("",)) -> li
 
 
 def lying(core: EngineCore, answers: Answers, seed: int) -> EngineCore:
-    """The same engine with drafts, which know its answers."""
+    """Gives the engine a drafter that knows the answers."""
 
     def truth(request: Request) -> list[int]:
         return [token.token_id for token in answers[request.request_id][request.index]]
@@ -66,7 +66,7 @@ def lying(core: EngineCore, answers: Answers, seed: int) -> EngineCore:
 
 
 def assert_same(found: Answers, expected: Answers) -> None:
-    """Tokens, logprobs, finish reasons and positions."""
+    """Asserts the same tokens, logprobs, finish reasons and positions."""
     for name, choices in expected.items():
         for index, tokens in choices.items():
             for token, other in zip(found[name][index], tokens, strict=True):
@@ -74,7 +74,7 @@ def assert_same(found: Answers, expected: Answers) -> None:
 
 
 def assert_drafts_change_nothing(make: Callable[[], EngineCore], requests: Callable[[], list[Request]]) -> EngineCore:
-    """Returns the engine that drafted last."""
+    """Asserts equal results with and without drafts; returns the last drafting engine."""
     expected = run(make(), requests())
     for seed in range(2):
         core = lying(make(), expected, seed)
@@ -87,7 +87,7 @@ def assert_drafts_change_nothing(make: Callable[[], EngineCore], requests: Calla
 
 @pytest.mark.parametrize("architecture", [*KINDS, *SLOW_KINDS])
 def test_engines(checkpoint: Checkpoints, architecture: str) -> None:
-    """Ten requests at a time."""
+    """Runs ten requests at a time."""
     folder = checkpoint(architecture)
     assert_drafts_change_nothing(
         lambda: make_core(folder, num_blocks=128, max_num_seqs=60, **WHOLE), lambda: requests_of(1)
@@ -106,7 +106,7 @@ def test_adapters(checkpoint: Checkpoints, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_preemption(checkpoint: Checkpoints, architecture: str) -> None:
-    """Swapped out and in again, in blocks of 4 tokens."""
+    """Swaps requests out and in, with blocks of 4 tokens."""
     folder = checkpoint(architecture)
     tight = {"num_blocks": 36, "block_size": 4, "preemption_mode": "swap", "swap_space_gib": 0.02, "growth_tokens": 0}
     core = assert_drafts_change_nothing(
@@ -118,7 +118,7 @@ def test_preemption(checkpoint: Checkpoints, architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_recomputation_keeps_tokens(checkpoint: Checkpoints, architecture: str) -> None:
-    """In chunks, behind cached prefixes, computed again: logprobs have other last bits, as without drafts."""
+    """With chunks, cached prefixes and recomputation, tokens are equal; logprobs may differ in the last bits."""
     folder = checkpoint(architecture)
     tight = {"num_blocks": 36, "block_size": 4, "max_model_len": 72, "max_num_batched_tokens": 24}
     expected = run(make_core(folder, num_blocks=512, block_size=4, max_model_len=72), requests_of(4))
@@ -133,7 +133,7 @@ def test_recomputation_keeps_tokens(checkpoint: Checkpoints, architecture: str) 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_ranks(checkpoint: Checkpoints, architecture: str) -> None:
-    """Rows of drafts reach the followers: two ranks without drafts have the same bits."""
+    """Followers also compute rows of drafts, with the bits of two ranks without drafts."""
     folder = checkpoint(architecture)
     settings = {**WHOLE, "num_blocks": 128, "max_num_seqs": 60}
     with ranks(folder, 2, **settings) as core:
@@ -145,10 +145,10 @@ def test_ranks(checkpoint: Checkpoints, architecture: str) -> None:
 
 
 def test_own_drafters(checkpoint: Checkpoints) -> None:
-    """Prompts repeat themselves, and there are a prediction of the answer, and a guide that leaves no choice."""
+    """Covers repetitive prompts, a prediction of the answer, and a guide that forces text."""
     folder, rng = checkpoint("llama"), random.Random(6)
     settings: dict[str, Any] = {"num_blocks": 128, **WHOLE}
-    copying = {"repetition_penalty": 0.6, "max_tokens": 40, "ignore_eos": True}  # says again what it has said
+    copying = {"repetition_penalty": 0.6, "max_tokens": 40, "ignore_eos": True}  # makes the model repeat itself
     samplings = [
         Sampling(temperature=0.0, logprobs=2, **copying),
         Sampling(temperature=0.5, seed=1, **copying),
@@ -157,7 +157,7 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
     orders = [RequestSpec((random_prompt(rng, 8) * 4)[: 20 + at], samplings[at % 3]) for at in range(6)]
 
     def asked(answers: Answers | None = None) -> list[Request]:
-        """With answers, each of the first half expects its own, apart from one token."""
+        """Returns requests; given answers, the first half predict theirs with one wrong token."""
         requests = []
         for at, order in enumerate(orders):
             if answers is not None and at < 3:
@@ -175,7 +175,7 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
 
 
 def without_reports(answers: Answers) -> Answers:
-    """Leaves out what is reported of drafts."""
+    """Returns the answers without reports on drafts."""
     return {
         name: {index: [replace(token, drafts=None) for token in tokens] for index, tokens in choices.items()}
         for name, choices in answers.items()
@@ -184,7 +184,7 @@ def without_reports(answers: Answers) -> Answers:
 
 @pytest.mark.parametrize(("dtype", "drafts"), [("float32", True), ("bfloat16", False)])
 def test_no_drafts_where_company_matters(checkpoint: Checkpoints, dtype: str, drafts: bool) -> None:
-    """In transformers' modules with 16 bits, on a CPU: near ties are frequent, and rows depend on each other."""
+    """There are no drafts for transformers' 16-bit modules on a CPU, whose rows depend on the batch."""
     core = make_core(checkpoint("gpt2"), dtype=dtype, device="cpu", num_blocks=16, max_model_len=64)
     core.drafting.size = AllDrafts()
     order = RequestSpec(

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads are what their definition says, and the states that they read are those of transformers' layers."""
+"""EAGLE-3 heads match their definition, and the states that they read match transformers' layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.eagle3_heads import make_eagle3_head
 
 Checkpoints = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("one_thread", "freed")
-SEVEN: dict[str, Any] = {"num_hidden_layers": 7}  # the fewest that have the usual layers, 2, 3 and 4
+SEVEN: dict[str, Any] = {"num_hidden_layers": 7}  # the fewest with the usual layers 2, 3 and 4
 WIDE: dict[str, Any] = {
     "hidden_size": 1280,
     "intermediate_size": 1536,
@@ -49,7 +49,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 LENGTHS = (37, 2, 70, 17)
 BLOCK_SIZE = 16
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> model, its changes, options of the head
+HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> (model, its changes, the head's options)
     "plain": ("llama", SEVEN, {"has_output_layer": False}),
     "ids": ("llama", SEVEN, {"draft_vocab_size": 100, "prefix": "model.", IDS: [5, 0, 3]}),
     "speculators": ("qwen3", SEVEN, {"is_speculators": True, "draft_vocab_size": 77, "norm_before_residual": True}),
@@ -95,14 +95,14 @@ def load(target: Path, head: Path, **settings: Any) -> tuple[FusedCausalLM, Draf
 
 @dataclass
 class Sequence3:
-    """A sequence in the pool: its tokens, its blocks, and the projected states of those that the model computed."""
+    """A sequence in the pool: its tokens, blocks, and the projected states of computed tokens."""
 
     token_ids: list[int]
     blocks: list[int]
-    num_pairs: int = 1  # that are in the head's layer, with the one of token 0, which there is not
+    num_pairs: int = 1  # pairs in the head's layer, counting a nonexistent one for token 0
     states: list[torch.Tensor] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)  # of its pairs, in order
-    outputs: list[torch.Tensor] = field(default_factory=list)  # likewise, what the next draft takes
+    logits: list[torch.Tensor] = field(default_factory=list)  # of its pairs in order
+    outputs: list[torch.Tensor] = field(default_factory=list)  # of its pairs in order: inputs of the next draft
 
     @property
     def is_done(self) -> bool:
@@ -110,7 +110,7 @@ class Sequence3:
 
 
 class World:
-    """Both models over one pool, whose last layer is the head's."""
+    """Model and head over one pool, whose last layer is the head's."""
 
     def __init__(self, model: FusedCausalLM, head: DraftHead, dtype: str = "float32", seed: int = 1) -> None:
         self.model, self.head, self.rng = model, head, random.Random(seed)
@@ -127,7 +127,7 @@ class World:
         ]
 
     def step(self, chunks: Sequence[tuple[Sequence3, int, list[int]]], num_hidden: bool = False) -> StepInput:
-        """Each chunk: a sequence, the first index, and the tokens from there on."""
+        """Makes a step of chunks: (sequence, first index, tokens from there on)."""
         rows, ids, blocks = [], [], []
         for sequence, start, token_ids in chunks:
             number, num_blocks = len(token_ids), -(-(start + len(token_ids)) // BLOCK_SIZE)
@@ -138,7 +138,7 @@ class World:
 
     @torch.inference_mode()
     def compute(self, chunks: Sequence[tuple[Sequence3, int, list[int]]]) -> None:
-        """Lets the model compute tokens, and keeps their states."""
+        """Computes tokens with the model, and keeps their states."""
         batch = batch_of(self.step(chunks), self.pool)
         batch.taps = AuxiliaryStates(self.head.taps)
         self.model(batch)
@@ -149,9 +149,9 @@ class World:
 
     @torch.inference_mode()
     def pair(self, chunks: Sequence[tuple[Sequence3, int, list[int]]]) -> None:
-        """Lets the head compute the pairs of tokens, and keeps their logits and outputs."""
+        """Computes pairs of tokens with the head, and keeps their logits and outputs."""
         step = self.step(chunks, True)
-        if self.rng.random() < 0.5:  # M-RoPE's positions, which are alike in texts
+        if self.rng.random() < 0.5:  # M-RoPE's positions, which are equal for text
             indices = np.concatenate([np.arange(start, start + len(ids)) for _, start, ids in chunks])
             step = replace(step, rope_positions=np.tile(indices, (3, 1)))
         batch = batch_of(step, self.pool)
@@ -160,7 +160,7 @@ class World:
         ]
         batch.pairs = PairRows(torch.stack(states))
         logits = self.head.model(batch)
-        assert torch.equal(batch.pairs.states, torch.stack(states))  # they are the caller's
+        assert torch.equal(batch.pairs.states, torch.stack(states))  # the caller's states are used
         assert batch.hidden is not None
         assert batch.hidden.states is not None
         assert batch.layers_written == [len(self.model.layers)]
@@ -188,7 +188,7 @@ class World:
                 yield sequence, start, sequence.token_ids[start : start + self.rng.randint(1, min(30, stop - start))]
 
     def draft(self, depth: int) -> list[list[int]]:
-        """Drafts greedily behind a token of each sequence that the model has not computed."""
+        """Drafts greedily after a token of each sequence that the model has not computed yet."""
         drafts: list[list[int]] = [[] for _ in self.sequences]
         for _ in range(depth):
             self.pair([(each, len(each.token_ids) - 1, each.token_ids[-1:]) for each in self.sequences])
@@ -207,7 +207,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float = 1e-4
 
 
 def inputs_of_layers(folder: Path, token_ids: list[int]) -> list[torch.Tensor]:
-    """Returns transformers' input of each layer, and behind them the final states, each [num_tokens, hidden_size]."""
+    """Returns each layer's input in transformers, then the final states, each [num_tokens, hidden_size]."""
     with torch.inference_mode():
         output = reference_model(folder)(torch.tensor([token_ids]), output_hidden_states=True)
     return [each[0] for each in output.hidden_states]
@@ -242,7 +242,7 @@ def test_pairs_and_chains(checkpoint: Checkpoints, tmp_path: Path, name: str) ->
 
 
 def test_pairs_of_prompts_need_no_rows(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Where nothing is wanted of them, keys and values are written all the same."""
+    """Keys and values are written even if no row is read."""
     target = checkpoint("llama", **SEVEN)
     model, head = load(target, make_eagle3_head(tmp_path, target))
     told, quiet = World(model, head), World(model, head)
@@ -293,9 +293,9 @@ def test_matrices_are_narrow_beside_a_narrow_model(checkpoint: Checkpoints, tmp_
 def test_taps_are_the_inputs_of_layers(
     checkpoint: Checkpoints, tmp_path: Path, architecture: str, settings: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    """In prompts' chunks and in rows, with the bits of steps without; all layers as one give those of layer by layer.
+    """Holds for chunks and rows, with the bits of steps without taps, for layers in one call and one by one.
 
-    On every processor layers of int8 are computed as one; their codes are too coarse for the comparison.
+    int8 layers are computed in one call on every processor, but are too coarse for the comparison.
     """
     target = checkpoint(architecture, **{**SEVEN, "layer_types": None})
     model, head = load(target, make_eagle3_head(tmp_path, target, embedding="own"), **settings)
@@ -312,7 +312,7 @@ def test_taps_are_the_inputs_of_layers(
         return model(batch)
 
     for spans, wants_all in (
-        ([(0, 20), (0, 1), (0, 64), (0, 16)], False),  # a prompt's chunks, of whose last rows alone logits are wanted
+        ([(0, 20), (0, 1), (0, 64), (0, 16)], False),  # a prompt's chunks, with logits for last rows only
         ([(20, 21), (1, 2), (64, 65), (16, 17)], True),  # one token each
         ([(21, 37), (2, 2), (65, 70), (17, 17)], True),  # several
     ):

@@ -1,4 +1,4 @@
-"""Ranks with whole experts, in an instance and in a unit of instances: each reads its own, and no token changes."""
+"""Ranks with whole experts, in an instance and in a unit of instances: each reads only its own; tokens are the same."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KNOWN = {
 }
 TYPES = [name for name, num_experts in KNOWN.items() if num_experts and name != "longcat_flash"]
 NOT_SPLIT = ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe", "mimo_v2_flash", "bailing_hybrid")
-FUSED_ALONE = ("deepseek_v32", "glm_moe_dsa")  # they choose keys
+FUSED_ALONE = ("deepseek_v32", "glm_moe_dsa")  # sparse attention
 SPLIT = [name for name in TYPES if name not in NOT_SPLIT]
 QUICK = ("deepseek_v3 2 linear", "gpt_oss 4 round_robin")  # on two and four ranks; glm4_moe and qwen3_moe in units
 CASES = [f"{name} {size} {kind}" for name in SPLIT for size in (2, 4) for kind in ("linear", "round_robin")]
@@ -78,7 +78,7 @@ def requests_of(prompts: Sequence[list[int]], sampling: Sampling = GREEDY) -> li
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_ranks_generate_the_same_tokens(checkpoint: Checkpoints, case: str) -> None:
-    """Prompts in chunks, then all in one batch, and again from the prefix cache."""
+    """Runs prompts in chunks, then batched, then from the prefix cache."""
     name, size, placement = case.split()
     folder, prompts = checkpoint(name), prompts_of(1, 16, 41, 70)
     state = {"state_cache_gib": 0.02} if name in HYBRIDS else {}
@@ -120,7 +120,7 @@ def test_transformers_modules_on_ranks(checkpoint: Checkpoints, name: str, monke
 
 @contextmanager
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yields the sizes of what is read of experts, in bytes."""
+    """Yields a list of the sizes of reads of experts, in bytes."""
     found, opened = list[int](), weight_slices.opened
 
     class Slice:
@@ -158,7 +158,7 @@ def experts_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in parameters.items() if ".experts." in name}
 
 
-# One by one under two names, stacked with biases, stacked under other names, without gates.
+# Stored one by one under two names, stacked with biases, stacked under other names, without gates.
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"])
 def test_each_rank_reads_and_holds_its_own_experts(
     checkpoint: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_experts_are_counted_without_torch(checkpoint: Checkpoints) -> None:
 
 
 def check_unit(folder: Path, size: int, tp_size: int = 1, **settings: Any) -> None:
-    """Prompts in chunks and prefix hits. Members have unlike work, and at last none, unless they have followers."""
+    """Runs chunked prompts and prefix hits with unequal work per member; members without followers also end idle."""
     prompts = [prompts_of(1, 16, 41, 70), prompts_of(33), [], prompts_of(5, 90)][:size]
     sampling = GREEDY
     if tp_size > 1:
@@ -231,13 +231,13 @@ def test_transformers_modules_in_a_unit(checkpoint: Checkpoints, name: str, monk
 
 
 TELLING = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
-COMPANY = ([[], [], []], [[1], [], [1]], [[37], [2, 9], []])  # the lengths of the other members' prompts
-# Each row goes to experts of three ranks and more, so that the order of a sum shows.
+COMPANY = ([[], [], []], [[1], [], [1]], [[37], [2, 9], []])  # prompt lengths of the other members
+# Each row uses experts of three or more ranks, so that the order of a sum matters.
 MANY = {"num_experts_per_tok": 6, "topk_group": 4}
 
 
 def beside_company(folder: Path, kind: type[ThreadUnit] = ThreadUnit, **settings: Any) -> list[Tokens]:
-    """Returns the tokens and logprobs of member 0 beside each company."""
+    """Returns member 0's tokens and logprobs beside each set of other prompts."""
     sampling = structs.replace(TELLING, max_tokens=3)
     with unit(folder, 4, kind=kind, **{**ROOM, "enable_prefix_caching": False, **settings}) as cores:
         return [
@@ -259,14 +259,14 @@ def test_bits_depend_on_the_unit_and_not_on_its_rows(checkpoint: Checkpoints, na
 
 @pytest.mark.slow
 def test_bits_of_wide_rows(tmp_path: Path) -> None:
-    """Beyond 1,024 inputs oneDNN computes one row alone in another way."""
+    """Covers widths beyond 1,024 inputs, where oneDNN computes a single row differently."""
     wide = {"hidden_size": 1280, "moe_intermediate_size": 1280, "num_hidden_layers": 2, "initializer_range": 0.05}
     alone, *others = beside_company(make_checkpoint(tmp_path, "glm4_moe", **MANY, **wide))
     assert all(found == alone for found in others)
 
 
 class FewestRowsFirst(ThreadUnit):
-    """Adds up members' parts in an order that follows their rows: a fault."""
+    """A faulty exchange, which sums members' parts in an order that depends on their rows."""
 
     def order(self) -> list[int]:
         return sorted(super().order(), key=self.nums_rows.__getitem__)

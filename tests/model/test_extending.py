@@ -1,4 +1,4 @@
-"""docs/extending.md, done as it says, on a copy of the package."""
+"""Applies the instructions of docs/extending.md to a copy of the package."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ if __name__ == "__main__":
 
 
 def extended(tmp_path: Path, *sections: str) -> Path:
-    """A copy of the package with the patches of these sections."""
+    """Copies the package and applies these sections' patches."""
     for package in ("pd_cluster", "ranktable_tools"):
-        shutil.copytree(ROOT / package, tmp_path / package)  # with what Python has compiled, which takes seconds
+        shutil.copytree(ROOT / package, tmp_path / package)  # includes compiled files, which take seconds to make
     for section in sections:
         apply(section, tmp_path)
     return tmp_path
@@ -176,9 +176,9 @@ def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
 
 
 def test_policy_setting_stage_and_attention(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    """A batch begins when the chat has ended; one that is aborted meanwhile never does.
+    """A batch begins when the chat has ended; a batch aborted meanwhile never begins.
 
-    The attention is that of prompts and decode, alone and over the split: its planes are handed over like any others.
+    The new attention serves prompts and decode, in one process and over the split, which hands over its planes.
     """
     folder, model = extended(tmp_path, *TOGETHER), checkpoint("llama")
     settings = [{"enable_chunked_prefill": True, "max_num_batched_tokens": 2}, {"prefill": 1, "decode": 1}]
@@ -194,7 +194,7 @@ def test_policy_setting_stage_and_attention(tmp_path: Path, checkpoint: Callable
 
 @pytest.mark.slow
 def test_a_sampling_parameter(tmp_path: Path) -> None:
-    """No token is drawn that the parameter excludes; without it, some are."""
+    """Tokens excluded by the parameter are not sampled; without it, some are."""
     lines = run(extended(tmp_path, "A sampling parameter"), SAMPLING).splitlines()
     assert lines[0] == "True False"
     assert lines[1].startswith("top_a: 1.5")
@@ -202,7 +202,7 @@ def test_a_sampling_parameter(tmp_path: Path) -> None:
 
 
 def test_an_api_extension(tmp_path: Path) -> None:
-    """Its route is guarded by the admin token, and stands beside the other extension's."""
+    """Its route requires the admin token, and coexists with the other extension's."""
     refused, counts, dashboard = run(extended(tmp_path, "An API extension"), EXTENSION).splitlines()
     assert (refused, dashboard) == ("401", "200")
     assert counts.startswith("{'ready': ")
@@ -210,7 +210,7 @@ def test_an_api_extension(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_transport(tmp_path: Path) -> None:
-    """The harness tests it; and a prefill and a decode process hand over through it: the tokens are one process's."""
+    """It passes the transport tests, and a split cluster that uses it gives the tokens of one process."""
     folder = extended(tmp_path, "A transport")
     harness = ROOT / "tests/unit/test_transport.py"
     options = ("-vv", "-k", "proc", f"--rootdir={ROOT}", "-o", f"pythonpath={folder}")
@@ -240,7 +240,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_page(page: str, names: dict[str, Path]) -> dict[str, Any]:
-    """Returns what the page's blocks define."""
+    """Runs a page's code blocks; returns the names that they define."""
     defined: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
     assert blocks

@@ -1,4 +1,4 @@
-"""FlashInfer without a GPU: a fake computes exactly the plans and calls that it receives, against SDPA."""
+"""FlashInfer's use without a GPU: a fake executes the received plans and calls, compared with SDPA."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STEPS = {
 
 @pytest.fixture(name="module")
 def with_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """pd_cluster.model.kernels.cuda.attention.flashinfer, over the fake."""
+    """Yields pd_cluster.model.kernels.cuda.attention.flashinfer, using the fake."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake.as_module())
     module = importlib.import_module("pd_cluster.model.kernels.cuda.attention.flashinfer")
     monkeypatch.setattr(module, "LEAST_WORKSPACE_NBYTES", 0)
@@ -94,7 +94,7 @@ def test_attends_as_sdpa_does(module: ModuleType, name: str, scoring: Scoring) -
 
 
 def test_a_step_is_planned_once_for_the_layers_that_score_alike(module: ModuleType) -> None:
-    """Layers take turns with two ways to score, as Gemma 2's do; wrappers are kept for the next step."""
+    """Layers alternate between two scorings, as in Gemma 2; wrappers are kept for the next step."""
     kernels = module.FlashInfer(CPU)
     generator = torch.Generator().manual_seed(1)
     pool = a_pool(generator, num_layers=4)
@@ -121,7 +121,7 @@ def test_a_batch_that_comes_again_after_another_is_planned_again(module: ModuleT
 
 
 def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Captures like streams.capture: one plain call, then only launches."""
+    """Imitates streams.capture: one plain call, then only launches."""
     run()
 
     def replay() -> torch.Tensor:
@@ -136,7 +136,7 @@ def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def test_graphs_are_planned_before_each_replay(module: ModuleType) -> None:
-    """Sizes take turns, contexts grow over blocks' ends, rows of padding come and go; one place holds all plans."""
+    """Sizes alternate, contexts cross block boundaries, padding varies; all plans share one workspace."""
     kernels = module.FlashInfer(CPU)
     generator, rng = torch.Generator().manual_seed(3), random.Random(3)
     pool = a_pool(generator)
@@ -187,9 +187,9 @@ def test_the_workspace_grows_and_a_graph_keeps_its_own(module: ModuleType, monke
 @pytest.mark.parametrize(
     ("num_seqs", "num_kv_heads", "rows"),
     [
-        (1, 8, 2 * 132 // 8 * 128),  # prompts split: tiles of 128 rows side by side
+        (1, 8, 2 * 132 // 8 * 128),  # prompts are split into concurrent tiles of 128 rows
         (256, 8, 512 * 16),  # a tile and its remainder for each sequence
-        (512, 1, 1024 * 64),  # many heads to a KV head: larger tiles
+        (512, 1, 1024 * 64),  # many heads per KV head need larger tiles
     ],
 )
 def test_a_workspace_holds_the_largest_split(module: ModuleType, num_seqs: int, num_kv_heads: int, rows: int) -> None:
@@ -229,7 +229,7 @@ def test_sinks_that_nobody_told_of_are_refused(module: ModuleType) -> None:
 def test_transformers_modules_attend_through_it(
     module: ModuleType, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load's proofs, prompts in chunks and decoding, against transformers' generate()."""
+    """Checks at load, chunked prompts and decoding agree with transformers' generate()."""
     kernels = module.FlashInfer(CPU)
     attention = Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch)
     monkeypatch.setattr(model_loader, "choose_attention", lambda *given: attention)

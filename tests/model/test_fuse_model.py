@@ -1,4 +1,4 @@
-"""Fused layers compute what transformers' modules compute, with and without the C kernels; nothing is kept twice."""
+"""Fused layers compute the same as transformers' modules, with and without C kernels; no weight is kept twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INDEXED = [name for name, own in MORE.items() if "index_topk" in own]  # tests/m
 
 
 def all_logits(model: CausalLM, caches: tuple[LayerCache, ...]) -> list[torch.Tensor]:
-    """Prompts in chunks and in one, with logits of every row, then a decode step of all."""
+    """Returns logits of every row for prompts in chunks and whole, then of a decode step."""
     rng = random.Random(9)
     pool = KVPool(layout_of(caches, 16, "float32"), num_blocks=24)
     lens = [1, 17, 40, 90]
@@ -93,7 +93,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "gpt_oss"])
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
-    """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
+    """Fusing frees the weights of all linear layers and experts that it packs; tied embeddings are kept."""
     model = transformers_modules.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
     big = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim() > 1}
     fused = fuse(model, TorchOps(), Served(()))
@@ -127,7 +127,7 @@ def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, archi
 def test_the_order_of_features_in_keys_is_part_of_the_numerics(
     checkpoint: Checkpoints, architecture: str, dtype: str, order: str
 ) -> None:
-    """Layers that are not fused write keys as transformers does: such a pair would exchange keys in two orders."""
+    """Unfused layers write keys in transformers' order, so a mixed pair would exchange keys in two orders."""
     settings = EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, num_blocks=40)
     assert load_runner(settings).numerics.key_order == order
 
@@ -136,8 +136,8 @@ def test_the_order_of_features_in_keys_is_part_of_the_numerics(
     ("architecture", "changes", "dtype", "kind"),
     [
         ("llama", {}, "float16", PlainCausalLM),
-        ("gpt_oss", {"swiglu_limit": 5.0}, "float32", PlainCausalLM),  # which the kernels do not compute
-        ("gemma3_text", {"attn_logit_softcapping": 1.0}, "float32", FusedCausalLM),  # Gemma 2's field: not read
+        ("gpt_oss", {"swiglu_limit": 5.0}, "float32", PlainCausalLM),  # not supported by the kernels
+        ("gemma3_text", {"attn_logit_softcapping": 1.0}, "float32", FusedCausalLM),  # Gemma 2's field, ignored here
     ],
 )
 def test_what_stays_with_transformers(
@@ -148,7 +148,7 @@ def test_what_stays_with_transformers(
 
 
 def test_fields_that_configs_may_lack() -> None:
-    """transformers 5.17 knows gpt-oss without swiglu_alpha and swiglu_limit; one kind of layers decides on graphs."""
+    """transformers 5.17's gpt-oss lacks swiglu_alpha and swiglu_limit; one kind of layers decides on graphs."""
     assert is_known(GptOssForCausalLM, SimpleNamespace())
     assert not is_known(GptOssForCausalLM, SimpleNamespace(swiglu_limit=5.0))
     mixed = {"sliding_attention": {"rope_type": "linear"}, "full_attention": {"rope_type": "dynamic"}}

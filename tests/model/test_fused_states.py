@@ -1,4 +1,4 @@
-"""Fused hybrids: steps have the logits of transformers' pass over the whole, and states the bits of any other cut."""
+"""Fused hybrids: logits equal transformers' whole pass, and states have the same bits for any chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Checkpoints = Callable[..., Path]
 NOT_FUSED = ("olmo_hybrid", "bailing_hybrid")
 ARCHITECTURES = [name for name in HYBRIDS if name not in NOT_FUSED]
 NUM_TOKENS = 200
-BY_CHUNKS = 2e-4  # transformers' own sums of the gated delta rule
+BY_CHUNKS = 2e-4  # accounts for transformers' own sums of the gated delta rule
 OTHERS = 2e-5
 
 

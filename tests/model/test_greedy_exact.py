@@ -25,14 +25,14 @@ from tests.support.ranks import ranks
 
 BLOCK_SIZE = 16
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
-FEW = Sampling(max_tokens=8, temperature=0.0)  # into the next block, from some of the lengths below
+FEW = Sampling(max_tokens=8, temperature=0.0)  # enters the next block for some of the lengths below
 
 Checkpoints = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
-    """One token, a block, a block and one, more than a step takes; each alone and all in one batch."""
+    """Covers prompts of one token, a block, a block and one token, and more than a step, alone and batched."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40, num_blocks=64)
     rng = random.Random(1)
@@ -64,7 +64,7 @@ def test_any_block_size(checkpoint: Checkpoints, block_size: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
 def test_up_to_the_last_position(checkpoint: Checkpoints, architecture: str) -> None:
-    """Learned positions are a table: there is a row for the last token, and the model's length is the table's."""
+    """With learned positions the model's length is the table's, and the last token has a row."""
     folder = checkpoint(architecture, max_position_embeddings=80)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40)
     assert core.runner.max_model_len == 80  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_up_to_the_last_position(checkpoint: Checkpoints, architecture: str) -> 
 def test_layers_that_are_done_do_not_change(
     checkpoint: Checkpoints, architecture: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers reported as done during a step are final: KV cache sent early equals that at the end."""
+    """Layers reported as done during a step are final, so early sent KV cache equals the cache at the end."""
     if not fused:
         monkeypatch.setattr("pd_cluster.model.loading.model_loader.can_fuse", lambda *_: False)
     runner = load_runner(EngineConfig(model=str(checkpoint(architecture)), block_size=4, num_blocks=128))
@@ -95,7 +95,7 @@ def test_layers_that_are_done_do_not_change(
     seen: list[list[torch.Tensor]] = []
 
     def contents(num_layers: int) -> list[torch.Tensor]:
-        """Returns what the pools have of the first layers."""
+        """Returns the first layers' contents in the pools."""
         own = [[layer for layer in range(num_layers) if pool.has_layer(layer)] for pool in runner.pools]
         return [
             torch.stack([plane for layer in layers for plane in pool.planes(layer)])
@@ -131,7 +131,7 @@ QUICK = (
     "olmoe",
     "deepseek_v3",
     "mimo_v2_flash",
-)  # each that has something that no other quick test has would be a slow set, too
+)  # covering every special feature quickly would also be slow
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 
 
@@ -147,7 +147,7 @@ def test_the_list_is_what_is_tested() -> None:
 @pytest.mark.parametrize("scale", [0.25, pytest.param(0.06, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", params())
 def test_prompts_of_other_architectures(tmp_path: Path, architecture: str, scale: float) -> None:
-    """In chunks, all in one batch; then again from the prefix cache."""
+    """Runs prompts in chunks, batched, then from the prefix cache."""
     folder = make_checkpoint(tmp_path, architecture, initializer_range=scale)
     core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=96)
     rng = random.Random(1)

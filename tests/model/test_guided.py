@@ -1,4 +1,4 @@
-"""Guides with tiny checkpoints: outputs fit them, and are the same however the engine was disturbed."""
+"""Guides with tiny checkpoints: outputs satisfy them, and are the same however the engine is disturbed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def requests_of(guides: list[Guide | None], **fields: Any) -> list[Request]:
 
 
 def mixed_requests(temperature: float) -> list[Request]:
-    """Makes requests of every kind but the last two, which seldom end, with an unguided one between each two."""
+    """Makes requests of every kind except the last two, which seldom end, alternating with unguided ones."""
     guides = [each for guide, _ in GUIDES[:4] for each in (guide, None)]
     return requests_of(guides, temperature=temperature, ignore_eos=True)
 
@@ -101,7 +101,7 @@ def test_every_kind(
 
 
 def num_valid(core: EngineCore, tokenizer: Tokenizer, schemas: list[Any], **fields: Any) -> int:
-    """Returns how many outputs came to an end. Asserts that each of them is valid."""
+    """Returns how many outputs ended; asserts that each of them is valid."""
     guides: list[Guide | None] = [Guide("json", json.dumps(schema)) for schema in schemas]
     num_ended = 0
     for schema, output in zip(schemas, outputs(core, requests_of(guides, max_tokens=300, **fields)), strict=True):
@@ -126,7 +126,7 @@ def test_a_full_pool_changes_no_token(model: Path, core: EngineCore, mode: str, 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_decode_goes_on_where_prefill_chose_the_first_tokens(core: EngineCore, temperature: float) -> None:
-    """Token one is chosen where the prompt is; the rest elsewhere, which knows the token ids only."""
+    """Another engine, given only the token ids, continues the guide after token one."""
     expected = outputs(core, mixed_requests(temperature))
     firsts = mixed_requests(temperature)
     for request in firsts:
@@ -157,7 +157,7 @@ def test_logprobs_are_the_models_own(core: EngineCore) -> None:
     assert tokens[0].logprobs.top[0][0] != tokens[0].token_id
 
 
-# ---- schemas that others wrote: the JSON Schema test suite, as the source of PyPI's jsonschema carries it
+# ---- foreign schemas: the JSON Schema test suite from the source of PyPI's jsonschema
 
 
 INDEX = "https://pypi.org/simple/jsonschema/"
@@ -180,7 +180,7 @@ def download() -> bytes:
 
 
 def suite() -> Iterator[Any]:
-    """Every schema of the suite."""
+    """Yields every schema of the suite."""
     with tarfile.open(fileobj=io.BytesIO(download())) as archive:
         for member in archive.getmembers():
             if SUITE.fullmatch(member.name) and (file := archive.extractfile(member)) is not None:
@@ -189,7 +189,7 @@ def suite() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_a_hundred_schemas_of_the_suite(model: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    """Accepted schemas are followed: every output that comes to an end is valid. Skipped without the network."""
+    """With accepted schemas, every output that ends is valid. Skipped without a network."""
     compiler = Compiler(model / "tokenizer.json", VOCAB_SIZE, {EOS_ID})
     found = [schema for schema in suite() if isinstance(schema, dict)]
 

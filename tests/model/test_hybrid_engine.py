@@ -1,4 +1,4 @@
-"""An engine of a hybrid: states are kept under prefixes, copied for forks, swapped and computed again."""
+"""An engine with a hybrid model: states are cached by prefix, copied for forks, swapped and recomputed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def core_of(folder: Path, **settings: Any) -> EngineCore:
 
 
 def test_adapters_are_refused_by_name(checkpoint: Checkpoints) -> None:
-    """Rows of gated attention are in an order of their own, which no adapter's rows are brought into."""
+    """Gated attention's rows are reordered, which is not supported for adapters' rows."""
     with pytest.raises(ConfigError, match=r"^--enable-lora: qwen3_next keeps states"):
         core_of(checkpoint("qwen3_next"), adapters=AdapterSettings(enable_lora=True))
 
@@ -59,7 +59,7 @@ def states_of(core: EngineCore) -> Any:
 
 
 def hits(core: EngineCore, prompts: list[list[int]], sampling: Sampling = GREEDY) -> tuple[int, list[list[int]]]:
-    """Returns how many tokens of the prompts were found, and the answers."""
+    """Returns the number of cached prompt tokens, and the answers."""
     before = core.scheduler.num_prefix_hit_tokens
     found = generate(core, prompts, sampling)
     return core.scheduler.num_prefix_hit_tokens - before, found
@@ -67,7 +67,7 @@ def hits(core: EngineCore, prompts: list[list[int]], sampling: Sampling = GREEDY
 
 @pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "kimi_linear", "bamba", "olmo_hybrid"), HYBRIDS))
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
-    """SingleRank, all at once, and again with what was kept of them."""
+    """Runs prompts alone, all at once, and again from kept states."""
     folder, rng = checkpoint(architecture), random.Random(1)
     core = core_of(folder)
     prompts = [random_prompt(rng, n) for n in (1, 2, 16, 17, 63, 64, 65, 130, 300)]
@@ -82,16 +82,16 @@ def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> 
 
 BUDGETS = ("1", "63", "64", "65", "random")
 CUTS = [f"{name} {budget}" for name in HYBRIDS for budget in BUDGETS]
-# Latents that C attends to: torch adds in an order that depends on the rows.
+# Latents with C attention, because torch's order of summation depends on the rows.
 IN_C: dict[str, Any] = {"kimi_linear": {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}}
-# Attention layers compute a single token in another order (docs/models.md), except for latents in C.
+# Attention layers sum a single token in another order (docs/models.md), except latents in C.
 CUTS_OF_FUSED = [
     case for case in CUTS if not case.startswith(BY_MODULES) and (case.startswith("kimi") or not case.endswith(" 1"))
 ]
 
 
 def cut_core(folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
-    """An engine whose steps have at most so many tokens, or a random number of them."""
+    """Returns an engine with a fixed or random maximum of tokens per step."""
     if budget != "random":
         return core_of(folder, max_num_batched_tokens=int(budget))
     rng, plan = random.Random(budget), StepScheduler.plan
@@ -107,7 +107,7 @@ def cut_core(folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch) -> Engi
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CUTS)
 def test_cuts_change_no_token(checkpoint: Checkpoints, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of prompts that begin with a kept state."""
+    """Chunk sizes change no token, also for prompts that begin from a kept state."""
     architecture, budget = case.split()
     folder, rng = checkpoint(architecture), random.Random(12)
     prompts = [random_prompt(rng, n) for n in (130, 66, 17)]
@@ -119,7 +119,7 @@ def test_cuts_change_no_token(checkpoint: Checkpoints, case: str, monkeypatch: p
 
 @pytest.mark.parametrize("case", slow_but(("qwen3_next 64", "qwen3_next 65"), CUTS_OF_FUSED))
 def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States by own kernels: the same log-probabilities whatever steps take, in company, and from a kept state."""
+    """With our state kernels, logprobs are the same for any chunks, in any batch, and from a kept state."""
     architecture, budget = case.split()
     folder, rng = checkpoint(architecture, **IN_C.get(architecture, {})), random.Random(2)
     prompts = [random_prompt(rng, n) for n in (200, 70, 31)]
@@ -128,7 +128,7 @@ def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, case: str, monkeypa
     expected = [scored(whole, [prompt])[0] for prompt in prompts]
     cut = cut_core(folder, budget, monkeypatch)
     assert scored(cut, prompts) == expected
-    assert scored(cut, prompts) == expected, "from what was kept"
+    assert scored(cut, prompts) == expected, "expected hits from kept states"
 
 
 @pytest.mark.parametrize(
@@ -161,16 +161,16 @@ def test_each_place_where_a_state_is_kept(checkpoint: Checkpoints, architecture:
     long = random_prompt(rng, 200)
     hits(core, [long])
     num_hits, _ = hits(core, [long[:150] + random_prompt(rng, 9)])
-    assert num_hits == 128, "every 64 tokens of a prompt"
+    assert num_hits == 128, "expected a state at every 64 tokens of a prompt"
     shared = [random_prompt(rng, 40) for _ in range(3)]
     prompts = [shared[0] + random_prompt(rng, 20) for _ in range(3)]
-    assert [hits(core, [prompt])[0] for prompt in prompts] == [0, 0, 32], "where prompts part"
+    assert [hits(core, [prompt])[0] for prompt in prompts] == [0, 0, 32], "expected a state where prompts diverge"
     turn, (answer,) = prompts[0], hits(core, [prompts[0]])[1]
-    for _ in range(4):  # a conversation
+    for _ in range(4):  # turns of a conversation
         turn = [*turn, *answer, *random_prompt(rng, 7)]
         known = len(turn) - 8  # the last token of an answer is not computed
         num_hits, (answer,) = hits(core, [turn])
-        assert num_hits == known // SIZE * SIZE, "at the end of a sequence"
+        assert num_hits == known // SIZE * SIZE, "expected a state at the end of a sequence"
         assert_all_same(folder, [turn], [answer], GREEDY.max_tokens)
 
 
@@ -215,7 +215,7 @@ def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, m
 
 @pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
 def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, architecture: str) -> None:
-    """Several sequences and beams are those of an engine that computes each by itself."""
+    """Several sequences and beams equal those of an engine that computes each alone."""
     folder, rng = checkpoint(architecture), random.Random(7)
     core, company = core_of(folder), [random_prompt(rng, n) for n in (40, 5, 90)]
     drawn = Sampling(n=3, max_tokens=16, temperature=1.0, seed=5, ignore_eos=True)
@@ -227,7 +227,7 @@ def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, a
         alone = run(core_of(folder, num_blocks=64), [Request("r", RequestSpec(prompt, sampling))])["r"]
         assert {at: ids_of(each) for at, each in together.items()} == {at: ids_of(each) for at, each in alone.items()}
         assert len({tuple(ids_of(each)) for each in together.values()}) == len(together)
-    for index in range(3):  # each is the sequence that goes on from its own tokens
+    for index in range(3):  # each continues from its own tokens
         tokens = ids_of(run(core, [Request("again", RequestSpec(prompt, drawn))])["again"][index])
         again = Sampling(max_tokens=8, temperature=0.0)
         whole = [*prompt, *tokens]
@@ -236,7 +236,7 @@ def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, a
 
 @pytest.mark.parametrize("architecture", slow_but(("qwen3_next",), HYBRIDS))
 def test_guides_and_predictions(checkpoint: Checkpoints, architecture: str) -> None:
-    """Tokens that a guide forces, or that a client predicts, are computed one after the other."""
+    """Forced and predicted tokens are computed one after the other."""
     folder, rng = checkpoint(architecture), random.Random(10)
     prompt, company = random_prompt(rng, 33), random_prompt(rng, 20)
     (free,) = generate(core_of(folder), [prompt], GREEDY)

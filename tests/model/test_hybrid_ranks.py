@@ -1,4 +1,4 @@
-"""Hybrids on several ranks: each computes the states of its heads, and all generate what one rank does."""
+"""Hybrids on several ranks: each computes its heads' states, and tokens equal those of one rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ROOM: dict[str, Any] = {
 }
 SPLIT = [name for name in HYBRIDS if name not in ("bailing_hybrid", "olmo_hybrid")]
 CASES = [f"{name} {size}" for name in SPLIT for size in (2, 4)]
-# On four ranks, key heads, groups and KV heads are replicated; a group that is normed as one spans two.
+# On four ranks key heads, groups and KV heads are replicated; a norm group spans two ranks.
 QUICK = ("qwen3_next 4", "kimi_linear 2", "nemotron_h 2")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check_tokens(folder: Path, size: int) -> str:
-    """Prompts in chunks, then all in one batch, and again from states that are kept; returns the model's kernels."""
+    """Runs prompts in chunks, batched, and from kept states; returns the model's kernels."""
     rng = random.Random(1)
     prompts = [random_prompt(rng, n) for n in (1, 16, 41, 70)]
     with ranks(folder, size, **ROOM) as core:
@@ -96,7 +96,7 @@ def test_transformers_modules_on_ranks(checkpoint: Checkpoints, case: str, monke
 
 
 def block_of_a_state(core: EngineCore) -> int:
-    """Computes a prompt in one step and three tokens; returns the block that has the state behind them."""
+    """Computes a prompt in one step and three tokens; returns the block with the state after them."""
     sampling = Sampling(max_tokens=9, temperature=0.0, ignore_eos=True)
     core.scheduler.add(Request("r", RequestSpec(random_prompt(random.Random(2), 37), sampling)))
     for _ in range(4):
@@ -109,7 +109,7 @@ def block_of_a_state(core: EngineCore) -> int:
 def test_ranks_keep_their_heads_of_each_state(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their layouts, all planes of four ranks are parts of one rank's: so a state can go to others."""
+    """By the layouts, four ranks' planes are parts of one rank's, so that a state can be handed over."""
     folder, load, others = checkpoint(architecture), rank_threads.load_runner, list[Any]()
 
     def recorded(*arguments: Any) -> Any:
@@ -134,7 +134,7 @@ def test_ranks_keep_their_heads_of_each_state(
 
 @pytest.mark.parametrize("mode", slow_but(("swap",), ("recompute", "swap")))
 def test_preempted_states_on_every_rank(checkpoint: Checkpoints, mode: str) -> None:
-    """Seeded sampling of n = 3 in pools that are too small: states swapped, copied and cleared, as on one rank."""
+    """Seeded sampling with n = 3 in too small pools swaps, copies and clears states, with one rank's results."""
     folder, rng = checkpoint("qwen3_next"), random.Random(4)
     prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(4)]
     sizes = {**ROOM, "block_size": 4, "max_model_len": 96, "mamba_block_size": 4}
@@ -154,7 +154,7 @@ INT8 = ("granitemoehybrid", "qwen3_next", "lfm2", "kimi_linear", "nemotron_h")
 
 @pytest.mark.parametrize("architecture", slow_but(("granitemoehybrid",), INT8))
 def test_ranks_of_int8_have_the_tokens_of_one(checkpoint: Checkpoints, architecture: str) -> None:
-    """Output projections take whole rows, as elsewhere."""
+    """int8 output projections gather whole rows, so tokens equal one rank's."""
     folder, rng, settings = checkpoint(architecture), random.Random(6), {**ROOM, "quantization": "int8"}
     prompts = [random_prompt(rng, n) for n in (3, 40)]
     expected = generate(make_core(folder, **settings), prompts, GREEDY)

@@ -1,7 +1,8 @@
-"""The C kernels compiled for aarch64 as the product compiles them, and run under qemu-aarch64 on this machine.
+"""Compiles the C kernels for aarch64 as the product does, and runs them under qemu-aarch64 on this machine.
 
-`EmulatedOps` is `CpuOps` whose kernels run in that process, so tests of the kernels take it in place of `CpuOps`.
-Emulation shows numbers and compile errors. It shows neither speed nor the weaker order of memory accesses.
+`EmulatedOps` is a `CpuOps` whose kernels run in the emulator's process; tests of the kernels use it instead of
+`CpuOps`. Emulation checks results and compilation. It shows neither speed nor the effects of aarch64's weaker memory
+ordering.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 PACKAGES = "Debian has them as gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 DRIVER = Path(__file__).with_name("aarch64_driver.c")
-FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")  # a cross compiler has no native processor
+FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")  # a cross compiler has no native target
 COMPILE_DEADLINE_S = 100.0
 CALL_DEADLINE_S = 100.0
 ARENA_NBYTES = 64 << 20
 ALIGNMENT = 64
-INPUTS_OF_WORD = {1: 2, 2: 4, 3: 8, 4: 4}  # by the form of a product's weights, in packed_weights.h
+INPUTS_OF_WORD = {1: 2, 2: 4, 3: 8, 4: 4}  # key: how a product's weights are packed, see packed_weights.h
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Memory that a call reads, and writes too if it is a result."""
+    """A memory range that a call reads and, if `is_result`, also writes."""
 
     address: int | None
     nbytes: int
@@ -48,12 +49,12 @@ class _Range:
 
 
 class Emulator:
-    """Calls the kernels in the process of the emulator. Arguments are those of the C functions, with addresses here."""
+    """Calls the C kernels in the emulator's process, with the C functions' arguments and this process's addresses."""
 
     def __init__(self, process: subprocess.Popen[str], arena: mmap.mmap) -> None:
         self._process, self._arena = process, arena
         self._end = 0
-        self.pool_nbytes = 0  # set before pd_attend, which does not know it
+        self.pool_nbytes = 0  # set before each pd_attend, whose arguments do not include it
 
     def pd_norm(
         self,
@@ -152,9 +153,9 @@ class Emulator:
         keep_arena: bool = False,
         keep_alignment: bool = False,
     ) -> int:
-        """Returns the number that the function returned, or 0."""
+        """Returns the function's return value, or 0 if it has none."""
         if not keep_arena:
-            self._end = ALIGNMENT  # 0 is no address
+            self._end = ALIGNMENT  # offset 0 would be a null pointer
         offsets = [self._put(each, keep_alignment) for each in ranges]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -170,7 +171,7 @@ class Emulator:
         return int(returned[0]) if returned else 0
 
     def _put(self, each: _Range, keep_alignment: bool = False) -> int:
-        """Copies a range into the arena. Returns its offset there."""
+        """Copies a range into the arena and returns its offset there."""
         if each.address is None:
             return 0
         start = -(-self._end // ALIGNMENT) * ALIGNMENT + (each.address % ALIGNMENT if keep_alignment else 0)
@@ -181,7 +182,7 @@ class Emulator:
 
 
 class EmulatedOps(ops.CpuOps):
-    """`CpuOps` over emulators by the pool's dtype, float32 at least. Everything but the kernels is the product's."""
+    """`CpuOps` with one emulator per dtype of the pool, at least float32. Only the kernels run in the emulator."""
 
     def __init__(self, **emulators: Emulator) -> None:
         self.emulator, self._emulators = emulators["float32"], emulators
@@ -200,7 +201,7 @@ class EmulatedOps(ops.CpuOps):
 def emulator(
     cpu_flag: str, folder: Path, monkeypatch: pytest.MonkeyPatch, pool_dtype: str = "float32"
 ) -> Iterator[Emulator]:
-    """Compiles the kernels with `cpu_flag` (-march=armv8-a, say), starts the emulator. Skips without the tools."""
+    """Compiles the kernels with `cpu_flag` (-march=armv8-a, say) and starts the emulator. Skips without the tools."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing or not SYSROOT.is_dir():
         pytest.skip(f"not found: {', '.join(missing) or SYSROOT}. {PACKAGES}")

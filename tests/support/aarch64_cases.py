@@ -1,4 +1,4 @@
-"""Rows of torch's plain linear layers on aarch64, alone and in company; run by scripts/aarch64_check.sh."""
+"""Batch invariance of torch's plain linear layers on aarch64; run by scripts/aarch64_check.sh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_this_is_aarch64() -> None:
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_is_the_same_in_any_company(width: int, outputs: int) -> None:
-    """The layers that are made here for float32 weights give a row the same bits alone, among others, and elsewhere."""
+    """A float32 linear layer gives a row the same bits alone, in any batch, and at another place in memory."""
     torch.manual_seed(width + outputs)
     torch.set_num_threads(1)
     weight, rows = torch.randn(outputs, width), torch.randn(NUM_ROWS, width)
@@ -34,7 +34,7 @@ def test_a_row_is_the_same_in_any_company(width: int, outputs: int) -> None:
     expected = layer(rows)
     differs = [n for n in COMPANY if not torch.equal(layer(rows[:n].clone()), expected[:n])]
     if not torch.equal(layer(rows[57:58].clone()), expected[57:58]):
-        differs.append(-1)  # one row, from another place
+        differs.append(-1)  # one row, copied to another place in memory
     exact = rows.double() @ weight.double().T
     assert (expected.double() - exact).abs().max() / exact.abs().max() < 1e-5
-    assert differs == [], f"{width} inputs, {outputs} outputs: not the same among so many"
+    assert differs == [], f"{width} inputs, {outputs} outputs: rows differ in batches of these sizes"

@@ -1,4 +1,4 @@
-"""The aarch64 Python that scripts/aarch64_check.sh puts together: a folder, its interpreter, the variables for it."""
+"""The aarch64 Python that scripts/aarch64_check.sh assembles: its folder, interpreter and environment variables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FOLDER = os.environ.get(VARIABLE, "")
 
 
 def python() -> Path:
-    """Returns a program that runs the interpreter under emulation, and so do the processes that it starts."""
+    """Returns a program that runs the interpreter, and any process that it starts, under emulation."""
     return Path(FOLDER) / "root" / "usr" / "bin" / "python3"
 
 
 def environment() -> dict[str, str]:
-    """Returns variables for that interpreter, over those of this process."""
+    """Returns this process's environment with the variables that the interpreter needs."""
     folder = Path(FOLDER)
     return {
         "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}",

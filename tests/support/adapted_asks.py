@@ -1,4 +1,4 @@
-"""Requests for a model's adapters, many at once, held against the models that the adapters were merged into."""
+"""Concurrent requests for a model's adapters, compared with models into which the adapters were merged."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Generic, TypeVar
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_all_same
 
-Ask = tuple[str, list[int]]  # an adapter's name, "" for the model itself, and a prompt
+Ask = tuple[str, list[int]]  # an adapter's name ("" for the base model) and a prompt
 T = TypeVar("T")
 
 
 def naming(name: str) -> dict[str, Any]:
-    """Returns the fields of a request that name an adapter."""
+    """Returns the request fields that select this adapter."""
     return {"model": name} if name else {}
 
 
 class AtOnce(Generic[T]):
-    """Several asks, answered by `answer`. `found`: the answers so far, by the place of their ask."""
+    """Sends several requests at once through `answer`. `found` maps the indices of finished ones to answers."""
 
     def __init__(self, asks: Sequence[Ask], answer: Callable[[str, list[int]], T]) -> None:
         self.asks, self._answer = asks, answer
@@ -30,7 +30,7 @@ class AtOnce(Generic[T]):
         return len(self.found) == len(self.asks)
 
     def run(self, *beside: Callable[[], None]) -> list[T]:
-        """Asks all, each on a thread of its own, while others do what is to be done beside them."""
+        """Sends every request on its own thread while other threads run `beside`. Returns the answers in order."""
         jobs = [*beside, *(self._job(at) for at in range(len(self.asks)))]
         errors = in_parallel(jobs, concurrency=len(jobs))
         assert not errors, errors[0]
@@ -47,7 +47,7 @@ def completing(cluster: LiveCluster, asks: Sequence[Ask], num_tokens: int) -> At
 def assert_own_tokens(
     models: Mapping[str, Path], asks: Sequence[Ask], outputs: Sequence[list[int]], num_tokens: int
 ) -> None:
-    """Checks that each ask got its own model's tokens. `models`: folders of the merged models, by name."""
+    """Checks that each request got its own model's tokens. `models` maps adapter names to merged models' folders."""
     for name, folder in models.items():
         own = [at for at, (asked, _) in enumerate(asks) if asked == name]
         assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], num_tokens)

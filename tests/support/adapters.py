@@ -1,6 +1,6 @@
-"""LoRA adapters in PEFT's format, random and strong enough to change tokens, and the models that merging them gives.
+"""Random LoRA adapters in PEFT's format, strong enough to change tokens, and models with these adapters merged in.
 
-Merging here is a second reading of the format, in float64, which shares no code with the project's.
+Merging is a second implementation of the format, in float64, which shares no code with the project.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST = re.compile(r"\.(\d+)\.")
 
 
 def linear_modules(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Maps names of the linear modules in a model's layers to [out_features, in_features]."""
+    """Maps the names of the linear modules in a model's layers to (out_features, in_features)."""
     found = {}
     for name, module in model.named_modules():
         if not LAST.search(name) or name.endswith("shared_expert_gate"):
@@ -50,7 +50,7 @@ def make_adapter(
     strength: float = 0.2,
     **config: Any,
 ) -> Path:
-    """Writes an adapter for `base`; `only`: a regular expression that its modules' names contain."""
+    """Writes an adapter for `base`, for the modules whose names match the regular expression `only`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     tensors, ranks = {}, config.get("rank_pattern", {})
@@ -78,7 +78,7 @@ def make_adapter(
 
 
 def merged(base: Path, adapter: Path, out: Path) -> Path:
-    """Writes the model whose weights have the adapter in them."""
+    """Writes the model with the adapter merged into its weights."""
     settings = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -108,7 +108,7 @@ def digest_of(adapter: Path) -> str:
 
 
 def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
-    """The logits after each prompt, all computed in one step."""
+    """Returns the logits after each prompt, all computed in one step."""
     for at, request in enumerate(requests):
         num_blocks = -(-len(request.prompt_token_ids) // 16)
         request.tables[0] = list(range(4 * at, 4 * at + num_blocks))
@@ -118,7 +118,7 @@ def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
 def outputs_of(
     core: EngineCore, prompts: list[list[int]], variants: Iterable[str], sampling: Sampling
 ) -> dict[str, list[list[int]]]:
-    """Returns the answers of each variant to all prompts, computed in one batch."""
+    """Returns each variant's answers to all prompts, computed in one batch."""
     requests = [
         Request(f"{variant}-{at}", RequestSpec(prompt, sampling, variant=variant))
         for at, prompt in enumerate(prompts)

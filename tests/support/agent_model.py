@@ -1,6 +1,6 @@
-"""A real checkpoint for agents: how it answers depends only on how many results of tools a conversation has.
+"""A real checkpoint for agents: its answer depends only on the number of tool results in the conversation.
 
-Agents send prompts of thousands of characters that differ with each of their versions, so the template leaves them out.
+Agents send prompts of thousands of characters that change with every version, so the template ignores their text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.scripted_model import make_scripted
 
-FIRST, APART = 16, 400  # prompt tokens without results, and more of them with each result
+FIRST, APART = 16, 400  # prompt tokens without tool results, and additional tokens for each result
 TEMPLATE = (
     "{%- set results = messages | selectattr('role', 'equalto', 'tool') | list | length -%}"
     "{%- set num_tools = tools | length if tools else 0 -%}"
@@ -23,6 +23,6 @@ FLAGS = [
 
 
 def make_agent_model(folder: Path, answers: Sequence[str]) -> Path:
-    """Makes a model that says the i-th answer in a conversation with i results of tools."""
+    """Makes a model that gives `answers[i]` in a conversation with i tool results."""
     scripts = {FIRST + APART * at: answer for at, answer in enumerate(answers)}
     return make_scripted(folder, scripts, chat_template=TEMPLATE, special_tokens=("<|im_start|>", "<|im_end|>"))

@@ -23,7 +23,7 @@ def captured(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]
 
 
 def go_ahead_with_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> list[ModelRunner]:
-    """Makes every engine of the test do so; returns the list that receives their runners."""
+    """Makes every engine of the test use graphs and launch ahead. Returns a list to which their runners are added."""
     made: list[ModelRunner] = []
     plain_init = ModelRunner.__init__
 
@@ -38,7 +38,7 @@ def go_ahead_with_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> 
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(load_runner, "capture_graphs", make_graphs)
     for module in (load_runner, pools_before_loading):
-        monkeypatch.setattr(module, "splits_windows", lambda plan: False)  # as on the devices that it stands for
+        monkeypatch.setattr(module, "splits_windows", lambda plan: False)  # as on the accelerators that this imitates
     monkeypatch.setattr(ModelRunner, "__init__", init)
     return made
 

@@ -11,9 +11,9 @@ OTHER_ID = 65534  # used as both user id and group id
 
 
 def answer_of_another_user(work: Callable[[], Any]) -> Any:
-    """Returns the result of `work`, converted by JSON, from a child that is not root and, if possible, another user.
+    """Runs `work` in a child that is not root and, if possible, has another user id; returns its result through JSON.
 
-    An exception is returned as the string `Type: message`.
+    If `work` raises, returns the string `Type: message`.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -36,7 +36,7 @@ def answer_of_another_user(work: Callable[[], Any]) -> Any:
 
 
 def as_another_user(work: Callable[[], object]) -> str:
-    """Returns the exception that `work` raises there."""
+    """Returns the exception that `work` raises in that child."""
 
     def told() -> str:
         work()

@@ -1,4 +1,4 @@
-"""Cases that Schemathesis makes of an operation; what is true of a cluster after any number of bad requests."""
+"""Schemathesis' test cases for an API operation, and what must hold for a cluster after any number of bad requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.cluster import LiveCluster
 if TYPE_CHECKING:
     from schemathesis import Case
 
-MODES = ("positive", "negative")  # the values of Schemathesis' GenerationMode, which takes a second to import
+MODES = ("positive", "negative")  # values of Schemathesis' GenerationMode, whose import takes a second
 
 
 def each_case(operation: Any, mode: str, num_cases: int, use: Callable[[Case, random.Random], None]) -> None:
-    """Makes so many cases, the same in each run, and hands over each with a source of further choices."""
+    """Generates `num_cases` cases, the same in each run, and calls `use` with each and a seeded random generator."""
     from schemathesis import GenerationMode
 
     @seed(num_cases)
@@ -39,7 +39,7 @@ def each_case(operation: Any, mode: str, num_cases: int, use: Callable[[Case, ra
 
 @contextmanager
 def nothing_left(cluster: LiveCluster) -> Iterator[None]:
-    """Afterwards every block is home, every process still lives, and no log has a traceback."""
+    """Asserts afterwards that all blocks are released, all processes still run, and no log has a traceback."""
     epochs = [instance["epoch"] for instance in cluster.instances()]
     yield
     cluster.assert_home()

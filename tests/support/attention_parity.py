@@ -1,4 +1,4 @@
-"""Attention over a pool of blocks in float64, contents that show every fault, and errors in units of a bound.
+"""Reference attention over a pool of blocks in float64, contents that expose faults, and errors relative to a bound.
 
 Each sequence has needles: keys at its first, its last and some other positions, which look like its queries and share
 about half of the weight. So one block that is dropped, taken twice or looked up wrongly moves the result by several
@@ -20,14 +20,14 @@ from pd_cluster.model.layers.attention.sdpa import Scoring
 
 NUM_NEEDLES = 8
 EDGE = 256  # positions around its multiples are needles: kernels divide contexts there
-FLOAT32_SLACK = 2.0**-12  # of exp2, the sums and the product with the softcap
+FLOAT32_SLACK = 2.0**-12  # error of exp2, of the sums and of the product with the softcap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """`sequences`: (query_len, context_len). `is_far`: blocks lie so far apart that offsets exceed 32 bits.
+    """`sequences`: (query_len, context_len). `is_far`: blocks lie so far apart that offsets need more than 32 bits.
 
-    `device`: torch's name of the one that has the contents.
+    `device`: torch's name of the device that holds the contents.
     """
 
     sequences: list[tuple[int, int]]
@@ -49,7 +49,7 @@ class AttentionCase:
 
 @dataclass(slots=True)
 class Tensors:
-    """The content of one sequence, in the precision of the pool."""
+    """One sequence's query, keys and values, in the pool's precision."""
 
     query: torch.Tensor  # [query_len, num_heads, head_dim]
     keys: torch.Tensor  # [context_len, num_kv_heads, head_dim]
@@ -77,7 +77,7 @@ def content_of(
 
 
 def needles(context_len: int, query_len: int, window: int | None) -> list[int]:
-    """Returns positions that matter: both ends of what queries see, the edges of a split, and some between."""
+    """Returns the needles' positions: both ends of the visible range, the edges of splits, and some in between."""
     first = max(0, context_len - window) if window else 0
     some = np.random.default_rng(context_len).integers(first, context_len, NUM_NEEDLES - 5).tolist()
     edges = [EDGE - 1, EDGE, first, max(first, context_len - query_len), context_len - 1]
@@ -85,7 +85,7 @@ def needles(context_len: int, query_len: int, window: int | None) -> list[int]:
 
 
 def reference(case: AttentionCase, content: Tensors, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns float64 [query_len, num_heads, head_dim]: the result, and the weighted mean of the values' magnitudes."""
+    """Returns float64 [query_len, num_heads, head_dim]: the result, and the weighted mean of value magnitudes."""
     query_len, context_len = len(content.query), len(content.keys)
     at = torch.arange(context_len, device=case.device)
     positions = at[context_len - query_len :, None]
@@ -108,7 +108,7 @@ def reference(case: AttentionCase, content: Tensors, scoring: Scoring) -> tuple[
 
 
 def worst_share(case: AttentionCase, contents: list[Tensors], scoring: Scoring, actual: torch.Tensor) -> float:
-    """Returns the largest error in units of its bound; infinite for NaN. `actual` [num_tokens, num_heads, head_dim]."""
+    """Returns the largest error divided by its bound; infinite for NaN. `actual` [num_tokens, num_heads, head_dim]."""
     worst, row = 0.0, 0
     for content in contents:
         expected, weighed = reference(case, content, scoring)

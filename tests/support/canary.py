@@ -1,6 +1,6 @@
-"""A greedy stream that is repeated while a test disturbs the cluster, and must stay unchanged.
+"""Repeats a greedy stream while a test disturbs the cluster, and checks that its tokens stay the same.
 
-Knows nothing of what the test does.
+Does not know what the test does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TIMEOUT_S = 60.0
 
 
 class Canary:
-    """`with Canary(cluster).singing() as canary:`; each song must equal, token for token, the first one."""
+    """`with Canary(cluster).singing() as canary:`; each stream ("song") must have the same tokens as the first one."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self._url = f"{cluster.url}/v1/completions"
         self._stopping = threading.Event()
         self.num_songs = 0
-        self.longest_gap_s = 0.0  # between two lines of a song
+        self.longest_gap_s = 0.0  # longest time between two lines of a stream
         self.faults: list[str] = []
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(self._url, json={**BODY, "return_token_ids": True})
@@ -43,7 +43,7 @@ class Canary:
         finally:
             self._stopping.set()
             thread.join(2 * TIMEOUT_S)
-        assert not thread.is_alive(), "the canary hangs"
+        assert not thread.is_alive(), "the canary's thread did not end"
         assert self.faults == [], "\n".join(self.faults)
         assert self.num_songs > 0
 
@@ -69,7 +69,7 @@ class Canary:
                 if line:
                     lines.append(line.removeprefix("data: "))
         if lines.pop() != "[DONE]":
-            raise ValueError("the stream just ended")
+            raise ValueError("the stream ended without [DONE]")
         for line in lines:
             for choice in json.loads(line)["choices"]:
                 tokens += choice.get("token_ids") or []

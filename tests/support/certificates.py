@@ -23,14 +23,14 @@ class Certificate:
         return Tls(str(self.certfile), str(self.keyfile), ca_certs, cert_reqs)
 
     def trusted(self, own: Certificate | None = None) -> ssl.SSLContext:
-        """Returns a client's context that trusts only this certificate, and shows its own if it has one."""
+        """Returns a client's context that trusts only this certificate and presents `own` if given."""
         context = ssl.create_default_context(cafile=str(self.certfile))
         if own is not None:
             context.load_cert_chain(own.certfile, own.keyfile)
         return context
 
     def becomes(self, other: Certificate) -> None:
-        """Replaces the files one after the other, as a renewal does."""
+        """Replaces this certificate's files by another's, one after the other, as a renewal does."""
         for old, new in ((self.keyfile, other.keyfile), (self.certfile, other.certfile)):
             copy = old.with_suffix(".new")
             shutil.copy(new, copy)
@@ -38,7 +38,7 @@ class Certificate:
 
 
 def make_certificate(folder: Path, name: str, of: str = "IP:127.0.0.1,DNS:localhost") -> Certificate:
-    """Makes a certificate for 127.0.0.1 and localhost, or for those that `of` names."""
+    """Makes a certificate for 127.0.0.1 and localhost, or for the names in `of`."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command")
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")

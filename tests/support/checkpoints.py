@@ -1,6 +1,6 @@
 """Tiny random checkpoints, one for each supported architecture, with a byte-level tokenizer and a chat template.
 
-Weights are seeded and large, so that the best two tokens are far apart and floating-point noise decides nothing.
+Weights are seeded and large, so that the two best logits are far apart and rounding does not change the choice.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> differences from COMMON
         },
     },
 }
-# These run as transformers' modules.
+# These run as transformers' own modules.
 NOT_FUSED = ("gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2")
 FUSED_OF_MORE = (  # of tests/support/more_checkpoints.py
     *("glm", "olmo3", "ministral", "cwm"),
@@ -144,7 +144,7 @@ _folders = tempfile.TemporaryDirectory(prefix="pd-cluster-checkpoints-")
 
 
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Writes config, weights, tokenizer and chat template; returns the folder. Small ones are made once a process."""
+    """Writes config, weights, tokenizer and chat template; returns the folder. Small ones are cached in the process."""
     from tests.support.hybrids import HYBRIDS
     from tests.support.more_checkpoints import MORE
 
@@ -176,9 +176,9 @@ def _write(folder: Path, config: Any, architecture: str, seed: int) -> None:
 
 
 def shake(model: Any) -> None:
-    """Changes biases, routers' too, norms and sinks from zeros and ones, so that a missing one is noticed.
+    """Replaces the initial zeros and ones of biases, norms and sinks, so that a test notices when one is not applied.
 
-    With tied embeddings, additions of Gemma's layers are enlarged; otherwise each token's successor is itself.
+    With tied embeddings, enlarges what Gemma's layers add; otherwise every token would be followed by itself.
     """
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
@@ -188,12 +188,12 @@ def shake(model: Any) -> None:
             if tied and "post_feedforward_layernorm" in name:
                 parameter.add_(15.0)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # of routers: below 0, where a masked expert must not be best
+            if name.endswith("e_score_correction_bias"):  # below 0, so that a masked 0 would win
                 buffer.add_(torch.randn_like(buffer) * 0.2 - 1.5)
 
 
 def text_checkpoint(folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE, **config: Any) -> Checkpoint:
-    """Writes a tokenizer and a chat template, unless it is empty; returns the checkpoint of a model without weights."""
+    """Writes a tokenizer and, unless it is empty, a chat template; returns a checkpoint without weights."""
     tokenizer.save(str(folder / "tokenizer.json"))
     if template:
         (folder / "chat_template.jinja").write_text(template)
@@ -202,7 +202,7 @@ def text_checkpoint(folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE
 
 
 def make_tokenizer() -> Tokenizer:
-    """Makes every byte a token (0-255); 256 <pad>, 257 <bos>, 258 <eos>; the rest are words."""
+    """Returns a tokenizer: ids 0-255 are bytes, 256 <pad>, 257 <bos>, 258 <eos>, the rest words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -215,9 +215,9 @@ def make_tokenizer() -> Tokenizer:
 
 @cache
 def reference_model(folder: Path) -> Any:
-    """transformers' model, shared by the tests of a process: copy it before you change or move it.
+    """Returns transformers' model, shared by all tests of a process: copy it before you change or move it.
 
-    If attention logits are capped, it runs eagerly: SDPA, which transformers may choose by default, ignores the cap.
+    If attention logits are capped, it uses eager attention, because SDPA ignores the cap.
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -227,7 +227,7 @@ def reference_model(folder: Path) -> Any:
 
 
 def reference_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    """Returns the tokens of transformers' generate(), greedy: the reference for all engines."""
+    """Returns the greedy tokens of transformers' generate(), the reference for all engines."""
     return list(_greedy(reference_model(folder), tuple(prompt), max_tokens))
 
 
@@ -237,25 +237,26 @@ def _greedy(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, 
 
 
 def reference_greedy_together(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Returns the same for all prompts in one generate(), padded on the left: ten times as fast.
+    """Like `reference_greedy`, for all prompts in one generate() with left padding: ten times as fast.
 
-    Padding may change the last bits, so a different token may still be `reference_greedy`'s.
+    Padding may change the last bits, so where an engine's token differs from these, compare it with `reference_greedy`.
     test_the_reference_says_something compares the two for every architecture.
     """
     return _generate(reference_model(folder), prompts, max_tokens)
 
 
 def prefers(folder: Path, prompts: list[list[int]], outputs: list[list[int]], limits: list[int]) -> bool:
-    """Whether greedy decoding gives these outputs: one pass over each has the reference's choice behind every token.
+    """Whether greedy decoding gives these outputs, checked by one forward pass over each prompt with its output.
 
     A False says nothing yet: sums of another order may choose another token, and where the rotary frequencies follow
-    the length, generate() has others than a pass over the whole.
+    False does not prove a fault: another order of summation may choose another token, and where rotary frequencies
+    depend on the length, generate() uses others than one pass over the whole text.
     """
     model = reference_model(folder)
     if not all(outputs) or has_frequencies_by_length(model.config):
         return False
     rows = [prompt + output[:-1] for prompt, output in zip(prompts, outputs, strict=True)]
-    input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # causal: no token sees what pads its row
+    input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # causal: no token sees the padding
     for at, row in enumerate(rows):
         input_ids[at, : len(row)] = torch.tensor(row)
     with torch.inference_mode():
@@ -269,9 +270,9 @@ def prefers(folder: Path, prompts: list[list[int]], outputs: list[list[int]], li
 
 
 def assert_greedy(folder: Path, prompt: list[int], output: list[int]) -> None:
-    """Asserts that each token is the best behind those before it, or within 1e-4 of it: one in a thousand, and one.
+    """Asserts that each token has the best logit, except for 1 + 0.1 % of them, whose logit is within 1e-4 of the best.
 
-    For outputs that parts of other sizes made: behind a tie of floating point, all further tokens are others.
+    Each token is checked after the output's own earlier tokens, because all tokens after a numerical tie may differ.
     """
     with torch.inference_mode():
         logits = reference_model(folder)(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
@@ -301,7 +302,7 @@ def _generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def padded_left(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Returns generate()'s arguments for several prompts: input_ids and attention_mask, each [num_prompts, longest]."""
+    """Returns generate() arguments for several prompts: input_ids and attention_mask, each [num_prompts, longest]."""
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), PAD_ID)
     attention_mask = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -312,13 +313,13 @@ def padded_left(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 
 
 def until_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
-    """Returns the tokens up to and including the first one that ends the sequence."""
+    """Returns the tokens up to and including the first end token."""
     at = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: at + 1])
 
 
 def margin(folder: Path, prompt: list[int], output: list[int]) -> float:
-    """Returns the distance between the reference's two best logits after prompt + output."""
+    """Returns the difference between the reference's two best logits after prompt + output."""
     with torch.inference_mode():
         logits = reference_model(folder)(torch.tensor([prompt + output])).logits[0, -1]
     first, second = logits.topk(2).values.tolist()

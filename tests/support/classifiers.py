@@ -1,4 +1,4 @@
-"""A tiny sequence classifier, and its numbers from transformers."""
+"""A tiny sequence classifier, and transformers' scores for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = ["calm", "glad", "sad"]
 
 
 def make_classifier(folder: Path) -> Path:
-    """Makes one of a generating model: without its output layer, with a head for LABELS."""
+    """Makes a classifier from a generating model: replaces its output layer by a head for LABELS."""
     make_checkpoint(folder, "llama")
     (file,) = folder.glob("*.safetensors")
     weights = load_file(file)
@@ -38,7 +38,7 @@ def _reference(folder: Path) -> Any:
 
 
 def reference_classes(folder: Path, token_ids: list[int]) -> list[float]:
-    """Returns the number of each label from transformers."""
+    """Returns transformers' score of each label."""
     with torch.inference_mode():
         found: list[float] = _reference(folder)(torch.tensor([token_ids])).logits[0].tolist()
     return found

@@ -1,4 +1,4 @@
-"""Videos for tiny models of GLM-4.1V and ERNIE 4.5 VL, and what transformers answers to them."""
+"""Videos for tiny models of GLM-4.1V and ERNIE 4.5 VL, and transformers' answers to them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.pictures import order_of
 CLIP_KINDS = ("glm4v", "ernie4_5_vl_moe")
 PATCH, SIDE = 4, 8
 SIZES = {
-    "glm4v": {"shortest_edge": 512, "longest_edge": 4096},  # of all frames
-    "ernie4_5_vl_moe": {"shortest_edge": 128, "longest_edge": 384},  # of a frame
+    "glm4v": {"shortest_edge": 512, "longest_edge": 4096},  # pixels of all frames together
+    "ernie4_5_vl_moe": {"shortest_edge": 128, "longest_edge": 384},  # pixels of each frame
 }
 FONT = "Drawn-Regular.ttf"
 PLACEHOLDER = "".join(map(NAMES.__getitem__, (BEGIN, VIDEO, END)))
@@ -35,7 +35,7 @@ processing = {name: _processing(name) for name in CLIP_KINDS}
 
 
 def make_filming(folder: Path, name: str, **fields: Any) -> Path:
-    """Writes a model that takes videos, too; ERNIE's folder has a font."""
+    """Writes a model that also takes videos; ERNIE's folder gets a font."""
     make_kind(folder, name)
     given = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2, "size": SIZES[name], "font": FONT}
     add_videos(folder, PLACEHOLDER, {**given, **fields})
@@ -45,7 +45,7 @@ def make_filming(folder: Path, name: str, **fields: Any) -> Path:
 
 
 class Filmed(NamedTuple):
-    """A prompt of texts in tokens, with the videos between them."""
+    """A prompt: tokenized texts with videos between them."""
 
     texts: Sequence[list[int]]
     videos: list[VideoFrames]
@@ -71,7 +71,7 @@ class Filmed(NamedTuple):
 
 
 def reference_pixels(folder: Path, name: str, video: VideoFrames) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns [num_frames, height, width, 3] as transformers' processor draws and resizes frames, an even number."""
+    """Returns an even number of frames, drawn and resized as by transformers: [num_frames, height, width, 3]."""
     module = processing[name]
     pictures, count = list(video.pictures), len(video.pictures)
     bounds = {"factor": SIDE, "min_pixels": SIZES[name]["shortest_edge"], "max_pixels": SIZES[name]["longest_edge"]}
@@ -92,9 +92,9 @@ def reference_pixels(folder: Path, name: str, video: VideoFrames) -> np.ndarray[
 
 
 def reference_answer(folder: Path, name: str, prompt: Filmed, max_tokens: int) -> list[int]:
-    """Returns generate()'s tokens, with frames, tokens and, for ERNIE, positions prepared here.
+    """Returns generate()'s tokens; prepares frames, tokens and, for ERNIE, positions itself.
 
-    ERNIE's positions go on after the largest one of a video, as in training.
+    As in ERNIE's training, positions after a video continue from the video's largest position.
     """
     token_ids, positions = list(prompt.texts[0]), [(at,) * 3 for at in range(len(prompt.texts[0]))]
     patches, grids = [], []
@@ -135,7 +135,7 @@ def reference_answer(folder: Path, name: str, prompt: Filmed, max_tokens: int) -
 
 
 def _patches(name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Returns the tower's patches and their grid."""
+    """Returns the vision tower's patches and their grid."""
     values = (pixels.astype(np.float32) / np.float32(255) - MEAN) / STD
     frames = torch.from_numpy(values).permute(0, 3, 1, 2)[None].contiguous()
     if name == "glm4v":

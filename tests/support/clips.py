@@ -1,4 +1,4 @@
-"""Videos for tiny models: files that PyAV writes, frames, and what transformers answers to them."""
+"""Videos for tiny models: files written by PyAV, frames, and transformers' answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.checkpoints import EOS_ID, make_tokenizer, until_end
 from tests.support.pictures import PATCH, make_vision, order_of, reference_of
 
 SIDE = 2 * PATCH
-SIZES = {"shortest_edge": 2 * SIDE**2, "longest_edge": 6 * SIDE**2}  # 2 to 6 tokens of a frame, or of all
+SIZES = {"shortest_edge": 2 * SIDE**2, "longest_edge": 6 * SIDE**2}  # 2 to 6 tokens per frame, or for all frames
 TOKENS_PER_SECOND = 4
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float32)
@@ -35,11 +35,11 @@ PLACEHOLDER = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 def _processing(name: str) -> Any:
-    """Imports a module that wants torchvision for what is not called here."""
+    """Imports a module that imports torchvision for functions that are not called here."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
     names += ["torchvision.transforms.functional", "torchvision.transforms.v2.functional"]
     absent: dict[str, Any] = {each: types.ModuleType(each) for each in names}
-    for conversion in ("pil_to_tensor", "to_pil_image"):  # pictures stay what they are
+    for conversion in ("pil_to_tensor", "to_pil_image"):  # returns pictures unchanged
         setattr(absent["torchvision.transforms.functional"], conversion, lambda picture: picture)
     with mock.patch.dict(sys.modules, absent):
         return importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
@@ -50,7 +50,7 @@ Frame = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def make_seer(folder: Path, name: str, **changes: Any) -> Path:
-    """Writes a model that takes videos, too, with sizes of their own."""
+    """Writes a model that also takes videos, with size limits for them."""
     make_vision(folder, name, **changes)
     shares = name.startswith("qwen3")
     sizes = {edge: area * (4 if shares else 1) for edge, area in SIZES.items()}
@@ -60,7 +60,7 @@ def make_seer(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def add_videos(folder: Path, placeholder: str, fields: dict[str, Any]) -> None:
-    """Has a model's folder take videos, too. `fields`: how they are prepared."""
+    """Adds support for videos to a model's folder. `fields`: the settings of their preparation."""
     (folder / "video_preprocessor_config.json").write_text(json.dumps(fields))
     template = folder / "chat_template.jinja"
     with_videos = f"{{% elif part.type == 'video' %}}{placeholder}{{% else %}}{{{{ part.text }}}}"
@@ -68,14 +68,14 @@ def add_videos(folder: Path, placeholder: str, fields: dict[str, Any]) -> None:
 
 
 def clip(seed: int, num_frames: int = 5, width: int = 24, height: int = 16) -> list[Frame]:
-    """Returns frames of noise, each in a color of its own."""
+    """Returns frames of noise, each in a different color."""
     rng = np.random.default_rng(seed)
     noise = [rng.integers(0, 256, (height, width, 3)) // 2 + rng.integers(0, 128, 3) for _ in range(num_frames)]
     return [each.astype(np.uint8) for each in noise]
 
 
 def file_of(frames: list[Frame], kind: str = "mp4", codec: str = "mpeg4", fps: int = 4, **options: str) -> bytes:
-    """Returns a file; what is in it is not exactly the frames."""
+    """Returns a video file; lossy compression changes the frames."""
     import av
 
     file = io.BytesIO()
@@ -90,7 +90,7 @@ def file_of(frames: list[Frame], kind: str = "mp4", codec: str = "mpeg4", fps: i
 
 
 def avi_of_frames(num_frames: int) -> bytes:
-    """A file whose header announces so many frames."""
+    """Returns a file whose header announces `num_frames` frames."""
     data = bytearray(file_of(clip(1, 12), "avi", "mjpeg"))
     for mark, offset in ((b"avih", 8 + 16), (b"strh", 8 + 32)):
         at = data.index(mark) + offset
@@ -107,7 +107,7 @@ def frames_in(frames: list[Frame], fps: float = 4.0) -> VideoFrames:
 
 
 class Filmed(NamedTuple):
-    """A prompt with a placeholder, START, VIDEO and END, for each of its videos."""
+    """A prompt with a placeholder (START, VIDEO, END) for each of its videos."""
 
     token_ids: list[int]
     videos: list[VideoFrames]
@@ -129,7 +129,7 @@ def encoded(text: str) -> list[int]:
 
 
 def filmed(seed: int, num_texts: list[int], videos: list[VideoFrames]) -> Filmed:
-    """A prompt of random texts of these lengths, with the videos between them."""
+    """Makes a prompt of random texts of these lengths with the videos between them."""
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, 256, length).tolist() for length in num_texts]
     token_ids = list(texts[0])
@@ -139,9 +139,10 @@ def filmed(seed: int, num_texts: list[int], videos: list[VideoFrames]) -> Filmed
 
 
 def reference_answer(folder: Path, prompt: Filmed, max_tokens: int) -> list[int]:
-    """Returns generate()'s tokens, with frames, tokens and positions prepared here, as transformers' processors do.
+    """Returns generate()'s tokens; prepares frames, tokens and positions as transformers' processors do.
 
-    Positions after a video go on after its largest one, as in training; transformers 5.3 and later begin earlier.
+    As in training, positions after a video continue from its largest position; transformers 5.3 and later begin
+    earlier.
     """
     model_type = Checkpoint.open(str(folder)).part_of
     is_third = model_type.startswith("qwen3")
@@ -187,7 +188,7 @@ def reference_answer(folder: Path, prompt: Filmed, max_tokens: int) -> list[int]
 
 
 def _greedy(model: Any, inputs: dict[str, Any], positions: torch.Tensor, max_tokens: int) -> list[int]:
-    """generate() has no argument for positions: its own rule is replaced."""
+    """Replaces generate()'s rule for positions, because it takes none as an argument."""
     delta = int(positions.max()) + 1 - positions.shape[-1]
     kind, found = type(model.model), (positions, torch.tensor([[delta]]))
     rule = kind.get_rope_index
@@ -201,7 +202,7 @@ def _greedy(model: Any, inputs: dict[str, Any], positions: torch.Tensor, max_tok
 
 
 def _prepared(video: VideoFrames, is_third: bool) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Returns the tower's patches and the grid in merged patches."""
+    """Returns the vision tower's patches and the grid in merged patches."""
     first, count = video.pictures[0], len(video.pictures)
     bounds = {"factor": SIDE, "min_pixels": SIZES["shortest_edge"], "max_pixels": SIZES["longest_edge"]}
     if is_third:

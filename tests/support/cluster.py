@@ -1,7 +1,8 @@
-"""A cluster of real processes for tests: started, awaited, queried, killed, and proven empty.
+"""A cluster of real processes for tests: starts, awaits, queries and kills them, and checks that nothing is held.
 
 Starts what `pd-cluster up` starts (the same plan), and restarts nothing that dies unless a test says so. Every wait has
-a deadline and fails with the processes' last words.
+Starts the same processes as `pd-cluster up` (from the same plan), and restarts a process only when a test asks for it.
+Every wait has a deadline and fails with the last lines of the processes' logs.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "150"))
 SETTLE_TIMEOUT_S = 80.0
 POLL_S = 0.05
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # --device of every worker
-SAME_HOST = same_host_choice(DEVICE or "cpu")  # how two instances of one host exchange KV cache
+SAME_HOST = same_host_choice(DEVICE or "cpu")  # the transport between two instances of one host
 T = TypeVar("T")
 
 
 def shared_preloader() -> Preloader:
-    """Returns one preloader for all clusters of this test process, and for ranks that have a core each.
+    """Returns the preloader shared by all clusters of this test process, for ranks with one core each.
 
-    Returns another one if something that a fork inherits has changed: a namespace, a limit, a test's variable.
+    Starts a new one if something that a fork inherits has changed: a namespace, a limit, an environment variable.
     """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or 1
     env = environment(num_threads, os.environ)
@@ -56,7 +57,7 @@ _preloaders: dict[str, Preloader] = {}
 
 
 class LiveCluster:
-    """`with LiveCluster(folder, model, …) as cluster:`; ready inside, removed afterwards, whatever happens."""
+    """`with LiveCluster(folder, model, …) as cluster:`; ready inside the block, always removed afterwards."""
 
     FORKS = True  # False: each process is started by its command line
 
@@ -138,12 +139,12 @@ class LiveCluster:
         self.processes[name].send_signal(number)
 
     def kill_rank(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Kills only the rank processes, not their parent."""
+        """Sends a signal to an instance's rank processes, but not to their parent."""
         for pid in self.rank_pids(name):
             os.kill(pid, number)
 
     def rank_pids(self, name: str) -> list[int]:
-        """Returns the pids in the order of the ranks; the worker's parent must answer."""
+        """Returns the ranks' pids in order; the worker's parent process must respond."""
         answer = self.client.get(f"http://{self.address_of(name)}:{self.members[name].port}/instance")
         found: list[int] = answer.json()["rank_pids"]
         assert found
@@ -156,13 +157,13 @@ class LiveCluster:
         return self.processes[name].wait(timeout_s)
 
     def restart(self, name: str) -> None:
-        """Starts a process again that has ended or is about to, and waits until the cluster is as before."""
+        """Restarts a process that has ended or is about to end, and waits until the cluster is ready again."""
         self.await_exit(name)
         self.start_member(name)
         self.await_ready()
 
     def stop(self) -> None:
-        """Ends everything that this test started: asks, waits, kills."""
+        """Ends all processes that this test started: sends SIGTERM, waits, then kills."""
         self.client.close()
         running = [process for process in self.processes.values() if process.poll() is None]
         for process in running:
@@ -190,7 +191,7 @@ class LiveCluster:
     # ---- queries
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Returns (status, body); (0, {}) while nobody answers."""
+        """Returns (status, body), or (0, {}) if no scheduler answers."""
         try:
             answer = self.client.get(f"{self.url}/health")
         except httpx.HTTPError:
@@ -205,7 +206,10 @@ class LiveCluster:
         return next(i for i in self.instances() if i["instance_id"] == name)
 
     def await_received(self, *names: str) -> None:
-        """Waits until KV cache has come to each of these, by heartbeats; one may get all, so more is asked at once."""
+        """Waits until heartbeats report received KV cache for each of these instances.
+
+        One instance may get all requests of a batch, so it sends further batches.
+        """
 
         def have_received() -> bool:
             return all(self.instance(name)["kv_received_nbytes"] > 0 for name in names)
@@ -218,13 +222,13 @@ class LiveCluster:
         self.wait_until(f"KV cache came to {names}", have_received)
 
     def ask_admin(self, method: str, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
-        """Asks the admin port, with its token unless another one is given."""
+        """Sends a request to the admin port, with its token unless another one is given."""
         token = (self.folder / ADMIN_TOKEN_FILE).read_text().strip() if token is None else token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         return self.client.request(method, f"{self.admin_url}{path}", headers=headers, **fields)
 
     def order(self, path: str, **body: Any) -> Any:
-        """Posts a command to the admin port; returns the answer's JSON. Fails for another status than 200."""
+        """Posts a command to the admin port; returns the response's JSON. Fails unless the status is 200."""
         answer = self.ask_admin("POST", path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -248,14 +252,14 @@ class LiveCluster:
         self.wait_until("the cluster is ready", ready, START_TIMEOUT_S)
 
     def is_whole(self) -> bool:
-        """Whether all instances are ready and linked, each in the life that this test has started last."""
-        if not self._all_anew():  # before health, which then is about no earlier life
+        """Whether all instances are ready and linked, and each is the process that this test started last."""
+        if not self._all_anew():  # checked first, so that the health below is not an earlier process's
             return False
         status, body = self.health()
         return status == 200 and body["status"] == "ok" and self._all_linked()
 
     def _all_anew(self) -> bool:
-        """Whether each listed instance is the process that runs now: a death may not have been noticed yet."""
+        """Whether each listed instance is its current process: the scheduler may not have noticed a death yet."""
         try:
             found = self.instances()
         except httpx.HTTPError:
@@ -264,7 +268,7 @@ class LiveCluster:
         return all(process.pid == pid and process.poll() is None for process, pid in lives)
 
     def _all_linked(self) -> bool:
-        """Whether every prefill instance has its links to all others, encoders that registered included."""
+        """Whether every prefill instance has its links to all others, including registered encoders."""
         found = self.instances()
         to_all = "--prefix-pull" in self.launch.arguments
         lives = {f"{i['instance_id']}@{i['epoch']}" for i in found if to_all or i["role"] != "prefill"}
@@ -278,7 +282,7 @@ class LiveCluster:
         return are_here and all(linked)
 
     def assert_home(self) -> None:
-        """Asserts that nothing is held, waiting or outstanding anywhere, and every block is accounted for."""
+        """Asserts that no instance holds, awaits or owes anything, and that every block is accounted for."""
 
         def home() -> bool:
             return all(
@@ -299,14 +303,14 @@ class LiveCluster:
                 for i in self.instances()
             )
 
-        self.wait_until("the load was told anew", refreshed)
-        self.wait_until("every block is home", home)
+        self.wait_until("two more heartbeats of each instance arrived", refreshed)
+        self.wait_until("every block is released", home)
 
     # ---- requests
 
     @contextmanager
     def unfinished(self) -> Iterator[None]:
-        """Has a request in flight whose body comes at the end: until then, schedulers that drain are there."""
+        """Keeps a request in flight by sending its body only at the end, so that a draining scheduler stays alive."""
 
         def load() -> int:
             return int(self.client.get(f"{self.url}/load").json()["server_load"])
@@ -320,19 +324,19 @@ class LiveCluster:
             assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Returns the answer's JSON. Fails for another status than 200."""
+        """Returns the response's JSON. Fails unless the status is 200."""
         answer = self.client.post(f"{self.url}{path}", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
-        """Returns the output tokens of one completion, greedy unless the fields say otherwise."""
+        """Returns the output tokens of one completion, greedy unless `fields` say otherwise."""
         return self.complete_choices(prompt, max_tokens, **fields)[0]
 
     def complete_together(
         self, prompts: Sequence[list[int]], max_tokens: int | Sequence[int], concurrency: int = 0, **fields: Any
     ) -> list[list[int]]:
-        """Returns the output tokens of greedy completions that are asked for at once, in the prompts' order."""
+        """Requests greedy completions concurrently; returns their output tokens in the prompts' order."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         asks = zip(prompts, limits, strict=True)
         return together([partial(self.complete, prompt, limit, **fields) for prompt, limit in asks], concurrency)
@@ -346,13 +350,13 @@ class LiveCluster:
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the children of all of its threads."""
+    """Returns the child processes that any of its threads started."""
     lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for children in lists for child in children.split()]
 
 
 def together(jobs: Sequence[Callable[[], T]], concurrency: int = 0, timeout_s: float = 240.0) -> list[T]:
-    """Returns the results of jobs that run at once, or so many at a time, in their order. Fails with their errors."""
+    """Runs jobs concurrently, at most `concurrency` if not 0; returns results in order. Fails with the jobs' errors."""
     found: dict[int, T] = {}
 
     def into(at: int) -> Callable[[], None]:
@@ -364,7 +368,7 @@ def together(jobs: Sequence[Callable[[], T]], concurrency: int = 0, timeout_s: f
 
 
 def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s: float = 240.0) -> list[BaseException]:
-    """Runs the jobs on threads; returns their exceptions. Fails if they do not end in time."""
+    """Runs the jobs on threads; returns their exceptions. Fails if they do not end within `timeout_s`."""
     waiting = list(reversed(jobs))
     errors: list[BaseException] = []
 
@@ -390,6 +394,6 @@ def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s:
 
 
 class SpawnedCluster(LiveCluster):
-    """Its processes have the command lines, environments and memory that `up` gives them."""
+    """A cluster whose processes are spawned by their command lines, as `up` does, instead of forked."""
 
     FORKS = False

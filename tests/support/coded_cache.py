@@ -1,4 +1,4 @@
-"""transformers' cache with the numbers of a pool of codes, and what it generates."""
+"""transformers' cache rounded like a quantized pool, and the tokens generated with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.checkpoints import reference_model
 
 
 class CacheOf(DynamicCache):
-    """transformers' cache with every vector as a pool of this dtype has it."""
+    """transformers' cache in which every vector is rounded as in a pool of this dtype."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Launches of the kernels of codes, to be compiled for absent GPUs: see compile_cuda_ops.py."""
+"""Launches of the kernels for quantized weights, to be compiled for absent GPUs: see compile_cuda_ops.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def empty(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def codes(*outputs: int, num_inputs: int, kind: int, group: int = 0, has_zeros: bool = False) -> WeightCodes:
-    """`outputs`: of one layer, or experts and those of each."""
+    """`outputs`: a layer's outputs, or the number of experts and the outputs of each."""
     num_groups = num_inputs // (group or num_inputs)
     filled = -(-num_inputs // 128) * 128
     width = filled // 8 if kind in (INT4, E2M1) else filled
@@ -61,7 +61,7 @@ def written(num_inputs: int, num_outputs: int, kind: int, **given: int) -> None:
 
 
 def experts(num_rows: int, kind: int, group: int = 0, dtype: torch.dtype = BF16) -> None:
-    """Mixtral's, by codes."""
+    """Launches Mixtral's experts with quantized weights."""
     gate_up = codes(8, 2 * 14336, num_inputs=4096, kind=kind, group=group)
     down = codes(8, 4096, num_inputs=14336, kind=kind, group=group)
     router = ExpertRouter(empty(8, 4096, dtype=dtype), None, Routing(2))

@@ -1,7 +1,7 @@
-"""Compiles the kernels of CudaOps, the experts, the argmax and the draw for absent GPUs: JSON lines on stdout.
+"""Compiles the kernels of CudaOps, experts, argmax and sampling for absent GPUs; writes JSON lines to stdout.
 
-`python -m tests.support.compile_cuda_ops ARCH…`, in a process of its own and without TRITON_INTERPRET. The launches are
-those of the real functions on tensors of the meta device, specialised as Triton itself would.
+`python -m tests.support.compile_cuda_ops ARCH…`, in a process of its own and without TRITON_INTERPRET. It launches the
+real functions on tensors of the meta device, and specialises the kernels as Triton would.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def skinny_gate(num_rows: int, num_inputs: int, num_features: int, dtype: torch.
 
 
 def overlapping() -> None:
-    """Launches that begin before the end of the previous one."""
+    """Launches kernels that begin before the previous one has ended."""
     ops = CudaOps(lambda *_: torch.empty(0), speedups=["pdl"])
     ops.add_norm(empty(8, 4096), empty(8, 4096), Norm(empty(4096), 1e-6))
     ops.gate(empty(8, 2 * 14336), "silu")
@@ -111,7 +111,7 @@ def sparse(
     is_deterministic: bool = False,
     num_ranks: int = 1,
 ) -> None:
-    """`num_experts`: those of each rank."""
+    """`num_experts`: the number on each rank."""
 
     def bias(*size: int) -> torch.Tensor | None:
         return empty(*size, dtype=dtype) if gpt_oss else None
@@ -149,7 +149,7 @@ def draw(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     draw_rows(empty(num_rows, vocab_size, dtype=dtype), ids, best, ids, knobs)
 
 
-# Llama 3.1 8B, Qwen3 0.6B, Gemma 2 and Mixtral, at the sizes that the tables of launch sizes distinguish.
+# Llama 3.1 8B, Qwen3 0.6B, Gemma 2 and Mixtral, one size for each entry of the tables of launch sizes.
 FEW: dict[str, Callable[[], None]] = {
     "norm": lambda: norm(4096, BF16),
     "gate, few rows": lambda: gate(32, 14336, BF16),
@@ -253,7 +253,7 @@ def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
 
 
 def _widths(instruction: str, ptx: str) -> list[int]:
-    """Returns the bytes per thread of each of these instructions on global memory."""
+    """Returns, for each occurrence of this global-memory instruction, the bytes that a thread accesses."""
     found = re.findall(rf"\b{instruction}\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)\b", ptx)
     return [int(count or 1) * int(bits) // 8 for count, bits in found]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def copy_of(folder: Path, to: Path, changes: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Returns a copy within the folder `to`. `changes` are by file; None removes a field."""
+    """Returns a copy in the folder `to`. `changes` maps files to changed fields; None removes a field."""
     made = to / "model"
     shutil.copytree(folder, made)
     for name, fields in changes.items():

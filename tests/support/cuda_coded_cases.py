@@ -1,6 +1,6 @@
-"""Products of codes in Triton: interpreted on CPU, or on a GPU, against the numbers that the codes stand for.
+"""Products with quantized weights in Triton, interpreted or on a GPU, against the dequantized numbers.
 
-Weights have inputs as many as real ones, and few outputs, because interpreting takes long.
+Weights have as many inputs as real ones but few outputs, because the interpreter is slow.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def whole(*shape: int) -> torch.Tensor:
 
 
 def floats(*shape: int) -> torch.Tensor:
-    """All codes, the subnormal ones included."""
+    """Returns random FP8 codes, subnormal ones included."""
     found = torch.randint(0, 127, shape, dtype=torch.uint8)
     return (found | torch.randint(0, 2, shape, dtype=torch.uint8) << 7).view(FP8)
 
@@ -92,7 +92,7 @@ def weight_of(codes: torch.Tensor, num_groups: int, has_zeros: bool, dtype: torc
 def test_codes_become_the_numbers_that_they_stand_for(
     make: Callable[..., torch.Tensor], num_inputs: int, num_groups: int, has_zeros: bool, kind: int, dtype: torch.dtype
 ) -> None:
-    """To the bit; and products are those of the numbers, for one row, whose inputs are split, and for several tiles."""
+    """Codes decode to exact bits; products equal those of the numbers, for one row (inputs split) and several tiles."""
     torch.manual_seed(num_inputs)
     weight = weight_of(make(20, num_inputs), num_groups, has_zeros, dtype)
     codes = codes_of(weight)
@@ -106,7 +106,7 @@ def test_codes_become_the_numbers_that_they_stand_for(
         expected = x.double() @ weight.matrix().double().T + weight.bias.double()
         found = layer(x)
         assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
-        assert torch.equal(layer(x), found), "whoever comes last"
+        assert torch.equal(layer(x), found), "the result depends on which program finishes last"
 
 
 @pytest.mark.parametrize("rows", [70, 5])
@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_among_any_rows_when_asked() -> None:
 
 
 class Halves:
-    """One of two ranks, computed in turn: the other's part is the one that it had in its last turn."""
+    """One of two ranks that run alternately: it gathers the part that the other rank had in its last run."""
 
     size = 2
 
@@ -178,12 +178,12 @@ class Halves:
 
 
 def test_experts_of_two_ranks_have_the_bits_of_one() -> None:
-    """The first rank's features are far larger; an odd number of outputs, so that it has one less than the second."""
+    """The first rank has far larger features and, as the number of outputs is odd, one output less than the second."""
     torch.manual_seed(6)
     num_experts, hidden_size, features = 3, 33, 128
     gate_up, down = whole(num_experts, 2 * features, hidden_size), whole(num_experts, hidden_size, features)
     gate_up_scales, down_scales = torch.rand(num_experts, 2 * features) / 1000, torch.rand(num_experts, hidden_size)
-    gate_up_scales[:, features : features + features // 2] *= 100  # ups of the first rank
+    gate_up_scales[:, features : features + features // 2] *= 100  # the first rank's share of the up projection
     bias, router = torch.randn(num_experts, hidden_size), torch.randn(num_experts, hidden_size)
 
     def experts(outputs: slice, inner: slice, rows: WholeRows | None = None) -> TritonGroupedExperts:
@@ -202,13 +202,13 @@ def test_experts_of_two_ranks_have_the_bits_of_one() -> None:
     for rank, outputs in ((0, (0, 16)), (1, (16, 33))):
         rows: Any = WholeRows(Halves(rank, parts), outputs, hidden_size)
         ranks.append(experts(slice(*outputs), rows.part(features // 2), rows))
-    ranks[0](x)  # for its part alone
+    ranks[0](x)  # only so that rank 1 can gather its part
     assert torch.equal(ranks[1](x) + ranks[0](x), expected)
 
 
 @pytest.mark.parametrize(("kind", "num_rows"), [(INT4, 20), (E4M3, 1), (ROUNDED, 20)])
 def test_experts_of_codes(kind: int, num_rows: int) -> None:
-    """Against transformers' routing and each expert's layers by themselves."""
+    """Compares with transformers' routing and with each expert's layers computed separately."""
     torch.manual_seed(5)
     config = MixtralConfig(hidden_size=128, intermediate_size=96, num_local_experts=5, num_experts_per_tok=2)
     block = MixtralSparseMoeBlock(config)
@@ -239,5 +239,5 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
         )
         expected = Experts(router, ExpertLayers(ExpertWeights(*numbers)), TorchOps(), "silu")
         expected._router = PlainLinear(router.weight, None)
-    tolerance = 2e-2 if kind == ROUNDED else 2e-5  # a code may fall to the other side
+    tolerance = 2e-2 if kind == ROUNDED else 2e-5  # an activation may round to the neighbouring code
     assert (found - expected(x)).abs().max() <= tolerance * found.abs().max()

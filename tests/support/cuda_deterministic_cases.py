@@ -1,4 +1,4 @@
-"""The path of `--deterministic`: a row's bits among any rows, for each kernel and for whole engines.
+"""Tests `--deterministic`: a row has the same bits in any batch, for each kernel and for whole engines.
 
 Interpreted on CPU; on a GPU if the cases run without TRITON_INTERPRET. Run by tests/model/test_cuda_ops.py.
 """
@@ -55,7 +55,7 @@ from tests.support.spread import spread
 
 choose_device()
 
-COMPANIES = (1, 2, 7, 33, 64, 200)  # numbers of rows
+COMPANIES = (1, 2, 7, 33, 64, 200)  # batch sizes
 ASKING = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
 Answer = list[tuple[int, float, list[tuple[int, float]]]]
 
@@ -70,7 +70,7 @@ def in_order() -> Iterator[None]:
 
 
 def assert_same_rows(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Asserts that rows have the same bits among any number of others, at other places. Returns all results."""
+    """Asserts that rows have the same bits in batches of any size and at any position. Returns all results."""
     whole = function(rows)
     for num_rows in COMPANIES:
         for shift in (0, 3, 70):
@@ -131,7 +131,7 @@ def test_a_row_passes_through_its_experts_the_same_among_any_rows(dtype: torch.d
 def test_launches_have_the_same_constants_for_all_numbers_of_rows(
     is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU other constants are another kernel, with an order of sums of its own; usually they follow the rows."""
+    """Other constants compile to another kernel with another order of summation; by default they depend on the rows."""
     found: set[tuple[str, str]] = set()
     kernels = [(experts_kernels, name) for name in ("route", "gate_up_product", "down_product", "sum_pairs")]
     kernels.append((linear_kernels, "linear_product"))
@@ -157,7 +157,7 @@ def test_launches_have_the_same_constants_for_all_numbers_of_rows(
 
 
 def test_the_gate_has_one_launch_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other kernels of `CudaOps` never look at the number of rows."""
+    """No other kernel of `CudaOps` depends on the number of rows."""
     monkeypatch.setattr("pd_cluster.model.kernels.cuda.ops.FEW_GATED", 1)
     rows = torch.randn(9, 64)
     ops = DeterministicOps(attend_rows)
@@ -190,7 +190,7 @@ def test_a_token_attends_the_same_however_its_prompt_is_cut(
     tables = [list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))]
 
     def attended(chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Chunks are (sequence, first token, last token + 1)."""
+        """Attends in chunks of (sequence, first token, last token + 1)."""
         requests = []
         for i, (seq, start, stop) in enumerate(chunks):
             order = RequestSpec([0] * num_tokens, Sampling())
@@ -212,7 +212,7 @@ def test_a_token_attends_the_same_however_its_prompt_is_cut(
 
 
 def test_a_token_attends_to_latents_the_same_however_its_prompt_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and beside the chunks of another prompt, which is the same one at other places."""
+    """Checked alone and beside the chunks of a second sequence with the same prompt, whose blocks lie elsewhere."""
     monkeypatch.setattr(deterministic, "configs_of", small_configs)
     shape = (4, (24, 40, 16, 32), 8, "float32", "float32")
     num_tokens, ops = 29, DeterministicOps(attend_rows)
@@ -260,7 +260,7 @@ def test_tiles_cover_each_query_once() -> None:
 
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int, num_blocks: int = 64) -> EngineCore:
     monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention(is_deterministic=True))
-    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # on CPU otherwise in float32 only
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # otherwise only float32 models are fused on CPU
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,
@@ -281,7 +281,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int,
 
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[Answer]:
-    """Returns each token with its logprob and those of the two most likely ones."""
+    """Returns each token with its logprob and with the two most likely tokens and their logprobs."""
     requests = [Request(f"r{i}", RequestSpec(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = run(core, requests)
     return [[_told(token) for token in tokens[0]] for tokens in found.values()]
@@ -311,7 +311,7 @@ def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption
     core = engine(folder, monkeypatch, "bfloat16", step=64)
     alone = [answers(core, [prompt])[0] for prompt in prompts]
     assert answers(core, prompts) == alone
-    tight = engine(folder, monkeypatch, "bfloat16", step=5, num_blocks=7)  # the first prompt comes in two chunks
+    tight = engine(folder, monkeypatch, "bfloat16", step=5, num_blocks=7)  # the first prompt is computed in two chunks
     assert answers(tight, prompts) == alone
     assert tight.scheduler.num_preemptions > 0
 
@@ -326,7 +326,7 @@ def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption
 def test_rows_of_drafts_are_steps(
     architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In graphs, where rows count as sequences, and beside a prompt."""
+    """Rows with drafts equal single decode steps, in graphs (where a row counts as a sequence) and beside a prompt."""
     layers = {"num_hidden_layers": 1} if architecture == "llama" else {}
     runner: Any = engine(make_checkpoint(tmp_path, architecture, **layers), monkeypatch, dtype, step=64).runner
     steps = Steps(runner, random_orders((5, 9)), (5, 9), num_steps=4)

@@ -1,4 +1,4 @@
-"""Draws with top_k and top_p under Triton's interpreter, against the host's: the same to the bit.
+"""Sampling with top_k and top_p under Triton's interpreter: exactly the host's tokens and thresholds.
 
 On a GPU, if there is one: `python -m pytest tests/support/cuda_*_cases.py`.
 """
@@ -120,7 +120,7 @@ def test_a_wide_vocabulary(asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(262_144, marks=SLOW_IF_INTERPRETED), 32_768])
 def test_a_wide_vocabulary_of_equals(vocab_size: int) -> None:
-    """The lowest ids are kept, exactly as many as the share says, and the last of them can be drawn."""
+    """Of equal logits, top_p keeps the lowest ids, exactly as many as it allows; the last of them can be drawn."""
     logits = torch.full((1, vocab_size), 2.0)
     knobs = DrawParameters.of([Sampling(top_p=0.25)], np.full(1, LARGEST_UNIFORM), vocab_size)
     actual = drawn_there(logits, knobs, [0])
@@ -129,7 +129,7 @@ def test_a_wide_vocabulary_of_equals(vocab_size: int) -> None:
 
 
 def test_neighbours_a_bit_apart_are_told_apart() -> None:
-    """The threshold lies between two float32 numbers next to each other, around zero and elsewhere."""
+    """The threshold lies between two adjacent float32 numbers, near zero and elsewhere."""
     for base in (0.0, 1.0, -3.0, 1e-38):
         line = [torch.tensor(base)]
         for _ in range(40):
@@ -165,7 +165,7 @@ def test_rows_without_candidates_get_the_best_id_and_others_are_left_alone() -> 
 
 
 def test_rows_of_masked_tokens_get_the_best_id_whatever_limits_them() -> None:
-    """The best id of such a row is the caller's: the likeliest of its allowed tokens."""
+    """The caller gives the best id of such a row: the likeliest of its allowed tokens."""
     logits = torch.full((4, 500), -math.inf)
     params = [Sampling(top_k=5), Sampling(top_k=5, top_p=0.5), Sampling(top_p=0.5), Sampling(top_k=5, min_p=0.1)]
     knobs = {

@@ -54,7 +54,7 @@ def grouped_of(block: Any, activation: Activation) -> TritonGroupedExperts:
 
 
 def copied(block: Any) -> TritonGroupedExperts:
-    """`expected_of` makes the block's own numbers wide."""
+    """Copies the block first, because `expected_of` converts its weights to float64."""
     return grouped_of(copy.deepcopy(block), "silu")
 
 
@@ -65,7 +65,7 @@ def filled(block: Any) -> Any:
 
 
 def expected_of(block: Any, x: torch.Tensor) -> torch.Tensor:
-    """Computes transformers' own block in float64, except for the choice of experts, which follows the dtype."""
+    """Computes transformers' block in float64, except for the choice of experts, which uses the dtype under test."""
     with torch.no_grad():
         _, weights, chosen = block.gate(x)
         experts = block.experts.double()
@@ -81,7 +81,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_router_of_sigmoids_biases_and_groups(dtype: torch.dtype) -> None:
-    """Its product is float32 in 16 bits, too, as that of transformers."""
+    """The router's product is float32 even for 16-bit models, as in transformers."""
     config = Glm4MoeConfig(
         hidden_size=64, moe_intermediate_size=48, n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2,
         routed_scaling_factor=1.5,
@@ -146,12 +146,12 @@ def test_other_architectures_route_in_their_own_way(dtype: torch.dtype, renormal
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_with_biases_and_limited_gates_are_those_of_gpt_oss(dtype: torch.dtype) -> None:
-    """Also the fused model's. transformers' weights over the chosen experts alone are softmax's, scaled."""
+    """Also checks the fused model. transformers' weights are a softmax over the chosen experts only."""
     torch.manual_seed(6)
     config = GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=6, num_experts_per_tok=3)
     block: Any = filled(GptOssMLP(config))
     for parameter in block.parameters():
-        parameter.data.mul_(5)  # beyond the limits
+        parameter.data.mul_(5)  # exceeds the gate's limits
     block = block.to(dtype)
     x = torch.randn(9, 48).to(dtype)
     _, weights, chosen = block.router(x)
@@ -173,7 +173,7 @@ def test_equal_logits_choose_the_lowest_experts() -> None:
 
 
 def test_experts_without_any_weight_are_chosen_once() -> None:
-    """As many weights of exactly 0 as the choice needs are included."""
+    """Experts whose weight is exactly 0 fill up the choice to top_k, each at most once."""
     chosen, weights = route(torch.tensor([[-500.0, 500.0, -500.0, -500.0]]), Routing(3))
     assert chosen.tolist() == [[1, 0, 2]]
     assert weights.tolist() == [[1.0, 0.0, 0.0]]
@@ -214,7 +214,7 @@ def test_sorting_is_the_same_on_both_ways(num_experts: int, top_k: int, monkeypa
 
 
 def test_tiles_suffice_however_pairs_are_spread() -> None:
-    """The bound is reached, and never passed."""
+    """The bound on the number of tiles is reached and never exceeded."""
     rng = random.Random(0)
     for _ in range(300):
         num_experts, block_m, num_pairs = rng.randint(1, 9), rng.choice([4, 16]), rng.randint(1, 100)
@@ -229,7 +229,7 @@ def test_tiles_suffice_however_pairs_are_spread() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tiling_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some experts have enough rows for several tiles, and row tiles form more than one group."""
+    """Covers experts with rows for several tiles, and row tiles in more than one group."""
     torch.manual_seed(5)
     monkeypatch.setattr(module, "ROW_TILES_TOGETHER", 2)
     block = mixtral(48, 72, 3, 2).to(dtype)
@@ -261,7 +261,7 @@ def test_rows_may_be_strided() -> None:
 
 
 def gpt_oss(dtype: torch.dtype) -> tuple[ExpertRouter, ExpertWeights]:
-    """Returns six experts with biases, which count once however many ranks there are."""
+    """Returns six experts with biases, which must be added once for any number of ranks."""
     config = GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=6, num_experts_per_tok=2)
     block = filled(GptOssMLP(config)).to(dtype)
     return ExpertRouter.of(block, "router"), _experts(block, ARCHITECTURES["GptOssForCausalLM"])
@@ -269,7 +269,7 @@ def gpt_oss(dtype: torch.dtype) -> tuple[ExpertRouter, ExpertWeights]:
 
 @pytest.mark.parametrize(("placement", "is_deterministic"), [("linear", False), ("round_robin", True)])
 def test_shares_of_ranks_add_up_to_the_whole(placement: ExpertPlacement, is_deterministic: bool) -> None:
-    """Each is that of the CPU's layers; a row of other ranks' experts is exactly 0."""
+    """Each rank's part equals that of the CPU's layers; a row routed only to other ranks' experts is exactly 0."""
     torch.manual_seed(8)
     router, weights = gpt_oss(torch.float32)
     whole = Experts(router, ExpertLayers(weights), TorchOps(), "swigluoai")
@@ -298,7 +298,7 @@ def test_shares_of_ranks_add_up_to_the_whole(placement: ExpertPlacement, is_dete
 
 
 def test_what_is_undefined_never_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results for other ranks' experts are never written; here their memory holds NaN. Both ways of sorting."""
+    """Results of other ranks' experts are never written, and their memory is NaN here. Covers both ways of sorting."""
     torch.manual_seed(9)
     router, weights = gpt_oss(torch.bfloat16)
     share = ExpertShare(1, 2, "round_robin")
@@ -317,7 +317,7 @@ def test_what_is_undefined_never_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_members_of_a_unit_compute_their_experts_for_all_rows() -> None:
-    """One of them has no rows of its own, and in the end none has."""
+    """In one step one member has no rows; in the last step none has."""
     torch.manual_seed(10)
     router, weights = gpt_oss(torch.float32)
     whole = Experts(router, ExpertLayers(weights), TorchOps(), "swigluoai")
@@ -326,7 +326,7 @@ def test_members_of_a_unit_compute_their_experts_for_all_rows() -> None:
         return TritonGroupedExperts.of(router, weights_of(weights, share), "swigluoai", share)
 
     members = Members(member, 3)
-    members.step([torch.randn(2, 48)] * 3)  # that of the proof at load
+    members.step([torch.randn(2, 48)] * 3)  # the step of the check at load
     rows = [torch.randn(num_rows, 48) for num_rows in (3, 0, 5)]
     for x, found in zip(rows, members.step(rows), strict=True):
         if len(x):

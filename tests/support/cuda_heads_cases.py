@@ -37,7 +37,7 @@ def make_rope(num_tokens: int, head_dim: int, dtype: torch.dtype) -> Rope:
 
 
 def expected_heads(heads: Heads, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes them like transformers' attention modules, [num_tokens, num_heads or num_kv_heads, head_dim]."""
+    """Computes heads as transformers' attention modules do: [num_tokens, num_heads or num_kv_heads, head_dim]."""
     num_kv = heads.num_kv_heads
     parts = qkv.unflatten(1, (-1, heads.head_dim)).split([heads.num_heads, num_kv, num_kv], dim=1)
     query, key, value = parts
@@ -57,7 +57,7 @@ SHAPES = [(1, 1, 2), (4, 2, 16), (7, 1, 80), (14, 2, 64), (3, 3, 96), (8, 8, 256
 def test_prepare_rotates_and_writes_bit_for_bit(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    """Only the slots of these tokens change; several padding tokens share one slot of the padding block."""
+    """Writes only these tokens' slots; several padding tokens share one slot of the padding block."""
     torch.manual_seed(head_dim)
     heads = Heads(1, num_heads, num_kv_heads, head_dim, 1.0)
     block_size, num_blocks, num_tokens = 5, 3, 4
@@ -82,7 +82,7 @@ def test_prepare_rotates_and_writes_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prepare_norms_each_head(dtype: torch.dtype) -> None:
-    """Qwen3's order is norm, then rotation. Exact where the sums of squares are exact and the dtype short."""
+    """As in Qwen3, the norm precedes the rotation. Exact if sums of squares are exact and the dtype has 16 bits."""
     torch.manual_seed(4)
     q_norm, k_norm = (Norm((torch.rand(128) + 0.5).to(dtype), eps) for eps in (1e-6, 1e-2))
     heads = Heads(0, 6, 2, 128, 1.0, q_norm=q_norm, k_norm=k_norm)
@@ -118,7 +118,7 @@ def test_prepare_writes_in_the_dtype_of_the_pool(dtype: torch.dtype, pool_dtype:
 
 
 def test_a_layer_is_reported_as_written_before_attention_runs() -> None:
-    """The pool then has what TorchOps writes into it."""
+    """By then the pool holds the same keys and values as TorchOps writes."""
     heads = Heads(layer_idx=1, num_heads=6, num_kv_heads=2, head_dim=16, scaling=0.3, sliding_window=5)
     pool = make_pool(heads, 3, 16, torch.float32)
     pool.data[: pool.num_blocks].normal_()

@@ -1,4 +1,4 @@
-"""Whole hybrids through the CUDA path's kernels against transformers, interpreted: see cuda_model_cases.py."""
+"""Whole hybrid models through the CUDA path's kernels, interpreted, against transformers: see cuda_model_cases.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHALLOW = {**CONVOLUTIONS, "num_hidden_layers": 2, "layer_types": ["conv", "full
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe"),
 )
-SHORT = ProofSchedule(((3, 1), (4, 6), (1, 1)), kept=4)  # the one of the proof takes minutes here
+SHORT = ProofSchedule(((3, 1), (4, 6), (1, 1)), kept=4)  # the schedule of the check at load takes minutes here
 GREEDY = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
@@ -67,7 +67,7 @@ def test_steps_have_the_logits_of_the_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_tokens_are_transformers(architecture: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside others that decode, and again from states that were kept."""
+    """Computes prompts in chunks beside decoding sequences, and again from kept states."""
     folder = make_checkpoint(tmp_path, architecture)
     settings: dict[str, Any] = {"num_blocks": 40, "max_model_len": 64, "max_num_seqs": 4, "state_cache_gib": 0.01}
     core, runner = build_core(

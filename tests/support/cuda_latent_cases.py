@@ -33,7 +33,7 @@ choose_device()
 MIXED = [(1, 40), (3, 60), (17, 17), (1, 270), (1, 1)]  # (tokens of this step, context)
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 TYPES = ("deepseek_v2", "axk1", "glm4_moe_lite", "minicpm3", "youtu")
-STEPS = {"float32": 1e-6, "bfloat16": 8e-3, "int8": 8e-3, "fp8_e4m3": 0.07}  # between two numbers of a pool
+STEPS = {"float32": 1e-6, "bfloat16": 8e-3, "int8": 8e-3, "fp8_e4m3": 0.07}  # between adjacent numbers of a pool
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 # heads, widths (query, latent, rope, value), block_size, dtype, dtype of the pool
 Shape = tuple[int, tuple[int, int, int, int], int, str, str]
@@ -47,7 +47,7 @@ SHAPES: list[Shape] = [
 
 
 def batch_of(shape: Shape, sequences: list[tuple[int, int]]) -> ForwardBatch:
-    """Returns a step whose pool holds random vectors of codes or numbers: those of a step over all of the past."""
+    """Returns a step whose pool holds random vectors, quantized if its dtype is, written by a step over the past."""
     _, widths, block_size, _, pool_dtype = shape
     counts = [-(-context // block_size) for _, context in sequences]
     pool = KVPool(KVLayout(2, 1, latents(widths[1], widths[2]), block_size, pool_dtype), sum(counts) + 1)
@@ -68,7 +68,7 @@ def batch_of(shape: Shape, sequences: list[tuple[int, int]]) -> ForwardBatch:
 
 
 def rows_of(shape: Shape, num_tokens: int, seed: int) -> tuple[Latents, torch.Tensor, torch.Tensor, Rope]:
-    """Returns layer 1 of the shape, and the queries, latents and rotations of a step."""
+    """Returns layer 1 of this shape, and a step's queries, latents and rotations."""
     num_heads, (query, latent, rope, value), _, dtype, _ = shape
     torch.manual_seed(0)
     weights = torch.randn(num_heads, query, latent) * query**-0.5, torch.randn(num_heads, latent, value) * latent**-0.5
@@ -83,7 +83,7 @@ def rows_of(shape: Shape, num_tokens: int, seed: int) -> tuple[Latents, torch.Te
 
 
 def kept_in(batch: ForwardBatch) -> torch.Tensor:
-    """Returns the numbers that the step has written."""
+    """Returns the values that the step has written."""
     dtype, planes = batch.pool.layout.dtype, batch.pool.layer(1)
     return torch.cat([decode(plane.flatten(0, 1)[batch.slot_mapping], dtype).float() for plane in planes], dim=-1)
 
@@ -94,7 +94,7 @@ def change(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_writes_and_attends_as_the_reference(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan.plan_attention, "__defaults__", (64,))  # keys of a split: one has several
+    monkeypatch.setattr(attention_plan.plan_attention, "__defaults__", (64,))  # keys of a split; a context has several
     reference, batch = batch_of(shape, MIXED), batch_of(shape, MIXED)
     expected = TorchOps().attend_latents(*rows_of(shape, batch.num_tokens, 4), reference)
     actual = CudaOps(attend_batch).attend_latents(*rows_of(shape, batch.num_tokens, 4), batch)
@@ -123,7 +123,7 @@ def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("architecture", TYPES)
 @pytest.mark.parametrize("pool", ["auto", "int8"])
 def test_more_types_in_chunks_and_beside_others(architecture: str, pool: str, tmp_path: Path) -> None:
-    """A pool of codes changes tokens, so only its steps are checked to agree with one prompt at a time."""
+    """A quantized pool changes tokens, so its batched steps are compared with computing one prompt at a time."""
     folder = make_checkpoint(tmp_path, architecture)
     if pool == "auto":
         check_tokens(folder, (1, 5, 33), max_num_batched_tokens=16, max_num_seqs=4)

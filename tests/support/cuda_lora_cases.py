@@ -1,4 +1,4 @@
-"""Adapters in Triton, interpreted or on a GPU: against float64, and whole models against merged ones."""
+"""LoRA adapters in Triton, interpreted or on a GPU, against float64, and whole models against merged ones."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.support.interpreted import SLOW_IF_INTERPRETED, choose_device
 choose_device()
 
 MODULES = [slice(0, 128), slice(128, 160), slice(160, 192)]  # queries, keys, values
-RANKS = {1: (16, 16, 16), 2: (3, 0, 40), 5: (0, 8, 0)}  # by the adapters' slots; 0: the module has none
+RANKS = {1: (16, 16, 16), 2: (3, 0, 40), 5: (0, 8, 0)}  # adapter slot -> its rank in each module; 0: no adapter there
 PLACES = {1: 7, 2: 0, 5: 3}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 GREEDY = Sampling(max_tokens=5, temperature=0.0)
 
 
 def given(num_inputs: int, dtype: torch.dtype) -> tuple[CudaTable, dict[int, torch.Tensor]]:
-    """Returns a table of adapters, and by slots what each adds up to, [num_outputs, num_inputs] float64."""
+    """Returns a table of adapters, and each slot's additional weight, float64 [num_outputs, num_inputs]."""
     table = CudaTable(MODULES, num_inputs, dtype, torch.get_default_device(), max_rank=40)
     whole = {}
     for slot, ranks in RANKS.items():
@@ -70,7 +70,7 @@ def step_of(slots: list[int], padding: int = 0) -> AdaptedBlocks:
     ids=str,
 )
 def test_each_row_gets_what_its_adapter_adds(num_inputs: int, dtype: torch.dtype) -> None:
-    """Three adapters of other ranks and none, in a step; and a row's bits are the same alone."""
+    """One step mixes three adapters of different ranks and rows without one; a row has the same bits alone."""
     torch.manual_seed(num_inputs)
     table, whole = given(num_inputs, dtype)
     slots = [1, 0, 5, 2, 2, 1, 0, *[1] * 16, 2]
@@ -103,7 +103,7 @@ def test_a_dropped_adapter_adds_nothing_and_its_place_serves_another() -> None:
 
 @pytest.mark.parametrize("architecture", [pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "phi3", "gpt2")])
 def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two adapters and none together, in chunks and in graphs; one is loaded after these were captured."""
+    """Batches two adapters and the base model, in chunks and in graphs; one adapter is loaded after their capture."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("on a GPU engines choose by themselves")
     monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention())

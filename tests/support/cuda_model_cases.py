@@ -65,7 +65,7 @@ SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "phi3", "qwen2_moe", "olmo
 
 
 def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None) -> None:
-    """Makes the loader choose on CPU as it would on CUDA."""
+    """Makes the loader choose the CUDA path's layers on CPU."""
     monkeypatch.setattr(model_loader, "choose_attention", lambda *given: attention or triton_attention())
 
 
@@ -92,7 +92,7 @@ def test_fused_layers_graphs_and_steps_ahead(
 
 @pytest.mark.slow
 def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake FlashInfer computes the calls it receives."""
+    """Uses a fake FlashInfer that computes attention in torch."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.as_module())
     kernels = importlib.import_module("pd_cluster.model.kernels.cuda.attention.flashinfer").FlashInfer(CPU)
     as_cuda(monkeypatch, Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch, cuda_ops))
@@ -101,7 +101,7 @@ def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def check_fused_layers(architecture: str, tmp_path: Path) -> str:
-    """Compares greedy tokens with transformers'; returns which kernels computed them."""
+    """Compares greedy tokens with transformers'; returns the name of the kernels that computed them."""
     folder = make_checkpoint(tmp_path, architecture, **(SHALLOW if architecture in ALWAYS else {}))
     core, runner, graphs = with_graphs(folder, max_num_batched_tokens=16)
     assert isinstance(runner.model, FusedCausalLM)
@@ -126,13 +126,13 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
         ("llama", "gptq asymmetric", INT4),
         ("llama", "mxfp4", E2M1),
         ("mixtral", "awq", INT4),
-        ("qwen2", "fp8 blocks", None),  # groups of 40 are computed as numbers
+        ("qwen2", "fp8 blocks", None),  # groups of 40 have no kernel, so the weights are dequantized
     ],
 )
 def test_layers_of_codes_have_the_tokens_of_their_numbers(
     architecture: str, name: str, kind: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries, keys and values joined, gates and ups joined; in graphs."""
+    """Covers joined projections (queries with keys and values, gate with up) and graphs."""
     kinds = noted_kinds(monkeypatch)
     as_cuda(monkeypatch)
     folder, plain = rewritten(make_checkpoint(tmp_path / "made", architecture), tmp_path, FORMATS[name])
@@ -160,7 +160,7 @@ def test_tokens_are_transformers_with_a_cache_of_codes(
 
 
 def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
+    """Integer sums are exact in any order, so logits differ from a CPU's only by operations between the layers."""
     folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama", **SHALLOW), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
     model = model_loader.load_model(checkpoint, "float32", CPU)
@@ -174,7 +174,7 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
 
 
 def noted_kinds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the list that receives the kind of codes of each product."""
+    """Returns a list to which each product appends its kind of quantization."""
     kinds: list[int] = []
     noted = Noted(quantized_linear.kernels.coded_linear_product, lambda options: kinds.append(options["KIND"]))
     monkeypatch.setattr(quantized_linear.kernels, "coded_linear_product", noted)
@@ -183,7 +183,7 @@ def noted_kinds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
 def test_steps_with_prompts_through_graphs(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks beside sequences that decode, ahead of the host; four sequences are too many."""
+    """Computes prompts in chunks beside decoding sequences, ahead of the host; four sequences do not fit a graph."""
     as_cuda(monkeypatch)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (6, 17))
     monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
@@ -208,7 +208,7 @@ def test_steps_with_prompts_through_graphs(architecture: str, tmp_path: Path, mo
 
 
 def counted(graphs: PromptGraphs) -> list[bool]:
-    """Returns a list that receives whether each step was computed by a graph."""
+    """Returns a list to which each step appends whether a graph computed it."""
     used, compute = [], graphs.compute
 
     def noting(*given: Any) -> torch.Tensor | None:
@@ -221,7 +221,7 @@ def counted(graphs: PromptGraphs) -> list[bool]:
 
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, int, list[int]]]]:
-    """Returns each token with its rank and the most likely ones, if the request asks for logprobs."""
+    """Returns each token with its rank and the most likely tokens, if the request asks for logprobs."""
     requests = [Request(f"r{i}", RequestSpec(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = []
     for tokens in run(core, requests).values():
@@ -245,7 +245,7 @@ def test_modules_of_transformers_attend_through_the_kernels(tmp_path: Path, monk
 
 
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
-    """bfloat16 weights and pool; transformers' modules in bfloat16 are as far from float32."""
+    """With bfloat16 weights and pool, the error against float32 is no larger than that of transformers in bfloat16."""
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
     rounded = transformers_modules.load_plain(checkpoint, "bfloat16", CPU)

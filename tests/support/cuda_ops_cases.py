@@ -1,4 +1,4 @@
-"""The kernels that work on rows under Triton's interpreter, against TorchOps and transformers' modules.
+"""Compares kernels that work row by row, under Triton's interpreter, with TorchOps and transformers' modules.
 
 On a GPU, if there is one: `python -m pytest tests/support/cuda_*_cases.py`.
 """
@@ -30,14 +30,14 @@ choose_device()
 
 EPS = 1e-6
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GATED: tuple[Activation, ...] = ("silu", "gelu_tanh")  # torch has a function for them
+GATED: tuple[Activation, ...] = ("silu", "gelu_tanh")  # activations for which torch has a function
 
 
-OPS = CudaOps(lambda *_: torch.empty(0))  # without attention
+OPS = CudaOps(lambda *_: torch.empty(0))  # its attention is not used
 
 
 def check_norm(norm: Norm, module: torch.nn.Module, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The result is exact where the sum of squares has no rounding of its own. Returns such rows."""
+    """Checks that the result is exact for rows whose sum of squares is exact. Returns these rows."""
     num_features = len(norm.weight)
     whole, x = whole_numbers(num_rows, num_features).to(dtype), torch.randn(num_rows, num_features).to(dtype)
     if dtype != torch.float32:
@@ -83,7 +83,7 @@ def test_add_norm_adds_in_place_in_the_own_dtype(dtype: torch.dtype, num_rows: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_limited_gate_is_that_of_gpt_oss(dtype: torch.dtype) -> None:
-    """Values lie on both sides of each limit; transformers rounds once more, before its first product."""
+    """Covers values on both sides of each limit. transformers also rounds before its first product."""
     torch.manual_seed(4)
     config = GptOssConfig(hidden_size=8, intermediate_size=200, num_local_experts=1, num_experts_per_tok=1)
     gate, up = ((torch.randn(4, 200) * 8).to(dtype) for _ in range(2))
@@ -115,7 +115,7 @@ def test_rotations_by_wide_tables_are_rounded_once(dtype: torch.dtype) -> None:
 def test_gate_rounds_before_the_product(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_features: int
 ) -> None:
-    """torch's GELU loses all digits where 1 + tanh is nearly 0; there the kernel is compared with float64 alone."""
+    """torch's GELU loses all digits where 1 + tanh is nearly 0; there the kernel is compared only with float64."""
     torch.manual_seed(3)
     x = strided((torch.randn(num_rows, 2 * num_features) * 3).to(dtype))
     function = ACT2FN["silu" if activation == "silu" else "gelu_pytorch_tanh"]
@@ -146,7 +146,7 @@ def test_gate_of_the_far_ends() -> None:
 def test_few_rows_through_both_halves_of_a_gate(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_inputs: int, num_features: int
 ) -> None:
-    """Whole numbers have exact products, so that only the gate is left to round, as it does by itself."""
+    """Products of whole numbers are exact, so only the gate rounds, as it does when computed separately."""
     torch.manual_seed(6)
     ops = CudaOps(lambda *_: torch.empty(0), speedups=["skinny-gate"])
     x = torch.randint(-2, 3, (num_rows, num_inputs)).to(dtype)
@@ -157,7 +157,7 @@ def test_few_rows_through_both_halves_of_a_gate(
         assert few is not None
         sums = x.float() @ weight.float().T
         gate_up = (sums + layer.bias.float() if layer.bias is not None else sums).to(dtype)
-        assert_like(few(x), ops.gate(gate_up, activation))  # compiled, they may fuse other multiplications
+        assert_like(few(x), ops.gate(gate_up, activation))  # compiled kernels may fuse different multiply-adds
     random = torch.randn(num_rows, num_inputs).to(dtype)
     real = PlainLinear((torch.randn(2 * num_features, num_inputs) / num_inputs**0.5).to(dtype), None)
     few = ops.few_rows_gate(real, activation)
@@ -168,7 +168,7 @@ def test_few_rows_through_both_halves_of_a_gate(
 
 
 def test_gates_that_are_computed_as_before() -> None:
-    """Without the speed-up, in float32, and behind layers that are no plain products."""
+    """The unfused path serves without the speed-up, in float32, and after layers that are not plain products."""
     ops, layer = CudaOps(lambda *_: torch.empty(0), speedups=["skinny-gate"]), PlainLinear(torch.ones(4, 8), None)
     assert ops.few_rows_gate(layer, "silu") is None
     assert ops.few_rows_gate(lambda x: x, "silu") is None
@@ -186,7 +186,7 @@ def test_no_rows(dtype: torch.dtype) -> None:
     ("dtype", "num_rows", "vocab_size"), spread(DTYPES, [(1, 7), (2, 5000), (9, 9001), (17, 1024)])
 )
 def test_argmax_finds_the_lowest_of_equals(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
-    """There are few values, so that most rows have several best tokens, in several parts."""
+    """Draws from few values, so that most rows have several equal maxima in different parts of the vocabulary."""
     torch.manual_seed(num_rows)
     logits = strided(torch.randint(-90, -85, (num_rows, vocab_size)).to(dtype))
     logits[0] = torch.randn(vocab_size).to(dtype)

@@ -1,4 +1,4 @@
-"""The attention kernels against attention_parity.py: on a GPU as they are compiled, otherwise interpreted."""
+"""Compares the attention kernels with attention_parity.py: compiled on a GPU, otherwise interpreted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.attention_parity import EDGE, AttentionCase, Tensors, content
 from tests.support.interpreted import mend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FAR_STRIDE = (1 << 31) // 3 // 16 * 16  # elements from block to block: the fourth lies beyond 2**31
+FAR_STRIDE = (1 << 31) // 3 // 16 * 16  # elements between blocks, so that the fourth block starts beyond 2**31
 
 assert EDGE == SPLIT_KEYS
 
@@ -26,7 +26,7 @@ if INTERPRETED:
 
 
 def worst_error(**given: Any) -> float:
-    """Returns the largest error in units of its bound; infinite for NaN."""
+    """Returns the largest error divided by its bound; infinite for NaN."""
     given["sequences"] = [tuple(each) for each in given["sequences"]]
     case = AttentionCase(**given, device="cpu" if INTERPRETED else "cuda")
     generator = torch.Generator(case.device).manual_seed(11)
@@ -42,7 +42,7 @@ def worst_error(**given: Any) -> float:
 
 def contents_of(case: AttentionCase, num_blocks: int, generator: torch.Generator) -> list[Tensors]:
     order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(12))
-    order = torch.cat((torch.tensor([len(order)]), order))  # the farthest block is in use
+    order = torch.cat((torch.tensor([len(order)]), order))  # uses the last block
     contents = []
     for query_len, context_len in case.sequences:
         num_blocks = -(-context_len // case.block_size)
@@ -52,7 +52,7 @@ def contents_of(case: AttentionCase, num_blocks: int, generator: torch.Generator
 
 
 def repeated(sequences: list[list[int]], num_launches: int) -> int:
-    """Returns how many further launches give other bits than the first one, with the same counts of splits."""
+    """Repeats a launch with the same numbers of splits; returns how many results have other bits than the first."""
     pairs = [(query_len, context_len) for query_len, context_len in sequences]
     device = "cpu" if INTERPRETED else "cuda"
     case = AttentionCase(sequences=pairs, num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", device=device)
@@ -67,12 +67,12 @@ def repeated(sequences: list[list[int]], num_launches: int) -> int:
 
 
 def pools(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns views [num_blocks, block_size, num_kv_heads, head_dim] of one memory, like a pool of two layers."""
+    """Returns two views of one memory, as in a pool of two layers: [num_blocks, block_size, num_kv_heads, head_dim]."""
     num_blocks = 2 + sum(-(-context_len // case.block_size) for _, context_len in case.sequences)
     plane = case.block_size * case.num_kv_heads * case.head_dim
     stride = FAR_STRIDE if case.is_far else 4 * plane
     memory = torch.empty((num_blocks - 1) * stride + 4 * plane, dtype=case.torch_dtype, device=case.device)
-    if not case.is_far:  # of the far pool only the pages in use are touched
+    if not case.is_far:  # in a far pool, only blocks in use are written
         memory.fill_(math.nan)
     shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
     strides = (stride, case.num_kv_heads * case.head_dim, case.head_dim, 1)
@@ -86,7 +86,7 @@ def by_kernels(
     value_pool: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Returns [num_tokens, num_heads, head_dim]. The queries' own keys and values are written by the kernel."""
+    """Returns [num_tokens, num_heads, head_dim]. The kernel also writes the new tokens' keys and values."""
     slots, new = [], []
     for (query_len, context_len), content in zip(case.sequences, contents, strict=True):
         at = torch.arange(context_len, device=case.device)
@@ -106,7 +106,7 @@ def by_kernels(
 
 
 def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[paged_attention.BatchMetadata, AttentionPlan]:
-    """Plans with the configs that this device has when it serves; the interpreter stands for Hopper."""
+    """Plans with the configs that a server uses on this device; the interpreter uses those of Hopper."""
     query_lens, context_lens = np.array(case.sequences).T
     group, bits = case.num_heads // case.num_kv_heads, case.torch_dtype.itemsize * 8
     capability, num_sms = (9, 0), 4

@@ -1,4 +1,4 @@
-"""KV pools of codes on CUDA: the bytes of kv/kv_vectors.py, and attention over them, interpreted or on a GPU."""
+"""Quantized KV pools on CUDA, interpreted or on a GPU: the same bytes as kv/kv_vectors.py, and attention over them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def pool_of(heads: Heads, dtype: str, num_blocks: int, block_size: int = 16) -> 
 
 
 def odd_vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns vectors of many magnitudes, those whose codes are ties, and such as have no scale."""
+    """Returns vectors of many magnitudes, vectors with values halfway between codes, and vectors without a scale."""
     found = torch.randn(num_vectors, head_dim) * torch.logspace(-12, 4, num_vectors)[:, None]
     found[0, 3], found[1, 5], found[2] = float("nan"), float("-inf"), 0
     found[3] = 1e-35
-    found[4] = torch.arange(head_dim) - 0.5  # halves of codes, for the largest magnitude below
+    found[4] = torch.arange(head_dim) - 0.5  # halfway between codes, given the largest magnitude below
     found[4, 0], found[5, :] = 127.0, torch.linspace(-448, 448, head_dim)
-    found[6] = torch.arange(head_dim) * 2.0**-10  # ties of subnormal floats
+    found[6] = torch.arange(head_dim) * 2.0**-10  # halfway between subnormal floats
     found[6, 0] = 448
     return found.to(dtype)
 
@@ -51,7 +51,7 @@ def odd_vectors(num_vectors: int, head_dim: int, dtype: torch.dtype) -> torch.Te
     ids=str,
 )
 def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: torch.dtype) -> None:
-    """As both writers put them: that behind a fused layer, and that of transformers' modules."""
+    """Checks both writers: the one used by fused layers and the one used by transformers' modules."""
     head_dim, num_tokens = 80 if dtype == torch.float32 else 128, 12
     torch.manual_seed(head_dim)
     heads = Heads(1, 4, 2, head_dim, 1.0)
@@ -72,7 +72,7 @@ def test_vectors_have_the_bytes_of_every_other_device(pool_dtype: str, dtype: to
 
 
 def same_nan(stored: torch.Tensor) -> torch.Tensor:
-    """Gives scales that are NaN the same bits."""
+    """Replaces NaN scales by one NaN with fixed bits."""
     scales = stored[..., -4:].contiguous().view(torch.float32)
     scales = torch.where(scales.isnan(), torch.nan, scales).view(torch.uint8)
     return torch.cat((stored[..., :-4], scales), dim=-1)
@@ -92,7 +92,7 @@ def same_nan(stored: torch.Tensor) -> torch.Tensor:
 def test_attention_over_codes(
     pool_dtype: str, dtype: torch.dtype, head_dim: int, group: int, window: int | None, softcap: float | None
 ) -> None:
-    """With the tiles that serve: prompts, decoded tokens, contexts in several splits; also in the uniform form."""
+    """Uses a server's tiles for prompts, decoded tokens and contexts in several splits; also tests the uniform form."""
     torch.manual_seed(group)
     heads = Heads(1, group, 1, head_dim, 1.0)
     sequences = [(1, 300), (20, 90), (1, 1)] if dtype == torch.bfloat16 else [(1, 40), (3, 35)]

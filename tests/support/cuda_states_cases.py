@@ -1,4 +1,4 @@
-"""Recurrent layers in Triton, interpreted or on a GPU: against float64, against the kernels in C, and their bits."""
+"""Recurrent layers in Triton, interpreted or on a GPU: against float64 and the C kernels, and bit for bit."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_numbers(name: str) -> None:
 @pytest.mark.skipif(not IS_HOST, reason="the kernels in C are for CPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_and_states_are_those_of_the_kernels_in_c(name: str) -> None:
-    """Sequences of one token, of many and of two, with states; the second one's is kept twice.
+    """Computes sequences of one, many and two tokens with states; the second sequence's state is kept twice.
 
-    No other block is touched.
+    No other block changes.
     """
     case, segments = a_case(name, 14), [(0, 1, 2, -1), (1, 3, 0, 5), (3, 8, 0, 6), (8, 12, 0, -1), (12, 14, 1, 7)]
     pool, of_c = BlocksOfStates(case, 8), BlocksOfStates(case, 8)
@@ -92,7 +92,7 @@ def test_steps_and_states_are_those_of_the_kernels_in_c(name: str) -> None:
 
 
 def sizes(kind: str) -> Iterator[int]:
-    """Lengths of a prompt's pieces."""
+    """Yields the lengths of a prompt's pieces."""
     rng = random.Random(kind)
     while True:
         yield rng.choice([1, 2, 3, 5, 9, 17]) if kind == "random" else int(kind)
@@ -147,7 +147,7 @@ def test_company_and_checkpoints_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["convolution", "by channel"])
 def test_rows_of_sixteen_bits(name: str) -> None:
-    """Only what is read and returned is rounded: states are those of the rounded inputs."""
+    """Only inputs and results are rounded to 16 bits; states equal those of the rounded inputs."""
     case = a_case(name, 6)
     half = replace(case, inputs=type(case.inputs)(*(None if x is None else x.bfloat16() for x in case.inputs)))
     wide = replace(case, inputs=type(case.inputs)(*(None if x is None else x.float() for x in half.inputs)))
@@ -161,7 +161,7 @@ def test_rows_of_sixteen_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delta", "by channel", "mamba"])
 def test_large_numbers_stay_numbers(name: str) -> None:
-    """Decays, betas and gates of inputs that overflow an exponential: they have limits."""
+    """Decays, betas and gates stay finite for inputs whose exponential overflows."""
     case = a_case(name, 6)
     inputs: Any = case.inputs
     wild = replace(case, inputs=inputs._replace(decays=inputs.decays.sign() * 1e4, gate=inputs.gate * 1e4))

@@ -1,10 +1,11 @@
-"""Stub libraries in CUDA's place, so that PyPI's builds of torch for CUDA load on machines without it.
+"""Makes stubs of CUDA's libraries, so that PyPI's CUDA builds of torch load on machines without CUDA.
 
     python -m tests.support.cuda_stubs TORCH FOLDER [--tools PREFIX] [--beside FOLDER...] [--change-for-torch-npu]
 
-TORCH is a package folder. FOLDER gets a library for each one that torch's libraries need and neither they nor the
-folders of --beside have. Its functions return an error, so torch finds no device. --tools: a prefix of gcc and objdump.
---change-for-torch-npu: also changes TORCH, a copy of 2.11 or 2.12, so that torch-npu loads beside its CUDA part.
+TORCH is a package folder. FOLDER gets a stub for each library that torch's libraries need and that is missing in TORCH
+and in the folders of --beside. All stub functions return an error, so torch finds no device. --tools: a prefix of gcc
+and objdump. --change-for-torch-npu: also changes TORCH, a copy of 2.11 or 2.12, so that torch-npu loads beside its CUDA
+part.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BUILD_TIMEOUT_S = 300
-# As the compiler has cut them up: of pinned_reserve_segment_size_mb and per_process_memory_fraction.
+# The parts of pinned_reserve_segment_size_mb and per_process_memory_fraction that the compiler leaves in one piece.
 SHARED_SETTINGS = (b"pinned_reserve_s", b"per_process_memo")
 NO_CAPTURE = "return False  # no device"
-LOOSE = re.compile(r"cu|nccl|nvrtc|nvshmem")  # functions without a version whose library is not recorded
+LOOSE = re.compile(r"cu|nccl|nvrtc|nvshmem")  # unversioned functions, for which no library is recorded
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Libraries that are needed, versions and their libraries, and undefined and defined symbols."""
+    """The needed libraries, the library of each version, and undefined and defined symbols."""
 
     libraries: set[str] = field(default_factory=set)
-    library_of: dict[str, str] = field(default_factory=dict)  # by version
+    library_of: dict[str, str] = field(default_factory=dict)  # version -> library
     symbols: set[str] = field(default_factory=set)  # `name` or `name@version`
     known: set[str] = field(default_factory=set)
 
@@ -56,9 +57,9 @@ def read(files: list[Path], objdump: str) -> Wanted:
 
 
 def write(folder: Path, library: str, versions: dict[str, set[str]], gcc: str) -> None:
-    """Writes a library whose functions have these versions ("": none)."""
+    """Writes a library that exports these functions by version ("": unversioned)."""
     functions = sorted(set().union(*versions.values()))
-    source = "".join(f"long {name}(void) {{ return 100; }}\n" for name in functions)  # no device, in CUDA's numbers
+    source = "".join(f"long {name}(void) {{ return 100; }}\n" for name in functions)  # 100 is CUDA's code for no device
     command = [gcc, "-shared", "-fPIC", "-w", "-x", "c", f"-Wl,-soname,{library}", "-o", str(folder / library), "-"]
     script = folder / f"{library}.map"
     nodes = {version: "".join(f"{name};" for name in sorted(own)) for version, own in versions.items() if version}
@@ -72,9 +73,10 @@ def write(folder: Path, library: str, versions: dict[str, set[str]], gcc: str) -
 
 
 def change_for_torch_npu(torch: Path) -> None:
-    """Gives other names to allocator settings that both register, and answers without CUDA whether a stream captures.
+    """Renames allocator settings that both libraries register, and makes the query for a capturing stream work without
+    CUDA.
 
-    Raises AssertionError for a torch in which a name does not occur. A changed torch stays as it is.
+    Raises AssertionError if torch lacks one of the names. Does nothing if torch has been changed already.
     """
     library, source = torch / "lib" / "libc10_cuda.so", torch / "cuda" / "graphs.py"
     code = library.read_bytes()

@@ -1,4 +1,4 @@
-"""Builds JSON schema validators from an OpenAPI document, for requests and for real answers."""
+"""Builds JSON schema validators from an OpenAPI document, for requests and for a server's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.public_port import make_app
 
 @functools.cache
 def document_of(openai: bool = True, has_keys: bool = False) -> dict[str, Any]:
-    """Returns the document of a server of the model `tiny`; `has_keys`: its clients need one."""
+    """Returns the OpenAPI document of a server of the model `tiny`; `has_keys`: clients need an API key."""
     with tempfile.TemporaryDirectory() as folder:
         app, _ = make_app(Path(folder), HttpConfig(api_keys=("key",) if has_keys else ()), openai)
         return app.openapi()
@@ -27,7 +27,7 @@ def validator_of(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema
 
 
 def answer_validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    """Returns a validator that also refuses fields missing from the document."""
+    """Returns a validator that also rejects fields that the document does not declare."""
     closed = copy.deepcopy(document)
     for each in closed["components"]["schemas"].values():
         if "properties" in each:

@@ -1,4 +1,4 @@
-"""Sequences whose tokens are known, computed one token a step: rows of drafts must equal these steps to the bit."""
+"""Computes known sequences one token per step, and checks that rows with drafts equal these steps bit for bit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 MOST_ROWS = 12
-NUM_BESIDE = 33  # tokens of a prompt that is computed in the same step
+NUM_BESIDE = 33  # length of a prompt that is computed in the same step
 HIGHEST_ID = 250
-Case = tuple[list[int], bool]  # rows of each sequence, and whether a prompt is beside them
+Case = tuple[list[int], bool]  # rows of each sequence, and whether the step also computes a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A sequence with all its tokens; the first `start` are computed before its steps begin."""
+    """A sequence with all its tokens; the first `start` are computed before the single steps begin."""
 
     request: Request
     token_ids: list[int]
@@ -33,14 +33,14 @@ class Known:
 
 
 def random_orders(starts: Sequence[int]) -> list[RequestSpec]:
-    """Prompts of one token."""
+    """Returns requests with prompts of one token."""
     return [RequestSpec([1 + at], Sampling()) for at in range(len(starts))]
 
 
 class Steps:
-    """Each sequence goes on alone for so many steps, behind `starts` tokens that are computed in one chunk.
+    """Computes each sequence alone: its first tokens (`starts`) in one chunk, then `num_steps` single tokens.
 
-    Tokens behind the prompts of `orders` are random. Blocks lie scattered over the pool.
+    Tokens after the prompts of `orders` are random. Blocks are scattered over the pool.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Steps:
         return torch.cat([each[table].flatten() for each, table in pairs])
 
     def _steps_of(self, known: Known) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns each step's logits [1, vocab_size] and what its sequence's blocks hold afterwards."""
+        """Returns each step's logits [1, vocab_size] and the content of the sequence's blocks afterwards."""
         found = []
         for stop in range(known.start + 1, len(known.token_ids) + 1):
             known.go_to(stop - 1, stop)
@@ -88,7 +88,7 @@ class Steps:
         return found
 
     def compare(self, *cases: Case) -> None:
-        """Computes so many rows of each sequence in one step; asserts that they are those of its steps."""
+        """Computes each case's rows of all sequences in one step, and asserts that they equal the single steps."""
         for counts, has_beside in cases:
             self._compare(counts, has_beside)
 
@@ -127,7 +127,7 @@ def memory_of(pool: KVPool) -> BlockMajor:
 
 
 def cases_of(*counts: int) -> list[Case]:
-    """Returns cases for two sequences, for each count alone, among others, and beside a prompt."""
+    """Returns cases for two sequences: each count alone, beside the other sequence, and beside a prompt."""
     found: list[Case] = []
     for count in counts:
         found += [([count, 0], False), ([count, max(1, count - 2)], False), ([count, MOST_ROWS + 1 - count], True)]

@@ -1,4 +1,4 @@
-"""Drafters that are right, wrong, random, or worse, and as many drafts in each step as a random number says."""
+"""A drafter whose drafts are right, wrong, random or invalid, and policies for the number of drafts in a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pd_cluster.types import Request, Status
 
 KINDS = ("right", "right", "right", "half right", "wrong", "random", "outside", "end", "nothing")
 MOST = 12
-Truth = Callable[[Request], Sequence[int]]  # the whole output of a sequence
+Truth = Callable[[Request], Sequence[int]]  # returns a sequence's whole output
 
 
 class Liar(Drafter):
-    """`truth` knows outputs; tokens are of `vocab_size`, and `end` is one of them."""
+    """Drafts from the right output (`truth`) or with a random fault; `end` is the end token."""
 
     name = "liar"
 
@@ -47,7 +47,7 @@ class Liar(Drafter):
 
 
 class RandomSize(DraftSize):
-    """Verifies any number of the drafts that there are."""
+    """Verifies a random number of each request's drafts."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RandomSize(DraftSize):
 
 
 class AllDrafts(DraftSize):
-    """Verifies all drafts that there are."""
+    """Verifies every draft."""
 
     def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""EAGLE-3 from its definition, in float64 and over whole sequences: no pool, no chunks, no cache."""
+"""EAGLE-3 by its definition, in float64 and over whole sequences: no pool, no chunks, no cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-Pairs = tuple[torch.Tensor, torch.Tensor]  # logits [num_pairs, vocab_size of the head], states [num_pairs, hidden_size]
+Pairs = tuple[torch.Tensor, torch.Tensor]  # logits [num_pairs, head's vocab_size], states [num_pairs, hidden_size]
 
 
 class EagerEagle3:
-    """A head of a folder, for the model of another."""
+    """Loads a head from one folder for the model of another folder."""
 
     def __init__(self, folder: Path, target_folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -30,7 +30,7 @@ class EagerEagle3:
         self.token_ids = None if offsets is None else (offsets.long() + torch.arange(len(offsets))).tolist()
 
     def project(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the states of tokens of what was tapped, each [num_tokens, hidden_size of the model]."""
+        """Projects the tapped layers' hidden states, each [num_tokens, model's hidden_size], to the head's states."""
         states = [each.double() for each in tapped]
         if not self.fields.get("use_aux_hidden_state", True):
             return states[0]
@@ -42,7 +42,7 @@ class EagerEagle3:
         return joined @ self.weights["fc"].T
 
     def __call__(self, token_ids: Sequence[int], states: torch.Tensor) -> Pairs:
-        """Pair j, from 1 on, is of token_ids[j] and states[j - 1]; returns what each of them gives."""
+        """Pair j (from 1 on) joins token_ids[j] and states[j - 1]. Returns logits and states of all pairs."""
         ids = torch.tensor(token_ids[1:])
         states = states[: len(ids)].double()
         normed = self._norm(states, "layers.0.hidden_norm")
@@ -56,7 +56,7 @@ class EagerEagle3:
         return normed @ self.weights["lm_head"].T, normed if self.fields.get("norm_output") else output
 
     def drafts(self, token_ids: Sequence[int], states: torch.Tensor, depth: int) -> tuple[list[int], list[Pairs]]:
-        """Drafts greedily behind the last token; returns the drafts, and what the pair of each gave."""
+        """Drafts greedily after the last token; returns the drafts, and each draft's logits and state."""
         known, found = [*token_ids], []
         for _ in range(depth):
             logits, own = self(known, states)

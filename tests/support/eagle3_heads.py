@@ -14,7 +14,7 @@ LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters"),
 )
-NESTED = ("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids")  # in the first format in `eagle_config`
+NESTED = ("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids")  # nested by the first format in `eagle_config`
 
 
 def make_eagle3_head(
@@ -30,12 +30,12 @@ def make_eagle3_head(
     seed: int = 0,
     **fields: Any,
 ) -> Path:
-    """Writes config.json and model.safetensors of a head for the model of a folder; returns the folder.
+    """Writes config.json and model.safetensors of a head for the model in `target_folder`; returns the folder.
 
-    `fields` are those of the head, such as draft_vocab_size, norm_output or eagle_aux_hidden_state_layer_ids, in the
-    place that they have in the format; `layer` those of its decoder layer, which otherwise are the model's.
-    `embedding`: "copy" of the model's, or "own"; "": none. Without `has_output_layer` the model's is the head's, too.
-    `prefix`: of the tensors' names, but for d2t and t2d.
+    `fields` are the head's config fields, such as draft_vocab_size, norm_output or eagle_aux_hidden_state_layer_ids;
+    they are written where the format has them. `layer` changes fields of its decoder layer; the rest are the model's.
+    `embedding`: a "copy" of the model's, the head's "own", or none (""). Without `has_output_layer`, the head uses the
+    model's. `prefix` precedes all tensor names except d2t and t2d.
     """
     target = json.loads((target_folder / "config.json").read_text())
     target = target.get("text_config", target)
@@ -112,7 +112,7 @@ def _random_weights(
 
 
 def _random(shape: tuple[int, ...]) -> torch.Tensor:
-    """Norms around 1; matrices that keep about the size of what they multiply."""
+    """Returns norm weights around 1, or a matrix that roughly preserves the magnitude of its inputs."""
     if len(shape) == 1:
         return 1.0 + 0.2 * torch.randn(shape)
     return torch.randn(shape) * (1.5 / shape[-1] ** 0.5)

@@ -1,4 +1,4 @@
-"""An operator's commands over a real membership and router, with a mailbox that only records and no files."""
+"""An operator's commands on a real membership and router, with a recording mailbox and without files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.router_world import info_of
 
 
 def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
-    """Returns the scheduler's place in a table of this many instances of one device each, without any file."""
+    """Returns the scheduler's place in a rank table of this many single-device instances, without any file."""
     slots = [[10 + at] for at in range(num_prefill)], [[20 + at] for at in range(num_decode)]
     generated = generate(
         prefill=slots[0], decode=slots[1], api_server=True, server_ip="127.0.0.1", device_kind="cpu", device_ips=None
@@ -35,7 +35,7 @@ def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
 
 
 class ElasticWorld:
-    """A real membership and a router over ready instances, and the commands for them; the clock stands still."""
+    """A real membership and router with ready instances, and the operator's commands; the clock does not advance."""
 
     def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.now_s = 0.0
@@ -65,19 +65,19 @@ class ElasticWorld:
         return [each.name for each in self.membership.instances]
 
     def make_ready(self, instance: Instance) -> None:
-        """Connects it, without the messages that follow when a connection opens."""
+        """Connects the instance, without the messages that usually follow when a connection opens."""
         self.membership.connect(instance, info_of(instance.name, instance.role))
         instance.state = "ready"
 
     def link(self) -> None:
-        """Links every prefill instance to every decode instance, by their current roles."""
+        """Links every prefill to every decode instance, by their current roles."""
         instances = self.membership.instances
         links = {each.key: LinkState("up", ("shm",)) for each in instances if each.role == "decode"}
         for each in instances:
             each.load = msgspec.structs.replace(each.load, links=links if each.role == "prefill" else {})
 
     def told(self) -> dict[str, dict[str, str]]:
-        """The last `Peers` that each instance received: name -> role."""
+        """Returns the last `Peers` that each instance received: instance -> {peer: role}."""
         return {
             conn.removeprefix("to-"): {p.name: p.role for p in body.peers} for conn, body in self.mailbox.of(wire.Peers)
         }

@@ -1,4 +1,4 @@
-"""What both ends of the tests of encoders agree on."""
+"""Constants shared by the encoder tests and the processes that they start."""
 
 from __future__ import annotations
 

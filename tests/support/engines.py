@@ -1,4 +1,4 @@
-"""An engine in the test's own process, driven to the end."""
+"""Makes engines in the test's own process and runs them until all requests end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "auto")
 
 
 def make_core(folder: Path, **settings: object) -> EngineCore:
-    """Makes an engine on the device that PD_CLUSTER_TEST_DEVICE names; a tiny model's pool does not fill a GPU."""
+    """Makes an engine on the device that PD_CLUSTER_TEST_DEVICE names, with a pool that does not fill a GPU."""
     settings.setdefault("device", DEVICE)
     if DEVICE == "cuda" and "num_blocks" not in settings:
         settings.setdefault("kv_cache_memory_gib", 0.25)
@@ -33,7 +33,7 @@ def _made(folder: Path, settings: tuple[tuple[str, Any], ...]) -> EngineCore:
 
 
 def shared_core(folder: Path, **settings: Any) -> EngineCore:
-    """The engine of these settings, for tests that change nothing of it; its prefix cache has what others asked."""
+    """Returns a shared engine for tests that do not change it; its prefix cache holds other tests' prompts."""
     return _made(folder, tuple(sorted(settings.items())))
 
 
@@ -42,7 +42,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-    """Generates for all prompts at once; outputs in order. Asserts that every block is released."""
+    """Generates for all prompts at once; returns the outputs in order. Asserts that every block is released."""
     requests = [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     for request in requests:
         core.scheduler.add(request)
@@ -57,19 +57,19 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> 
 
 
 def assert_all_released(core: EngineCore) -> None:
-    """Asserts that no request holds a block of any group of layers, in memory or swapped."""
+    """Asserts that no request holds a block in any group of layers, in memory or swapped out."""
     assert not any(each.blocks.num_held + each.swap.num_held for each in core.scheduler.groups)
 
 
 def together(core: EngineCore, orders: Iterable[RequestSpec]) -> list[list[int]]:
-    """Runs all at once; returns the tokens of each one's first sequence, in order."""
+    """Runs all requests at once; returns the tokens of each request's first sequence, in order."""
     requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
     run(core, requests)
     return [request.output_token_ids for request in requests]
 
 
 def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[TokenOutput]]]:
-    """Runs all at once; returns each request's tokens by sequence. Asserts that every block is released."""
+    """Runs all requests at once; returns their tokens by sequence. Asserts that every block is released."""
     tokens: dict[str, dict[int, list[TokenOutput]]] = {request.request_id: {} for request in requests}
     for request in requests:
         core.scheduler.add(request)
@@ -85,7 +85,7 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[T
 
 
 def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:
-    """Asserts the reference's tokens, except where its two best tokens are closer than 1e-4 (invariant 1)."""
+    """Asserts the reference's tokens, except where its two best logits differ by less than 1e-4 (invariant 1)."""
     expected = reference_greedy(folder, prompt, max_tokens)
     if output == expected:
         return
@@ -100,9 +100,10 @@ def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: 
 def assert_all_same(
     folder: Path, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int | list[int]
 ) -> None:
-    """Asserts `assert_same` for many: where one pass prefers other tokens, by generate(), together and then alone.
+    """Like `assert_same`, for many prompts: compares with one forward pass, then generate() for all, then for each
+    alone.
 
-    `max_tokens`: for all, or for each.
+    `max_tokens`: one limit for all prompts, or one for each.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     if prefers(folder, prompts, outputs, limits):

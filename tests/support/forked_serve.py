@@ -1,7 +1,7 @@
-"""`pd-cluster serve` in forks of a process that has imported it, which takes a tenth of the CPU time of a command line.
+"""Runs `pd-cluster serve` in forks of a process that has imported it, for a tenth of a command line's CPU time.
 
-A fork has its own environment, working directory and files, and ends as the command does: it runs the command's own
-main(). `python -m tests.support.forked_serve FD` is the process that forks; it ends when the test process does.
+A fork has its own environment, working directory and files, and runs the command's own main(), so it ends as the
+command does. The forking process is `python -m tests.support.forked_serve FD`; it ends with the test process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.engine.start.preloader import essential, surroundings
 
-COMMAND = [sys.executable, "-m", "pd_cluster"]  # the beginning of command lines that a fork can run
-MODULES = (  # with all that schedulers and workers' parents import while they start
+COMMAND = [sys.executable, "-m", "pd_cluster"]  # command lines that begin so can run in a fork
+MODULES = (  # import everything that schedulers and workers' parents need at their start
     *("pd_cluster.commands.cli", "pd_cluster.commands.serve_command", "pd_cluster.api.scheduler_app"),
     *("pd_cluster.api.worker_app", "pd_cluster.cluster.tenancy.key_store", "pd_cluster.kv.open_stores", "uvloop"),
     *("pd_cluster.cluster.members.rank_table_reader", "pd_cluster.service.concurrency.interpreter_tuning"),
@@ -37,12 +37,12 @@ POLL_S = 0.01
 
 
 class ForkedServe:
-    """One `pd-cluster serve`, with what tests use of subprocess.Popen."""
+    """One `pd-cluster serve`, with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: int, files: Sequence[int]) -> None:
-        """`files` have the same numbers in the process. Its output goes to `log`."""
+        """`files` keep their descriptor numbers in the process. Its output goes to the descriptor `log`."""
         self._command, self.returncode = command, None
-        self._said = b""  # its pid, and later its exit code
+        self._said = b""  # bytes received so far: its pid, later its exit code
         self._status, theirs = os.pipe()
         os.set_blocking(self._status, False)
         forker = _forker()
@@ -62,7 +62,7 @@ class ForkedServe:
         self.pid = int(self._said.partition(b"\n")[0])
 
     def _is_over(self) -> bool:
-        """Whether the process has ended, or the one that forks, which then said nothing of its end."""
+        """Whether the process has ended, or the forking process has ended without reporting."""
         try:
             while more := os.read(self._status, 100):
                 self._said += more
@@ -97,7 +97,7 @@ class ForkedServe:
 
 
 class _Forker:
-    """The process that forks, and the socket that takes requests of this process's threads."""
+    """The forking process, and the socket that takes this process's requests."""
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -109,7 +109,7 @@ class _Forker:
 
 
 def _forker() -> _Forker:
-    """Returns the one for what this process would pass on to a child: variables, limits, namespaces."""
+    """Returns the forking process for this process's current variables, limits and namespaces."""
     key = str((sorted(essential(os.environ).items()), sorted(surroundings().items())))
     if key not in _forkers:
         _forkers[key] = _Forker()
@@ -120,9 +120,9 @@ _forkers: dict[str, _Forker] = {}
 
 
 def serve_forks(channel: socket.socket) -> list[str]:
-    """Forks until the test process ends, then exits. Returns, in a fork, the words of its command."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that it can still say how its forks end
-    running: dict[int, tuple[int, int]] = {}  # pidfd -> pid, where to say its end
+    """Forks on request until the test process ends, then exits. In a fork, returns the words of its command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that it can still report how its forks end
+    running: dict[int, tuple[int, int]] = {}  # pidfd -> pid, descriptor for its exit code
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
@@ -151,7 +151,7 @@ def serve_forks(channel: socket.socket) -> list[str]:
 
 
 def _become(request: dict[str, object], files: list[int]) -> None:
-    """Gives this fork what it was asked to have. `files`: its log, and those with numbers."""
+    """Sets up this fork as requested. `files`: its log, then the files whose numbers are kept."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log, *passed = files
     wanted = {1: log, 2: log, **dict(zip(request["numbers"], passed, strict=True))}
@@ -175,7 +175,7 @@ def main() -> None:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1
     gc.disable()
-    gc.freeze()  # memory that all forks share
+    gc.freeze()  # keeps this memory shared among the forks
     words = serve_forks(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = [str(Path(sys.modules["pd_cluster"].__file__ or "").with_name("__main__.py")), *words]
     sys.modules["pd_cluster.commands.cli"].main()

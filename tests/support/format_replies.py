@@ -1,6 +1,6 @@
-"""Twenty replies that any format can write, what a reader has to find in each, and how the formats write them.
+"""Twenty replies that any format can express, the parts that a parser must find, and a writer for each format.
 
-A format's writer follows its model's chat template. The expected parts are typed by hand and are the same for all.
+A format's writer follows its model's chat template. The expected parts are written by hand and equal for all formats.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """`parts`: texts and calls in order. `thought`: reasoning before them. `cut`: the reply ends behind this text, and
-    `torn` is what there is of the last call's arguments then.
+    """`parts`: texts and calls in order. `thought`: reasoning before them. If `cut` is set, the reply ends after this
+    text, and `torn` is the received part of the last call's arguments.
     """
 
     parts: tuple[str | Call, ...]
@@ -88,14 +88,14 @@ REPLIES = (
 
 
 def plain(value: Any) -> str:
-    """Writes a value as templates do between tags: texts as they are, others as JSON."""
+    """Writes a value as templates do between tags: strings unquoted, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def between_tags(
     call: str, parameter: str, between: str = "", value: Callable[[Any], str] = plain
 ) -> Callable[[Call], str]:
-    """Returns the writer of one call. `call` has places for NAME and PARAMETERS, `parameter` for KEY and VALUE."""
+    """Returns a writer for one call. `call` has the placeholders NAME and PARAMETERS, `parameter` KEY and VALUE."""
 
     def write(given: Call) -> str:
         written = [parameter.replace("KEY", key).replace("VALUE", value(each)) for key, each in given.arguments.items()]
@@ -105,12 +105,12 @@ def between_tags(
 
 
 def section(before: str, after: str, one: Callable[[Call], str], between: str = "") -> Callable[[list[Call]], str]:
-    """Returns the writer of successive calls."""
+    """Returns a writer for successive calls."""
     return lambda calls: f"{before}{between.join(map(one, calls))}{after}"
 
 
 def kind_of(value: Any) -> str:
-    """Names a value's type as Kimi K3's tags do."""
+    """Returns the name of a value's type in Kimi K3's tags."""
     kinds = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
     return "null" if value is None else kinds[type(value)]
 
@@ -160,7 +160,7 @@ def minimax_m3(calls: list[Call]) -> str:
 
 
 def cdata(value: Any) -> str:
-    """Writes texts with signs of XML as MiniCPM5 does."""
+    """Escapes strings with XML's special characters as MiniCPM5 does."""
     text = plain(value)
     return f"<![CDATA[{text}]]>" if any(sign in text for sign in "<>&\n") and "]]" not in text else text
 
@@ -199,10 +199,10 @@ def each_begun(begin: str) -> Callable[[list[Call]], str]:
 
 @dataclass(frozen=True)
 class Writer:
-    """How a format's model writes calls, and its reasoning and an answer around them."""
+    """Writes calls, reasoning and answers as a format's model does."""
 
     calls: Callable[[list[Call]], str]
-    reasoning: str = ""  # the parser's name
+    reasoning: str = ""  # the reasoning parser's name
     thought: tuple[str, str] = ("<think>", "</think>")
     answer: tuple[str, str] = ("", "")
     prompt_end: str = ""

@@ -1,4 +1,4 @@
-"""A disk that takes no more, and descriptors that run out, as a process sees them."""
+"""Simulates a full disk, and too few file descriptors, for this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_disk(most_nbytes: int = 0) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes: a write there raises OSError (Python ignores the signal)."""
+    """Limits this process's files to `most_nbytes`: a longer write raises OSError (Python ignores the signal)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, hard))
     try:
@@ -21,7 +21,7 @@ def full_disk(most_nbytes: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_files(num_left: int) -> Iterator[None]:
-    """This process can open no more than so many files."""
+    """Limits this process to `num_left` further open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)

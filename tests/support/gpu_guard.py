@@ -1,9 +1,8 @@
-"""Keeps tests on a GPU apart: a plugin of pytest, active where torch has a CUDA device.
+"""A pytest plugin that isolates tests on a GPU; active where torch has a CUDA device.
 
-After each test it waits for the device, so that a failing kernel fails its own test, and gives cached memory back. An
-error that stays (CUDA calls it sticky) makes every later call of the process fail: then the process ends, and xdist
-starts another worker. Each worker gets its share of the memory. Tests marked `alone` run last; scripts/gpu_check.sh
-runs them in a process of their own.
+After each test it waits for the device, so that a failing kernel fails its own test, and releases cached memory. After
+a sticky CUDA error every later call fails, so the process ends and xdist starts another worker. Each worker may use
+its share of the memory. Tests marked `alone` run last; scripts/gpu_check.sh runs them in a separate process.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 
-SHARE = 0.9  # of the device's memory, for all workers
+SHARE = 0.9  # fraction of the device's memory for all workers together
 STICKY_EXIT = 70
 
 
 class GpuGuard:
-    """`synchronize` raises RuntimeError if a kernel failed; `release` gives cached memory back."""
+    """`synchronize` raises RuntimeError if a kernel failed; `release` frees cached memory."""
 
     def __init__(self, synchronize: Callable[[], object], release: Callable[[], object]) -> None:
         self._synchronize, self._release = synchronize, release
@@ -45,13 +44,13 @@ class GpuGuard:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
-        """Ends this process, after the test was reported."""
+        """Ends this process after a sticky error, once the test has been reported."""
         if not self._sticky:
             return
         if "PYTEST_XDIST_WORKER" not in os.environ:
             pytest.exit(f"the device does not recover: {self._sticky}", STICKY_EXIT)
         print(f"this worker ends: {self._sticky}", file=sys.stderr, flush=True)
-        os._exit(STICKY_EXIT)  # atexit handlers would only fail on the device
+        os._exit(STICKY_EXIT)  # atexit handlers would fail on the broken device
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -59,14 +58,14 @@ class GpuGuard:
 
 
 def share_of_memory() -> float | None:
-    """Returns the part of the device's memory that this process may take; None without other workers."""
+    """Returns the fraction of the device's memory that this process may use; None without other workers."""
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return None if num_workers == 1 else SHARE / num_workers
 
 
 def for_cuda() -> GpuGuard | None:
-    """Returns the guard of torch's CUDA device; None where there is none, or the tests are for the CPU."""
-    if not any(os.path.exists(f"/dev/nvidia{name}") for name in ("ctl", "0")):  # spares other machines the import
+    """Returns a guard of torch's CUDA device; None without such a device, or if the tests run on the CPU."""
+    if not any(os.path.exists(f"/dev/nvidia{name}") for name in ("ctl", "0")):  # no GPU: avoids importing torch
         return None
     import torch
 

@@ -1,4 +1,4 @@
-"""Sequences whose decode steps go through graphs and, beside them, without; and steps of one token each."""
+"""Compares decode steps that run as graphs with the same steps run eagerly."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
 
 
 class World:
-    """Sequences in two pools that hold the same; one is decoded through graphs."""
+    """Sequences in two pools with the same content, of which one is decoded by graphs."""
 
     def __init__(
         self, model: CausalLM, seed: int = 0, refuse: Callable[[int], Exception | None] = lambda n: None
     ) -> None:
-        """`refuse`: returns the error of the n-th capture, counted from 0."""
+        """`refuse`: returns the error that the n-th capture (from 0) raises, or None."""
         self.model, self.rng, self._refuse = model, random.Random(seed), refuse
         layout = layout_of(model.caches, BLOCK_SIZE, "float32")
         self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
-        self.runs: list[int] = []  # how often each graph's launches were made
+        self.runs: list[int] = []  # how often each graph was replayed
         self.num_asked = 0
         self.graphs = self.use()
         self.requests: list[Request] = []
 
     def use(self, most: int = MOST, longest: int = MAX_LEN, **given: Any) -> DecodeGraphs:
-        """Makes other graphs; those that `decode` goes through from now on."""
+        """Makes new graphs, which `decode` uses from now on."""
         self.graphs = DecodeGraphs(self.model, self.pool, self.capture, GraphRules(most, longest, **given))
         return self.graphs
 
@@ -71,13 +71,13 @@ class World:
             request.num_computed_tokens = len(request.prompt_token_ids)
 
     def next_step(self) -> StepInput:
-        """Returns a step with one more token of each sequence."""
+        """Returns a step that computes the next token of each sequence."""
         for request in self.requests:
             request.output_token_ids.append(self.rng.randrange(VOCAB_SIZE))
         return step_input([(request, 1) for request in self.requests], BLOCK_SIZE)
 
     def decode(self) -> None:
-        """One token each of some, in any order."""
+        """Decodes one token of some sequences, in random order."""
         chosen = self.rng.sample(self.requests, self.rng.randrange(1, len(self.requests) + 1))
         for request in chosen:
             request.output_token_ids.append(self.rng.randrange(VOCAB_SIZE))
@@ -92,7 +92,7 @@ class World:
 
 
 def one_token_each(num_seqs: int, context_len: int = 1, first: int = 0) -> StepInput:
-    """Returns a decode step at the ends of contexts of that length, in blocks of their own from the `first` on."""
+    """Returns a decode step over separate contexts of that length, in consecutive blocks from `first` on."""
     requests = []
     num_blocks = -(-context_len // BLOCK_SIZE)
     for i in range(num_seqs):

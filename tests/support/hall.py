@@ -1,4 +1,4 @@
-"""An admission queue before a pair of instances, for tests that fill and empty them."""
+"""An admission queue in front of two instances, for tests that fill and empty both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(instance: Instance, num_tokens: int = FULL) -> None:
 
 
 class Hall:
-    """An admission queue before a pair of instances, which the test fills and empties."""
+    """An admission queue in front of two instances, which the test fills and empties."""
 
     def __init__(self, max_wait_s: float = 0.0, has_priorities: bool = False) -> None:
         self.instances = pair()
@@ -40,7 +40,7 @@ class Hall:
         self.room = AdmissionQueue(max_wait_s, self, has_priorities=has_priorities)
 
     def watch(self, follower: RosterFollower) -> None:
-        """Nothing is lost here."""
+        """Does nothing, because no instance is lost here."""
 
     async def change(self) -> None:
         await self.heard.wait()
@@ -54,7 +54,7 @@ class Hall:
         self.room.look()
 
     async def visit(self, name: str = "a", num_tokens: int = 10, **more: Any) -> QueueEntry:
-        """Enters a request that begins as soon as it may."""
+        """Queues a request, which begins as soon as it is admitted."""
         entry = await self.room.turn(name, num_tokens, 1, **more)
         self.room.begun(entry)
         return entry
@@ -69,7 +69,7 @@ class Hall:
         return tasks
 
     def measured(self, tokens_per_s: float) -> None:
-        """Sets the rate at which requests seem to have begun lately."""
+        """Sets the measured rate of admitted prompt tokens."""
         self.room._rate = Steady(tokens_per_s)
 
 

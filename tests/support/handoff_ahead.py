@@ -1,7 +1,7 @@
-"""The handover's world with a prefill engine on a device, whose steps are launched ahead of the host.
+"""The handover world with a prefill engine on a device whose steps are launched ahead of the host.
 
-A launch puts each layer at the end of the device's queue; layers are computed while the host does something else. A
-link's jobs wait for what was launched before them, as they do for a marker on a stream. LookAhead is the real one.
+A launch appends each layer to the device's queue; layers are computed while the host continues. A link's job waits for
+all earlier launches, as for an event on a stream. LookAhead is production code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.handoff_world import World
 
 
 class ToyDevice:
-    """Computes layers in the order of their launches."""
+    """Computes layers in launch order."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -29,7 +29,7 @@ class ToyDevice:
         self.num_launched = self.num_done = 0
 
     def launch(self, chunks: Sequence[tuple[Request, int]], layer: int) -> None:
-        """The launch keeps the block tables and tokens that it is given: the host changes its own meanwhile."""
+        """Copies block tables and tokens, because the host changes its own before the layer is computed."""
         for request, num_tokens in chunks:
             start = request.num_computed_tokens
             values = self._memory.contents(request, 0, start + num_tokens, layer)
@@ -62,7 +62,7 @@ class DeviceTokens(Tokens):
 
 
 class AheadWorld(World):
-    """Everything of P that is not a step of its engine happens between steps and inside them."""
+    """P's mailbox, links and other threads run between its engine's steps and during them."""
 
     goes_ahead = True
 
@@ -70,7 +70,7 @@ class AheadWorld(World):
         super().start_p()
         self.device = ToyDevice(self.p.memories[0])
         self.ahead = LookAhead(self, self.p.scheduler)
-        self.marks: defaultdict[str, deque[int]] = defaultdict(deque)  # by link, of its jobs
+        self.marks: defaultdict[str, deque[int]] = defaultdict(deque)  # link -> launches that each job awaits
         self._is_stepping = False
         self.num_ahead = 0
 
@@ -90,7 +90,7 @@ class AheadWorld(World):
         return DeviceTokens(self, len(chunks))
 
     def meanwhile(self) -> None:
-        """Other threads and D go on while P's engine launches or waits."""
+        """Runs other threads and D while P's engine launches or waits."""
         if self.rng.random() < 0.5:
             self._one_event()
 
@@ -151,7 +151,7 @@ class AheadWorld(World):
         super().ship_end(conn, group, end)
 
     def _check_shipped(self, group: int, transfer_id: str, piece: wire.KVPiece) -> None:
-        """It need not be computed yet; see `ship`."""
+        """Checks nothing, because the piece may not be computed yet; see `ship`."""
 
     def _send_job(self) -> None:
         conn = self.p_conn

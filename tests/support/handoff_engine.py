@@ -1,8 +1,8 @@
-"""An engine without torch for the explorer: the real scheduler, and memory that knows what every slot stands for.
+"""An engine without torch for random exploration: the real scheduler, over memory that records each slot's content.
 
-A slot's content, in each layer, is the hash of all tokens up to the one written there, and in a draft head's layer of
-the head, too; a state's is the hash of all tokens so far, and 0 before the first. Blocks reused too early, shared
-wrongly, or committed in spite of that, are therefore noticed.
+In each layer a slot's content is a hash of all tokens up to its own and, in a draft head's layer, of the head. A state
+is a hash of all tokens so far, and 0 before the first. So blocks that are reused too early, shared wrongly or
+committed nevertheless are detected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Request, RequestSpec, Sampling, Status, TokenOutput
 from pd_cluster.wire import RuleName
 
-NUM_LAYERS = 3  # the model's own, if it has one group of layers; otherwise each group has two
+NUM_LAYERS = 3  # layers of a model with one group; with several groups, each has two
 WINDOW = 5
 Kinds = tuple[RuleName, ...]
 MAX_NUM_SEQS = 6
 
 
 def layouts_of(kinds: Kinds, block_size: int, draft_head: str = "") -> list[KVLayout]:
-    """Returns the layouts of a model whose groups' layers take turns."""
+    """Returns the layouts of a model in which layers of different groups alternate."""
     num_draft = int(bool(draft_head))
     whole = KVLayout(NUM_LAYERS + num_draft, 1, keys_and_values(1), block_size, "float32", draft_head=draft_head)
     whole = replace(whole, num_draft_layers=num_draft)
@@ -46,7 +46,7 @@ def layouts_of(kinds: Kinds, block_size: int, draft_head: str = "") -> list[KVLa
 
 
 class Memory:
-    """One group's: `slots[layer][block * block_size + offset]`; 0 before the first write."""
+    """One group's memory: `slots[layer][block * block_size + offset]`; 0 before the first write."""
 
     def __init__(self, blocks: BlockPool, layout: KVLayout) -> None:
         self.layout, self.block_size = layout, layout.block_size
@@ -63,7 +63,7 @@ class Memory:
         return [[self.slots[layer][i] for i in at] for layer in range(piece.first_layer, piece.stop_layer)]
 
     def write(self, piece: wire.KVPiece, into: Sequence[int], content: list[list[int]]) -> None:
-        """Writes a received piece into blocks that must still be held for it."""
+        """Writes a received piece into blocks, which must still be held."""
         assert not self._blocks.num_unheld(into), f"{into} were released and are written"
         offset = piece.first_token // self.block_size * self.block_size
         for layer, values in zip(range(piece.first_layer, piece.stop_layer), content, strict=True):
@@ -71,14 +71,14 @@ class Memory:
                 self.slots[layer][self.slot(into, position - offset)] = value
 
     def clear(self, blocks: Sequence[int], first_layer: int = 0) -> None:
-        """Clears layers from `first_layer` on of blocks that must still be held."""
+        """Clears blocks from layer `first_layer` on; they must still be held."""
         assert not self._blocks.num_unheld(blocks), f"{blocks} were released and are cleared"
         for layer in self.slots[first_layer:]:
             for block in blocks:
                 layer[block * self.block_size : (block + 1) * self.block_size] = [0] * self.block_size
 
     def contents(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
-        """Returns the expected content of the slots of its tokens [start, stop) in a layer."""
+        """Returns the expected content, in one layer, of the slots of the request's tokens [start, stop)."""
         value = self.layout.layers[layer] if self.layout.layers else 0
         if layer >= self.layout.num_model_layers:
             value = ord(self.layout.draft_head)
@@ -90,11 +90,11 @@ class Memory:
         return found
 
     def state(self, request: Request, num_tokens: int, layer: int) -> int:
-        """Returns the expected state behind its first tokens."""
+        """Returns the expected state after the request's first `num_tokens` tokens."""
         return self.contents(request, num_tokens - 1, num_tokens, layer)[0] if num_tokens else 0
 
     def holds(self, request: Request, piece: wire.KVPiece) -> bool:
-        """Whether the piece has been computed for this request; of a state, to the prompt's end."""
+        """Whether the piece has been computed for this request; a state must include the whole prompt."""
         layers, num_prompt = range(piece.first_layer, piece.stop_layer), len(request.prompt_token_ids)
         if self.layout.holds.is_state:
             return self.read(piece) == [[self.state(request, num_prompt, layer)] for layer in layers]
@@ -109,14 +109,14 @@ class Memory:
 
 
 class Engine:
-    """One life of one side. `legs` has the sequences of each request that have not ended."""
+    """One side's engine, from start to death. `legs` maps each request to its sequences that have not ended."""
 
     def __init__(
         self, num_blocks: int, budget: int, caches: bool, layouts: Sequence[KVLayout], num_states: int = 0
     ) -> None:
         prefix = PrefixScope("model", Numerics(), layouts[0].draft_head) if caches else None
         counts = [num_states if each.holds.is_state else num_blocks for each in layouts]
-        pools = [BlockPool(count, rests=False) for count in counts]  # the worst case for late readers and writers
+        pools = [BlockPool(count, rests=False) for count in counts]  # blocks are reused at once: the worst case
         groups = [LayerGroup(pool, each.holds) for pool, each in zip(pools, layouts, strict=True)]
         self.scheduler = StepScheduler(groups, StepSizes(layouts[0].block_size, MAX_NUM_SEQS, budget), prefix)
         self.memories = [Memory(pool, each) for pool, each in zip(pools, layouts, strict=True)]
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def num_layers_done(self) -> int:
-        """Counts the attention layers that the step has written."""
+        """Returns the number of attention layers that the step has written."""
         done = (self.memories[group] for group, _ in self.order[: self.num_computed_layers])
         return sum(not memory.layout.holds.is_state for memory in done)
 
@@ -144,7 +144,7 @@ class Engine:
         self.plan, self.num_computed_layers = plan, 0
 
     def compute_layer(self) -> None:
-        """Computes the model's next layer: every chunk reads its prefix and writes its own slots."""
+        """Computes the next layer: every chunk reads its prefix and writes its own slots."""
         assert self.plan is not None
         group, layer = self.order[self.num_computed_layers]
         memory = self.memories[group]
@@ -163,20 +163,20 @@ class Engine:
         self.num_computed_layers += 1
 
     def end_step(self) -> tuple[StepPlan, list[Request]]:
-        """Returns the plan that was computed, and the requests that caught up."""
+        """Ends the step; returns its plan, and the requests whose known tokens are all computed."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         return plan, self.scheduler.computed(plan)
 
     def check_memory(self, request: Request, num_tokens: int) -> None:
-        """Asserts that the slots of its first tokens hold these tokens' content, and nothing newer."""
+        """Asserts that the slots of the request's first tokens hold these tokens' content and nothing newer."""
         for group, layer in self.order if num_tokens else []:
             self.check_layer(request, num_tokens, group, layer)
 
     def check_layer(self, request: Request, num_tokens: int, group: int, layer: int) -> None:
-        """Checks all that a token behind the first `num_tokens` reads.
+        """Checks everything that the token after the first `num_tokens` reads.
 
-        A prompt that landed without a head's layer has nothing there, but for what was computed here.
+        A prompt that landed without a head's layer has zeros there, except for tokens computed on this side.
         """
         memory = self.memories[group]
         if memory.layout.holds.is_state:
@@ -198,7 +198,7 @@ class Engine:
 
 
 class Ends:
-    """How each request's leg ended on one side, over all its lives."""
+    """Records how each request's leg ended on one side, across restarts of its engine."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -210,7 +210,7 @@ class Ends:
 
 
 def first_tokens(request: Request) -> list[TokenOutput]:
-    """Returns P's samples, one per sequence; of several sequences one ends with it, and all do if max_tokens is 1."""
+    """Returns P's first tokens, one per sequence. One of several sequences ends with it; all do if max_tokens is 1."""
     sampling = request.sampling
     if sampling.beam_width:
         return first_tokens_of(request, candidates(Request("", RequestSpec(request.prompt_token_ids, sampling))))
@@ -223,7 +223,7 @@ def first_tokens(request: Request) -> list[TokenOutput]:
 
 
 def candidates(beam: Request) -> list[Candidate]:
-    """Returns a beam's continuations, a function of its tokens."""
+    """Returns a beam's continuations, which are a function of its tokens."""
     start = hash(tuple(beam.token_ids(0, beam.num_tokens))) % 97
     width = beam.sampling.beam_width
     row = [Candidate(100 + start + at, -float((start + 31 * at) % 97 + 1), at == width) for at in range(width + 1)]
@@ -231,7 +231,7 @@ def candidates(beam: Request) -> list[Candidate]:
 
 
 def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
-    """Returns whether nothing is left for D."""
+    """Returns whether the request ends with P's tokens, so that D has nothing to do."""
     if not request.sampling.beam_width:
         return all(token.finish_reason is not None for token in tokens)
     search = BeamSearch(request.sampling)
@@ -240,7 +240,7 @@ def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
 
 
 def decode_step(engine: Engine) -> list[Request]:
-    """Runs a whole step on D; returns the sequences that ended."""
+    """Runs one whole step on D; returns the sequences that ended."""
     engine.begin(engine.scheduler.plan())
     while not engine.is_computed:
         engine.compute_layer()
@@ -259,7 +259,7 @@ def decode_step(engine: Engine) -> list[Request]:
 
 
 def abort(engine: Engine, sequences: list[Request], tell: object) -> None:
-    """Drops a leg as a worker does."""
+    """Aborts a leg's sequences as a worker does."""
     for request in sequences:
         tell.abort(request)  # type: ignore[attr-defined]
         if request.key in engine.scheduler.requests and request.status is not Status.LANDING:

@@ -1,4 +1,4 @@
-"""The world of handoff_world.py with models of several groups of layers."""
+"""The world of handoff_world.py, with models that have several groups of layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MODELS: tuple[Kinds, ...] = (("all", "state"), ("all", "window"), ("all", "windo
 
 
 class GroupsWorld(World):
-    """Each seed has one of the models."""
+    """Chooses one of the models by the seed."""
 
     def __init__(self, seed: int, num_requests: int = 12) -> None:
         self.kinds = MODELS[seed % len(MODELS)]

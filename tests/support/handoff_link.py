@@ -1,6 +1,6 @@
-"""One link's life between two engines of handoff_engine.py: P's sending threads, frames in transit, D's threads.
+"""A link between two engines of handoff_engine.py: P's sending threads, frames in transit, D's threads.
 
-A lane carries the memory of one group of layers. Sealer, Opener, Lander and LaneBarrier are real.
+A lane carries one group of layers. Sealer, Opener, Lander and LaneBarrier are production code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.handoff_engine import Memory
 
 
 class LateCopies(Copies):
-    """Copies that are made when they are waited for, and not before, as on a device."""
+    """Runs copies only when the host waits for them, as on a device."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -40,7 +40,7 @@ class LateCopies(Copies):
 
 
 class LinkLane:
-    """Both ends of one lane, and its frames on their way."""
+    """Both ends of one lane, and its frames in transit."""
 
     name: wire.TransportName = "local"
 
@@ -48,13 +48,13 @@ class LinkLane:
         self.source, self.target, self.one_sided = source, target, one_sided
         self.sealer, self.opener = Sealer(key), Opener(key)
         self.jobs: deque[Callable[[], wire.KVHeader | None]] = deque()
-        self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
+        self.frames: deque[wire.KVFrame | str] = deque()  # input of D's thread: frames, or transfers to forget
         self.opened: set[int] = set()
-        self.copied: list[str] = []  # transfers, once for each pending copy
-        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: the blocks' content when it was sent
-        self.num_sent: dict[str, int] = {}  # numbers of a layer's tokens, by transfer
+        self.copied: list[str] = []  # transfer of each pending copy
+        self.payloads: dict[int, list[list[int]]] = {}  # two-sided transports: the blocks' content when sent
+        self.num_sent: dict[str, int] = {}  # transfer -> number of tokens sent, summed over layers
         self.copies = LateCopies()
-        self._is_late = is_late  # whether the pools are on devices
+        self._is_late = is_late  # as if the pools were on devices
         self.route = PoolRoute(source.layout, target.layout)
         self.geometry = Geometry.of(source.layout, target.layout)
         self.lander = Lander(self, self.geometry, clear=self._clear if self.route.precision else None)
@@ -64,7 +64,7 @@ class LinkLane:
     def close(self) -> None: ...
 
     def send(self) -> wire.KVFrame | None:
-        """Runs the next job of P's thread."""
+        """Runs the next job of P's thread; returns its frame, if any."""
         header = self.jobs.popleft()()
         if header is None:
             return None
@@ -96,7 +96,7 @@ class LinkLane:
         self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
 
     def land(self, works: bool) -> LinkEvent | str | None:
-        """Takes the next item of D's thread; a string is the reason for a link failure."""
+        """Processes the next item of D's thread; returns an event, or a string with the reason for a link failure."""
         item = self.frames.popleft()
         if isinstance(item, str):
             drained = self.lander.forget(item)
@@ -117,7 +117,7 @@ class LinkLane:
 
 
 class Link:
-    """All lanes of one connection, one for each group of layers. Keeps both sides' memories."""
+    """All lanes of one connection, one for each group of layers. Refers to both sides' memories."""
 
     def __init__(
         self, conn: str, sources: Sequence[Memory], targets: Sequence[Memory], one_sided: bool, is_late: bool
@@ -143,7 +143,7 @@ class Link:
     def begin(
         self, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
     ) -> None:
-        """As InLanes does."""
+        """Begins a transfer in every lane, as InLanes does."""
         for lane, table, first_token in zip(self.lanes, tables, first_tokens, strict=True):
             num_wanted = 1 if lane.target.layout.holds.is_state else num_tokens
             lane.lander.begin(
@@ -151,7 +151,7 @@ class Link:
             )
 
     def put(self, frame: wire.KVFrame) -> None:
-        """Brings a frame to D's end of its lane."""
+        """Delivers a frame to D's end of its lane."""
         self.lanes[frame.lane].frames.append(frame)
 
     def forget(self, transfer_id: str) -> None:
@@ -159,7 +159,7 @@ class Link:
             lane.frames.append(transfer_id)
 
     def land(self, lane: LinkLane) -> Arrived | Landed | LandFault | Drained | str | None:
-        """Takes the next item of this lane at D; returns the event of the whole link, or why it fails."""
+        """Processes this lane's next item at D; returns the link's event, or the reason why the link fails."""
         event = lane.land(self.works)
         if isinstance(event, str):
             self.works = False

@@ -1,4 +1,4 @@
-"""The world of handoff_world.py with a link that rests when nothing is under way, and wakes for its next transfer."""
+"""The world of handoff_world.py, with a link that closes while it is idle and reopens for its next transfer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RestingWorld(World):
         return self.is_resting
 
     def _rest(self) -> None:
-        """P lets an idle link rest, between two steps; D learns of it after all that P has sent before."""
+        """P rests an idle link between two steps; D learns of it after all of P's earlier messages."""
         conn = self.p_link
         if (
             self.p.plan is None
@@ -49,17 +49,17 @@ class RestingWorld(World):
         if self.d_inbox and isinstance(self.d_inbox[0], tuple) and isinstance(self.d_inbox[0][1], wire.LinkRest):
             conn, _ = self.d_inbox.popleft()  # type: ignore[misc]
             if conn == self.d_conn:
-                # P's engine may let one go, by a deadline or an abort, before its mailbox has sent its word.
+                # P's engine may release a transfer (deadline or abort) before its mailbox has sent the confirmation.
                 left = {transfer_id for transfer_id, of in self.d_side.landing.items() if of == conn}
                 assert left <= self.taken, "a link rests under a transfer"
                 self._d_loses_link("it is at rest")
                 if conn == self.p_conn:
-                    self.p_conn = None  # D has answered, and P ends the connection
+                    self.p_conn = None  # P closes the connection after D's answer
         else:
             super()._d_reads_inbox()
 
     def _wake(self) -> None:
-        """Opens a link that rests and is awaited, or fails to; P's engine learns of it between two steps."""
+        """Tries to reopen a resting link that a transfer awaits; P's engine learns the outcome between two steps."""
         if self.p_conn is None and self.d_conn is not None and self.is_resting:
             self._d_loses_link("cut")
         if not (self.is_resting and self.is_awaited and self.p_conn is None and self.d_conn is None):

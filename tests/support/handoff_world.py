@@ -1,8 +1,8 @@
-"""One prefill and one decode engine without torch or sockets, driven through random orders of events.
+"""Drives one prefill engine (P) and one decode engine (D), without torch or sockets, through random orders of events.
 
-The schedulers, Exports, Imports and what handoff_link.py has of a link are real. A seeded random number decides what
-happens next: a layer of a step, a message that arrives, a chunk that is sent or lands, an abort, a link that breaks, a
-frame that comes twice or out of order, a process that dies and is started again, time that passes.
+The schedulers, Exports, Imports and the parts named in handoff_link.py are production code. A seeded random number
+chooses the next event: a layer of a step, an arriving message, a chunk that is sent or lands, an abort, a broken link,
+a repeated or reordered frame, a process that dies and restarts, or passing time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class World:
         self._have_heads = random.Random(f"{seed} heads").random() < 0.5
         self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
         self.p_ends, self.d_ends = Ends(), Ends()
-        self.taken: set[str] = set()  # transfers for which P's mailbox has confirmed that D may continue
+        self.taken: set[str] = set()  # transfers that P's mailbox has confirmed, so that D may continue
         self.p_life = self.d_life = 0
         self.links: list[Link] = []
         self.start_p()
@@ -93,7 +93,7 @@ class World:
             self._notice,
             *self.troubles,
         ]
-        # Each seed has its own slow and fast parts, which makes rare orders common.
+        # Each seed makes other parts slow or fast, so that otherwise rare orders of events become common.
         weights: list[float] = [rng.choice([0.4, 2.0, 8.0]) for _ in self.events[: -len(self.troubles)]]
         rates = [rng.choice([0.02, 0.1, 0.4]) for _ in self.troubles[:5]] + [rng.choice([0.004, 0.015])] * 2
         self.num_quiet = len(weights)  # harmless events come first
@@ -110,10 +110,10 @@ class World:
         sizes = ShipSizes.of(layouts)
         groups = tuple(each._replace(layer_nbytes=1) for each in sizes.groups)
         self.exports = Exports(self, self, TransferTerms(self.clock, TIMES), ShipSizes(groups, self.min_nbytes))
-        self.p_conn: str | None = None  # as its mailbox knows it
-        self.p_link: str | None = None  # as its engine knows it
+        self.p_conn: str | None = None  # the connection as seen by P's mailbox
+        self.p_link: str | None = None  # the connection as seen by P's engine
         self.to_p: deque[tuple[str, wire.Body]] = deque()
-        self.p_inbox: deque[tuple[str, wire.Body | None]] = deque()  # None: the connection is down
+        self.p_inbox: deque[tuple[str, wire.Body | None]] = deque()  # None: the connection was lost
         self.credits: deque[tuple[str, wire.Credit]] = deque()
         self.replies: deque[tuple[str, wire.Confirmed]] = deque()
 
@@ -132,7 +132,7 @@ class World:
         self.d_inbox: deque[Arrived | Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
 
     def _draft_head(self, endpoint: str, life: int) -> str:
-        """Each life has a draft head of its own, if any."""
+        """Returns the draft head of one life of an endpoint; each life may have a different one."""
         if len(self.kinds) > 1:
             return ""
         return random.Random(f"{self.seed} {endpoint} {life}").choice(["", "a", "a", "b"]) if self._have_heads else ""
@@ -148,7 +148,7 @@ class World:
     # ---- events
 
     def run(self, num_events: int = 1500) -> None:
-        """Runs random events, then quiet ones until all requests have ended."""
+        """Runs random events, then harmless ones until all requests have ended."""
         for at in range(num_events + 20_000):
             self.trouble = at < num_events
             if not (self.unsubmitted or self.p.scheduler.requests or self.d.scheduler.requests or len(self.imports)):
@@ -156,12 +156,12 @@ class World:
             self._one_event()
             if self.trouble:
                 continue
-            if self.num_troubles and self.rng.random() < 0.02:  # without any trouble nothing may need a deadline
+            if self.num_troubles and self.rng.random() < 0.02:  # without faults, nothing may depend on a deadline
                 self._pass_time()
         raise AssertionError(f"not ended: P {self._standing(self.p)}, D {self._standing(self.d)}")
 
     def check(self) -> None:
-        """Asserts that everything ended once and nothing is held."""
+        """Asserts that every request ended exactly once and that nothing is held."""
         while self.p.plan is not None or self.p_inbox or self.replies:
             self._p_mailbox_replies()
             self._p_step() if self.p.plan is not None else self._p_reads_inbox()
@@ -172,15 +172,15 @@ class World:
             assert not engine.legs, f"no end for {list(engine.legs)}"
         for name, outcome in self.p_ends.outcome.items():
             lost = outcome == "handed over" and self.d_ends.outcome[name] == "dropped"
-            assert not lost, f"{name} was handed over and revoked: nobody tells the client"
+            assert not lost, f"{name} was handed over and revoked: its client gets no end"
         assert not len(self.exports)
-        assert not len(self.exports.held), "a transfer is held that is none"
+        assert not len(self.exports.held), "a transfer without an export is held"
 
     def _one_event(self) -> None:
-        """Draws an event from the cumulative weights."""
+        """Runs one event, drawn by the cumulative weights."""
         num_kinds = len(self.events) if self.trouble else self.num_quiet
         drawn = self.rng.random()
-        if self.num_events > HURRY_EVENTS:  # nothing stays slow forever
+        if self.num_events > HURRY_EVENTS:  # no part stays slow forever
             at = int(drawn * num_kinds)
         else:
             at = bisect(self.weights, drawn * self.weights[num_kinds - 1], 0, num_kinds - 1)
@@ -193,7 +193,7 @@ class World:
             self.d.scheduler.check()
 
     def _submit(self) -> None:
-        """Submits one leg of a request; the other one comes earlier or later."""
+        """Submits one leg of a request; its other leg arrives earlier or later."""
         if not self.unsubmitted:
             return
         endpoint, name = self.unsubmitted.pop()
@@ -221,14 +221,14 @@ class World:
             self.imports.submit(request)
 
     def _tell_the_other_leg(self) -> None:
-        """Aborts the other leg after the scheduler learned of one leg's end, unless the KV cache was handed over."""
+        """Aborts a request's other leg once the scheduler learns of one's end, unless the KV cache was handed over."""
         for ends, other in ((self.p_ends, self.d), (self.d_ends, self.p)):
             for name in [n for n in other.legs if ends.outcome.get(n, "handed over") != "handed over"]:
                 self._order_abort(other, name)
                 return
 
     def _p_step(self) -> None:
-        """Runs the next part of a step of P: it begins, computes a layer, or ends. Only credits are read meanwhile."""
+        """Runs the next part of P's step: its begin, a layer, or its end. During a step P reads only credits."""
         p = self.p
         if p.plan is None:
             while self.p_inbox:
@@ -292,7 +292,7 @@ class World:
             self.d_inbox.append((conn, body))
 
     def _deliver_to_p(self) -> None:
-        """Runs P's mailbox, whatever its engine does: `Confirm` is answered at once."""
+        """Delivers a message to P's mailbox, which answers `Confirm` at once, whatever its engine is doing."""
         if not self.to_p:
             return
         conn, body = self.to_p.popleft()
@@ -308,7 +308,7 @@ class World:
         self.p_inbox.append((conn, body))
 
     def _p_mailbox_replies(self) -> None:
-        """Replies late: the engine's thread may have done anything since the transfer was taken out."""
+        """Sends a delayed reply: since the transfer was taken out, P's engine may have done anything."""
         if not self.replies:
             return
         conn, answer = self.replies.popleft()
@@ -327,7 +327,7 @@ class World:
             self.to_d.append((conn, frame))
 
     def _thread_step(self) -> None:
-        """Runs a link's thread; those of closed links continue while their queues hold jobs."""
+        """Runs one of the links' threads; threads of closed links continue until their queues are empty."""
         busy = [(link, lane) for link in self.links for lane in link.lanes if lane.frames]
         if not busy:
             return
@@ -382,10 +382,10 @@ class World:
             case (conn, wire.Confirmed() as answer):
                 self.imports.on_confirmed(conn, answer)
 
-    # ---- trouble
+    # ---- faults
 
     def _abort(self) -> None:
-        """Aborts one leg of a request whose client left, and the other once the scheduler reaches it."""
+        """Aborts one leg of a request whose client left; the abort of the other leg arrives later."""
         engine = self.rng.choice([self.p, self.d])
         if engine.legs:
             self._order_abort(engine, self.rng.choice(list(engine.legs)))
@@ -402,12 +402,12 @@ class World:
         abort(engine, sequences, self.exports if engine is self.p else self.imports)
 
     def _break_link(self) -> None:
-        """Breaks the link: one side notices first, the other in `_notice`."""
+        """Breaks the link: one side notices now, the other in `_notice`."""
         if self.p_conn is not None and self.d_conn is not None:
             self._p_loses_link() if self.rng.random() < 0.5 else self._d_loses_link("cut")
 
     def _notice(self) -> None:
-        """Lets the other side notice a lost link; when both know, a new one is made."""
+        """Lets the other side notice the broken link; once both have, makes a new one."""
         if self.p_conn is None and self.d_conn is None:
             if self.p_link is None:
                 self.connect()
@@ -417,7 +417,7 @@ class World:
             self._d_loses_link("cut")
 
     def _p_loses_link(self) -> None:
-        """Loses the link for P's mailbox at once; its engine learns of it after the current step."""
+        """P's mailbox loses the link at once; P's engine learns of it after the current step."""
         assert self.p_conn is not None
         self.p_inbox.append((self.p_conn, None))
         self.p_conn = None
@@ -428,7 +428,7 @@ class World:
         self.imports.on_link_down(conn, reason)
 
     def _repeat_frame(self) -> None:
-        """Repeats an old frame of this link or an earlier one."""
+        """Delivers an old frame of this link, or of an earlier one, again."""
         frames = [frame for link in self.links[-2:] for frame in link.seen[-10:]]
         if frames and self.d_conn is not None:
             self.link(self.d_conn).put(self.rng.choice(frames))
@@ -440,7 +440,7 @@ class World:
             self.to_d[i], self.to_d[j] = self.to_d[j], self.to_d[i]
 
     def _p_dies(self) -> None:
-        """Kills P with all that it held; D notices later. Messages still in transit go to P's successor."""
+        """Kills P, which loses all that it held; D notices later. Messages in transit reach P's successor."""
         for name in [n for n in sorted(self.half_submitted) if n not in self.p.legs]:
             self._never_submit("p", name, self.p_ends)
         for name in list(self.p.legs):
@@ -455,7 +455,7 @@ class World:
         self.start_d()
 
     def _never_submit(self, endpoint: str, name: str, ends: Ends) -> None:
-        """Drops a Submit addressed to the life that has just ended."""
+        """Drops a Submit that was addressed to the process that has just died."""
         if (endpoint, name) in self.unsubmitted:
             self.unsubmitted.remove((endpoint, name))
             self.half_submitted.discard(name)
@@ -477,7 +477,7 @@ class World:
 
     def send(self, conn: str, body: wire.Body) -> None:
         is_late = isinstance(body, wire.Revoke) and body.transfer_id in self.taken
-        assert not is_late, "P takes its word back"
+        assert not is_late, "P revokes a transfer that it has confirmed"
         if conn == self.p_conn:
             self.to_d.append((conn, body))
 
@@ -489,7 +489,7 @@ class World:
         link.lanes[group].jobs.append(lambda: chunk if transfer_id in link.live else None)
 
     def _check_shipped(self, group: int, transfer_id: str, piece: wire.KVPiece) -> None:
-        """Asserts that it has been computed."""
+        """Asserts that the piece has been computed."""
         request = self.p.legs[transfer_id.removeprefix("t")][0]
         assert self.p.memories[group].holds(request, piece), f"{request.key} is shipped too early"
 
@@ -511,7 +511,7 @@ class World:
             (self.p_ends if engine is self.p else self.d_ends).add(request.request_id, outcome)
 
     def export_ended(self, request: Request, error: str | None) -> None:
-        assert error is None or request.transfer_id not in self.taken, f"P gives {request.key} up after its word"
+        assert error is None or request.transfer_id not in self.taken, f"P gives {request.key} up after confirming it"
         self._end(self.p, request, error or "handed over")
         self.p.scheduler.finish(request)
 
@@ -521,8 +521,8 @@ class World:
     def offered(self, request: Request, num_cached_tokens: int) -> None: ...
 
     def joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
-        """Asserts the central invariant: D commits this request's whole prompt, and P's tokens."""
-        assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
+        """Asserts the central invariant: D continues with this request's whole prompt and P's tokens."""
+        assert request.transfer_id in self.taken, f"{request.key} continues without P's confirmation"
         assert tokens == first_tokens(request)
         self._check_sent(self.link(self.d_side.landing.pop(request.transfer_id)), request)
         going_on = [t for t in tokens if t.finish_reason is None]
@@ -540,7 +540,7 @@ class World:
         self.d.legs[request.request_id] = list(sequences)
 
     def _check_sent(self, link: Link, request: Request) -> None:
-        """Asserts that P has sent what D lacked, and nothing else: of a window its last tokens, and one state."""
+        """Asserts that P sent exactly what D lacked: for a window only its last tokens, and one state."""
         num_prompt = len(request.prompt_token_ids)
         for lane, first_token in zip(link.lanes, self.d_side.first_tokens[request.transfer_id], strict=True):
             holds = lane.target.layout.holds
@@ -555,12 +555,12 @@ class World:
 
 
 class DecodeSide:
-    """The ImportPorts of one life of D."""
+    """The ImportPorts of one life of D, from its start to its death."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.landing: dict[str, str] = {}  # transfers that have blocks -> their connections
-        self.first_tokens: dict[str, list[int]] = {}  # by transfer, of each group: those before are here
+        self.landing: dict[str, str] = {}  # transfer with blocks -> its connection
+        self.first_tokens: dict[str, list[int]] = {}  # transfer -> per group, the first token that D lacks
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.world.d_conn:

@@ -1,4 +1,4 @@
-"""A process's holdings: shared memory, descriptors, threads, children, temporary folders."""
+"""Counts what this process holds: shared memory, descriptors, threads, children, temporary folders."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections import Counter
 from pathlib import Path
 
 SELF = Path("/proc/self")
-SETTLE_S = 10.0  # for the kernel and for idle threads to end
-KIND = re.compile(r"\d+")  # in a descriptor's target: inodes, ports
+SETTLE_S = 10.0  # the kernel and idle threads need time to release things
+KIND = re.compile(r"\d+")  # numbers in a descriptor's target: inodes, ports
 
 
 def held() -> Counter[str]:
-    """Counts by name. Shared memory is in pages of memfds, mapped or not; none of it is in a process's RSS."""
+    """Counts holdings by name. Shared memory is in pages of memfds, mapped or not, because RSS does not include it."""
     found: Counter[str] = Counter()
     for entry in (SELF / "fd").iterdir():
         try:
             target = os.readlink(entry)
             if target.startswith("/memfd:"):
                 found["pages of memfds"] += os.stat(entry).st_blocks
-        except FileNotFoundError:  # of this listing
+        except FileNotFoundError:  # the descriptor of this very listing
             continue
         found[f"descriptor {KIND.sub('N', target)}"] += 1
     for line in (SELF / "smaps").read_text().splitlines():
@@ -38,7 +38,7 @@ def held() -> Counter[str]:
 
 
 def more_than(before: Counter[str]) -> Counter[str]:
-    """Returns what is held beyond `before`, as soon as it is nothing, or at the end of SETTLE_S."""
+    """Returns what is held beyond `before`: an empty counter once nothing is, or the rest after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
     while (more := held() - before) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def processes_of(text: str) -> list[str]:
         if entry.parent.name != str(os.getpid()):
             try:
                 line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             found += [line] if text in line else []
     return found

@@ -1,4 +1,4 @@
-"""Ways to spoil the folder of a LoRA adapter of rank 5 for the tiny llama, and what the refusal must say."""
+"""Ways to corrupt the folder of a rank-5 LoRA adapter for the tiny llama, and the required error messages."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def with_the_wrong_shape(folder: Path) -> None:
 
 
 def with_a_huge_header(folder: Path) -> None:
-    """It says 10 GB, and the file really has as many, in a hole."""
+    """Writes a header that declares 10 GB, in a sparse file of that size."""
     with (folder / WEIGHTS_FILE).open("wb") as file:
         file.write(struct.pack("<Q", 10 << 30))
         file.truncate(11 << 30)
 
 
 def with_a_large_header(folder: Path) -> None:
-    """Just below the limit of files."""
+    """Writes a header just below the limit for files."""
     with (folder / WEIGHTS_FILE).open("wb") as file:
         file.write(struct.pack("<Q", 7 << 30))
         file.truncate((7 << 30) + 8)
@@ -59,7 +59,7 @@ def half_written(folder: Path) -> None:
 
 
 def with_padding(folder: Path) -> None:
-    """2 GiB, in a hole."""
+    """Adds 2 GiB of padding as a hole."""
     padded(folder / WEIGHTS_FILE, 2 << 30)
 
 
@@ -72,7 +72,7 @@ def with_a_pickle(folder: Path) -> None:
 
 
 def with_a_pipe(folder: Path) -> None:
-    """Nobody ever writes into it."""
+    """Replaces a file by a pipe to which no process writes."""
     (folder / WEIGHTS_FILE).unlink()
     os.mkfifo(folder / WEIGHTS_FILE)
 
@@ -94,7 +94,7 @@ def with_a_slow_expression(folder: Path) -> None:
 
 
 def with_an_expression_of_numbers(folder: Path) -> None:
-    """A name of 40 digits has more ways to be cut into 30 numbers than there is time."""
+    """Uses an expression for which matching a 40-digit name takes practically forever: 30 numbers, split in any way."""
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {r"\d+" * 30 + "x": 2}}))
     save_file(

@@ -1,4 +1,4 @@
-"""A server of this project's kind without a cluster, and raw clients that choose each byte."""
+"""The project's HTTP server without a cluster, and raw clients that choose every byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class App:
-    """Reports its view of each request. /held answers when it is released, /early without reading the body."""
+    """Responds with the request as received. /held responds when released, /early without reading the body."""
 
     def __init__(self) -> None:
         self.num_heard = 0
@@ -61,7 +61,7 @@ class Serving:
         return Client(reader, writer)
 
     async def ask(self, *pieces: bytes, source: str = "127.0.0.1") -> bytes:
-        """Returns everything that is answered until the server closes, or to the first answer's end."""
+        """Sends the pieces; returns all bytes until the server closes, or the first response."""
         client = await self.connect(source)
         for piece in pieces:
             await client.send(piece)
@@ -70,7 +70,7 @@ class Serving:
         return answer
 
     async def until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Waits for a condition. Fails at the test's own deadline with the condition's name."""
+        """Waits for a condition. At the test's deadline, fails with the condition's name."""
         try:
             while not condition():
                 await asyncio.sleep(0.01)
@@ -89,7 +89,7 @@ class Client:
             await self.writer.drain()
 
     async def answer(self) -> bytes:
-        """Returns one answer, head and body; what there is of it if the connection ends."""
+        """Returns one response, head and body; only the received part if the connection ends."""
         head = b""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
@@ -101,7 +101,7 @@ class Client:
             return head
 
     async def is_closed(self) -> bool:
-        """Waits for the server to end the connection."""
+        """Waits for the server to close the connection."""
         try:
             return await self.reader.read(1) == b""
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine, as far as huggingface_hub needs it to fetch a model."""
+"""A local Hugging Face hub with the endpoints that huggingface_hub needs to download a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JSON = "application/json"
 
 
 class Hub:
-    """`models`: name -> revision -> folder. `asked` has every path, `broken` the files that end in the middle."""
+    """`models`: name -> revision -> folder. `asked`: all requested paths. `broken`: files whose download breaks off."""
 
     def __init__(self, models: Mapping[str, Mapping[str, Path]]) -> None:
         self.models = models
@@ -39,7 +39,7 @@ class Hub:
         self._thread.join(10)
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Returns variables for a process that finds its models here, and keeps them in `home`."""
+        """Returns variables with which a process downloads models from this hub into `home`."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

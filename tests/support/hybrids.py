@@ -1,6 +1,6 @@
-"""Tiny checkpoints of hybrids: some layers keep a state of the sequence, others keys and values, or both.
+"""Tiny checkpoints of hybrid models: some layers keep a recurrent state, others keys and values, or both.
 
-Widths of keys and values, and numbers of heads, all differ, so that one taken for another is noticed.
+Widths of keys and values and numbers of heads all differ, so that confusing two of them fails.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "conv_kernel": 4,
         "chunk_size": 16,
-        "time_step_min": 0.1,  # many time steps are shorter
+        "time_step_min": 0.1,  # a limit that affects many time steps
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,

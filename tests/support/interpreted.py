@@ -1,10 +1,9 @@
-"""Triton's interpreter in a child process: triton decides at import whether kernels are interpreted.
+"""Runs tests under Triton's interpreter in a child process, because triton decides at import whether to interpret.
 
-Cases are test functions in files whose names pytest does not collect by itself; `run_cases` runs them in the child.
+Cases are test functions in files that pytest does not collect by default; `run_cases` runs them in the child.
 The interpreter of Triton 3.6 truncates bfloat16 where a GPU rounds to nearest even, multiplies its bits as if they were
-integers, and counts loops in a way that numpy 2.4 no longer allows: `mend` fixes all three. It also searches the whole
-language for functions to replace at each call of each function, which takes a third of the time: here that is done
-once.
+integers, and counts loops in a way that numpy 2.4 no longer allows: `mend` fixes all three. At each call of each
+function it also searches the whole language for functions to replace, a third of the time; `mend` does so once.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-CASE_TIMEOUT_S = 120.0  # a case may take a minute of CPU
+CASE_TIMEOUT_S = 120.0  # a case may take a minute of CPU time
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SLOW_IF_INTERPRETED = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []  # a GPU runs these too
+SLOW_IF_INTERPRETED = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []  # not slow on a GPU
 
 
 def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> str:
     """Runs pytest on `files` of tests/support, interpreted.
 
-    Returns its output; raises AssertionError if a case failed, or took half of `timeout_s` where that is long.
+    Returns its output; raises AssertionError if a case failed, or took over half of a long `timeout_s`.
     """
     paths = [str(ROOT / "tests" / "support" / file) for file in files]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths, *arguments]
     command += ["-o", f"timeout={max(CASE_TIMEOUT_S, timeout_s / 2)}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    environment["PD_CLUSTER_CPU_KERNELS"] = "0"  # the CPU is a GPU here, which does not have these
+    environment["PD_CLUSTER_CPU_KERNELS"] = "0"  # the CPU imitates a GPU, which has no CPU kernels
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
@@ -48,7 +47,7 @@ def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> 
 
 
 def choose_device() -> None:
-    """Chooses the device for this process: CPU, interpreted; a GPU if the cases run without TRITON_INTERPRET."""
+    """Chooses this process's device: the CPU if kernels are interpreted, a GPU without TRITON_INTERPRET."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         mend()
     else:
@@ -57,7 +56,7 @@ def choose_device() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Replaces a kernel: tells the constants of its launches, and launches it."""
+    """Replaces a kernel: reports the constants of each launch, then launches the kernel."""
 
     kernel: Any
     note: Callable[[dict[str, Any]], object]
@@ -73,7 +72,7 @@ class Noted:
 @cache
 def mend() -> None:
     """Fixes the interpreter for this process."""
-    import triton.language as tl  # only in processes that run kernels
+    import triton.language as tl  # imported only by processes that run kernels
     from triton.runtime import interpreter
 
     original_convert = interpreter._convert_float
@@ -103,19 +102,19 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = dot
 
-    # Sums are computed again in 64 bits for an assertion that runs only with `debug`.
+    # Skips computing sums again in 64 bits, for an assertion that runs only with `debug`.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    # Applies to the modules that kernels see as their language, and to those that the language's own functions see.
+    # Patches the modules that kernels import as the language, and those that the language's own functions use.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # restores nothing
+    interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # a scope that restores nothing
 
 
 @contextmanager
 def multiplied_in_order() -> Iterator[None]:
-    """Makes an element of a product the accumulator plus one term after the other, wherever it is in its tile.
+    """Computes each element of a product by adding one term after the other, wherever it is in its tile.
 
-    A GPU's instruction treats all rows of a tile alike. numpy's BLAS does not: the rows of one product have different
-    orders of summation.
+    A GPU's instruction sums all rows of a tile in the same order. numpy's BLAS uses different orders for different
+    rows.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -143,14 +142,14 @@ def _as_float32(handle: Any) -> Any:
 
 
 def to_bfloat16_bits(numbers: Any) -> Any:
-    """Converts float32 to the bits of the nearest bfloat16, even ones at a tie."""
+    """Converts float32 to the bits of the nearest bfloat16, rounding ties to even."""
     bits = np.ascontiguousarray(numbers).view(np.uint32).reshape(numbers.shape)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
 
 
 def steps_apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns the number of representable values between the two, which have a 16-bit dtype."""
+    """Returns how many representable values apart the elements of two 16-bit tensors are."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
 
@@ -162,7 +161,7 @@ def steps_apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def assert_like(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compares float32 to the seventh digit of the largest; 16 bits may differ by one step, as sums round."""
+    """Asserts equality: float32 to the seventh digit of the largest value; 16-bit values within one rounding step."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     if actual.dtype == torch.float32:
@@ -174,12 +173,12 @@ def assert_like(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
-    """Returns numbers so small that their squares add up without rounding, in any order."""
+    """Returns whole numbers so small that sums of their squares are exact in any order."""
     return torch.randint(-6, 7, shape).float()
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """Returns the same numbers as the middle columns of a wider tensor."""
+    """Returns a copy that is a strided view: the middle columns of a wider tensor."""
     wide = x.new_full((len(x), x.shape[1] + 32), float("nan"))
     wide[:, 16:-16] = x
     return wide[:, 16:-16]

@@ -1,4 +1,4 @@
-"""A worker that seeks a scheduler, with recorded lines in place of sockets."""
+"""A worker that looks for a scheduler, with recorded connections in place of sockets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Seeker:
 
     @property
     def tried(self) -> list[tuple[str, int, bytes]]:
-        """Host, port and key of every connection that it opened."""
+        """Returns host, port and key of every connection that the worker opened."""
         assert {each[:2] for each in self.lines.opened} <= {("join", 0)}
         return [each[2:] for each in self.lines.opened]
 
     def connect(self) -> str:
-        """Waits for its backoff, and returns the connection that it opens."""
+        """Waits for the worker's backoff, and returns the connection that it then opens."""
         while not self.joining.is_due:
             self.now_s += FIRST_BACKOFF_S / 4
         self.joining.connect(self.joining.address[0])

@@ -1,4 +1,4 @@
-"""Special replies in formats whose calls are JSON, Python or Gemma's braces; json_writers.py has the usual ones."""
+"""Special replies in formats with calls in JSON, Python or Gemma's braces; json_writers.py has the usual ones."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ PLAMO_G = PLAMO_CALL.replace("NAME", "g").replace("ARGS", "{}")
 PLAMO_REPLIES = (
     Reply(f"so{PLAMO_SECTION[0]}{PLAMO_G}", calls=(("g", G),), reasoning="so"),
     Reply(f"<|plamo:end_think:plamo|>A.{PLAMO_SECTION[0]}{PLAMO_G[:-4]}", "A.", (("g", G),)),
-    Reply(  # without the mark that begins a request, and without what says that JSON follows
+    Reply(  # without the marker that begins a call and without the one that announces JSON
         f"<|plamo:end_think:plamo|>{PLAMO_SECTION[0]}{PLAMO_G[PLAMO_G.index('<|plamo:begin_tool_name') :]}".replace(
             "<|plamo:constrain|>json", ""
         ),
@@ -171,7 +171,7 @@ COHERE_SECTION = ("<|START_ACTION|>\n[\n    ", "\n]\n<|END_ACTION|>")
 
 
 def thought_through(before: str, after: str, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-    """The replies, each behind a thought."""
+    """Returns the replies, each after some reasoning."""
     return tuple(reply._replace(text=f"{before}Hm {{[.{after}{reply.text}", reasoning="Hm {[.") for reply in replies)
 
 

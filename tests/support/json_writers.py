@@ -1,6 +1,6 @@
-"""How the formats with JSON, Python or Gemma's braces write calls, and their reasoning, for the twenty replies of all.
+"""Writers of calls and reasoning for the formats with JSON, Python or Gemma's braces, used with the twenty replies.
 
-Each follows its model's chat template. Knows nothing of what has to be read.
+Each follows its model's chat template. Does not know the expected parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def braces(begin: str, end: str, quote: str) -> Writer:
 
 
 def python(call: Call) -> str:
-    """Writes strings with double quotes, and other values as Python does."""
+    """Writes strings in double quotes and other values as Python literals."""
     arguments = (f"{key}={as_json(v) if isinstance(v, str) else repr(v)}" for key, v in call.arguments.items())
     return f"{call.name}({', '.join(arguments)})"
 

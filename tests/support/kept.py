@@ -1,4 +1,4 @@
-"""The contents of a folder of kept responses, read past the store."""
+"""Reads a folder of stored responses directly, without the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.service.answers.response_store import FILE
 
 
 def bodies_in(folder: Path) -> dict[str, Any]:
-    """Returns the bodies by their ids."""
+    """Returns the responses' bodies by id."""
     if not (folder / FILE).exists():
         return {}
     with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:

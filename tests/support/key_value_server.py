@@ -1,4 +1,4 @@
-"""A real server of the Redis protocol: the machine's own, or Debian's package unpacked into a folder of the test's."""
+"""A real server of the Redis protocol: the installed one, or Debian's package unpacked into the test's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 20.0
 
 
 def server_command(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Returns a server's command and environment; skips the test where there is none to be had."""
+    """Returns a server's command and environment; skips the test if no server is available."""
     found = next((path for name in SERVERS if (path := shutil.which(name))), None)
     if found is not None:
         return [found], {}
@@ -38,7 +38,7 @@ def server_command(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 class KeyValueServer:
-    """`with KeyValueServer(folder) as server:`; on the loopback address, and it writes nothing to disk."""
+    """`with KeyValueServer(folder) as server:`; serves at the loopback address and writes nothing to disk."""
 
     def __init__(self, folder: Path) -> None:
         import redis

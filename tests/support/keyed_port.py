@@ -1,4 +1,4 @@
-"""The public port with keys from a file, over a real router with instances scripted by a test."""
+"""The public port with API keys from a file, over a real router whose instances a test scripts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WAIT_S = 60.0
 
 
 def key_of(key: str, **fields: Any) -> ApiKey:
-    """Returns a key that is its own id."""
+    """Returns an API key whose id is the key itself."""
     return ApiKey(digest=digest_of(SALT, key.encode()), **{"id": key, "tenant": "team", **fields})
 
 
 class Port:
-    """The app, the router behind it, and the memory of the limits, whose clock moves only on request."""
+    """The app, its router, and the state of the rate limits, whose clock advances only on request."""
 
     def __init__(self, folder: Path, keys: tuple[ApiKey, ...], openai: bool = True, **http: Any) -> None:
         self.now_ns, self.now_s = MINUTE_NS, 1_000_000.0
@@ -52,7 +52,7 @@ class Port:
         return await send(self.app, method, path, [("Authorization", f"Bearer {key}")], fields or b"")
 
     async def submitted(self, num_before: int = 0) -> str:
-        """Returns the last request's id, once both of its legs have been sent."""
+        """Waits until both legs of the last request have been sent; returns its id."""
         async with asyncio.timeout(WAIT_S):
             while len(self.world.mailbox.of(wire.Submit)) < num_before + 2:
                 await asyncio.sleep(0)
@@ -60,7 +60,7 @@ class Port:
         return request_id
 
     def answer(self, request_id: str, num_tokens: int, index: int = 0) -> None:
-        """Sends both instances' messages for a whole sequence."""
+        """Delivers both instances' messages for a whole sequence to the router."""
         prefill, decode = (conn for conn, body in self.world.mailbox.of(wire.Submit) if body.request_id == request_id)
         for position in range(num_tokens):
             finish = "stop" if position + 1 == num_tokens else None

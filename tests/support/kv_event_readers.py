@@ -1,6 +1,6 @@
-"""Readers of KV events, as routers outside of the cluster have them.
+"""Readers of KV events, like those of routers outside the cluster.
 
-The structs here are written from the format's description, not taken from the product.
+The structs follow the format's description, independently of the product.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DECODER = msgspec.msgpack.Decoder(Batch)
 
 
 class Mirror:
-    """A router outside of the cluster, which knows the events alone."""
+    """An external router's view of the caches, built from events only."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int | bytes, tuple[int | bytes | None, tuple[int, ...]]]] = {}
@@ -81,7 +81,7 @@ class Mirror:
 
 
 class Reader:
-    """A subscriber as vLLM's examples have it, and its way to past batches."""
+    """A subscriber as in vLLM's examples, which can also request past batches."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, hwm: int = 1000, keys: Any = None) -> None:
         self._context = context
@@ -114,7 +114,7 @@ class Reader:
                 if sequence == b"\xff" * 8:
                     return found
                 found.append((int.from_bytes(sequence, "big"), DECODER.decode(payload)))
-        raise AssertionError("no end of the replay")
+        raise AssertionError("the replay did not end")
 
 
 def batch(number: int, num_tokens: int = 0) -> EventBatch:
@@ -124,7 +124,7 @@ def batch(number: int, num_tokens: int = 0) -> EventBatch:
 
 
 def await_subscriber(publisher: EventPublisher, reader: Reader) -> int:
-    """Publishes until the reader gets the newest batch; returns the number of the next one."""
+    """Publishes batches until the reader receives the newest one; returns the next batch's number."""
     deadline_s = time.monotonic() + WAIT_MS / 1000
     while True:
         assert time.monotonic() < deadline_s

@@ -1,7 +1,7 @@
-"""P's end of one lane in a process of its own, with a pool on a device: `-m tests.support.kv_exporter KIND CHOICE`.
+"""P's end of one lane in a separate process, with a pool on a device: `-m tests.support.kv_exporter KIND CHOICE`.
 
-Reads commands as lines of JSON, writes lines of JSON: first its offer, then frames and faults. It ends with its
-standard input.
+It reads commands as lines of JSON and writes lines of JSON: first its offer, then frames and faults. It ends at the end
+of its standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLEEP_CYCLES = 100_000_000  # tens of milliseconds on a GPU
 
 
 class Value(msgspec.Struct, tag=True):
-    """A wire.LinkValue, from either side."""
+    """A wire.LinkValue, in either direction."""
 
     transport: wire.TransportName
     key: str
@@ -43,7 +43,7 @@ class Open(msgspec.Struct, tag=True):
 
 
 class Ship(msgspec.Struct, tag=True):
-    """Ships blocks, layer by layer or whole; `value` is written there first, late on a device."""
+    """Ships blocks, layer by layer or whole, after filling them with `value`; on a device the fill is delayed."""
 
     transfer_id: str
     block_ids: list[int]
@@ -128,7 +128,7 @@ def main(kind: str, choice: str) -> None:
         ids = command.block_ids
         if command.value is not None:
             sleep(pool.device)
-            pool.data[ids[0] : ids[-1] + 1].fill_(command.value)  # consecutive ids: the host must not wait for an index
+            pool.data[ids[0] : ids[-1] + 1].fill_(command.value)  # a slice, because an index would make the host wait
         groups = [(at, 1) for at in range(LAYOUT.num_layers)] if command.by_layer else [(0, LAYOUT.num_layers)]
         for index, (first, count) in enumerate(groups):
             piece = wire.KVPiece(0, len(ids) * LAYOUT.block_size, first, count, ids)

@@ -1,8 +1,8 @@
-"""An API server of Kubernetes that has Lease objects and nothing else, over HTTP or HTTPS on loopback.
+"""A Kubernetes API server with Lease objects only, over HTTP or HTTPS on loopback.
 
-Its semantics are the real one's as far as a client of leases can notice: resourceVersions, 409 for a stale one or a uid
-of another life, 401 without a known token, 403 without the right, 404, 422 for too large annotations, 429 with
-Retry-After. It can be slow, lose an answer after the change, answer with something else, and be gone.
+To a client of leases it behaves like the real one: resourceVersions, 409 for a stale version or an earlier object's
+uid, 401 without a known token, 403 without permission, 404, 422 for too large annotations, 429 with Retry-After.
+It can be slow, lose a response after the change, send a wrong response, or be down.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Status(Exception):
 
 
 class LeaseServer:
-    """`rights`: verbs of leases by token. The attributes after them are its faults, which a test switches on."""
+    """`rights`: token -> permitted verbs. The attributes after it are faults that a test can switch on."""
 
     def __init__(self) -> None:
         self.rights: dict[str, set[str]] = {}
         self.delay_s = 0.0
-        self.drip_s = 0.0  # between the bytes of an answer
-        self.is_endless = False  # its head has one byte after the other
+        self.drip_s = 0.0  # pause between the bytes of a response
+        self.is_endless = False  # sends a response head that never ends, byte by byte
         self.loses_answers = False
         self.answers: tuple[int, bytes] | None = None
         self.url = ""
@@ -56,7 +56,7 @@ class LeaseServer:
             return found
 
     def put(self, namespace: str, name: str, changed: dict[str, Any]) -> None:
-        """As another client does, with every right."""
+        """Changes a lease as another client with all permissions would."""
         with self._lock:
             self._store((namespace, name), changed)
 
@@ -116,7 +116,7 @@ class LeaseServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # one packet for an answer
+    wbufsize = 1 << 16  # sends a response in one packet
     disable_nagle_algorithm = True
     server: _Server
 
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         leases.asked[self.command] += 1
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if leases.delay_s:
-            time.sleep(leases.delay_s)  # it is the fault that a test asks for
+            time.sleep(leases.delay_s)  # the slowness that a test switched on
         code, sent = 200, b""
         try:
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(leases.drip_s)
 
     def _drip_on(self) -> None:
-        """Never leaves the client without a byte for long; ends when the client has hung up."""
+        """Sends a byte every `drip_s` until the client disconnects."""
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.wfile.write(b"HTTP/1.1 200 OK\r\nX-More: ")
@@ -187,18 +187,18 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def hang_up(self) -> None:
-        """Closes what clients keep open."""
+        """Closes the connections that clients keep open."""
         for each in list(self._open):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: Any) -> None:
-        """A client that has closed its connection is no error."""
+        """Ignores clients that close their connections."""
 
 
 @contextlib.contextmanager
 def serving(leases: LeaseServer, certificate: Certificate | None = None, port: int = 0) -> Iterator[LeaseServer]:
-    """Serves these leases until the end of the block; their objects stay."""
+    """Serves these leases until the block ends; the lease objects remain."""
     server = _Server(leases, port)
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -217,7 +217,7 @@ def serving(leases: LeaseServer, certificate: Certificate | None = None, port: i
 
 
 def make_account(folder: Path, certificate: Certificate, token: str) -> Path:
-    """Writes a service account as the kubelet mounts it; returns its folder."""
+    """Writes a service account's files as the kubelet mounts them; returns their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token").write_text(token, encoding="ascii")
     (folder / "ca.crt").write_bytes(certificate.certfile.read_bytes())

@@ -1,4 +1,4 @@
-"""Finds the TCP ports on which processes listen, from /proc. Knows nothing of what they serve."""
+"""Finds the TCP ports on which processes listen, from /proc. Does not know what they serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTEN = "0A"
 
 
 class Listener(NamedTuple):
-    """`host`: an address to which processes on this machine can connect."""
+    """`host`: an address at which processes on this machine can connect."""
 
     pid: int
     host: str
@@ -22,7 +22,7 @@ class Listener(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Returns the listeners of running processes, each port once. A shared socket counts for the first process."""
+    """Returns the listeners of running processes, each port once; a shared socket belongs to the first process."""
     found: dict[str, Listener] = {}
     for pid in pids:
         inodes = _sockets(pid)
@@ -36,11 +36,11 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Returns the inodes of its sockets."""
+    """Returns the inodes of the process's sockets."""
     inodes = set()
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 link = os.readlink(fd)
                 if link.startswith("socket:["):
                     inodes.add(link[len("socket:[") : -1])
@@ -48,7 +48,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str, family: int) -> tuple[str, int]:
-    """Parses an address: the kernel writes 32-bit words in the machine's byte order."""
+    """Parses an address of /proc, where the kernel writes 32-bit words in the machine's byte order."""
     words, port = text.split(":")
     packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     host = socket.inet_ntop(family, packed)

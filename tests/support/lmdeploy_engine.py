@@ -1,4 +1,4 @@
-"""LMDeploy's engine over one that plays back its answer, and whole turns of its sessions."""
+"""LMDeploy's engine interface over a fake that plays back an answer, and whole turns of its sessions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pd_cluster.offline.offline_service import OfflineConfig
 from tests.support.playback_offline import PlaybackOffline
 
 ANSWER = "Hello there."
-NUM_TOKENS = len(ANSWER) + 1  # a byte each, and the one that ends it
+NUM_TOKENS = len(ANSWER) + 1  # one token per byte, and the end token
 Make = Callable[..., tuple[AsyncEngine, PlaybackOffline]]
 
 
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """A fixture: yields `make(**arguments of pipeline)`, which returns an engine with constant answers and its fake."""
+    """A fixture: yields `make(**arguments of pipeline)`, which returns an engine with a fixed answer, and its fake."""
     made: list[PlaybackOffline] = []
 
     def build(says: str = ANSWER, has_template: bool = True, **arguments: Any) -> tuple[AsyncEngine, PlaybackOffline]:
@@ -45,6 +45,6 @@ async def steps_of(engine: AsyncEngine, *arguments: Any, **options: Any) -> list
 
 
 def turn(engine: AsyncEngine, *arguments: Any, **options: Any) -> GenOut:
-    """A whole one, on an event loop of its own."""
+    """Runs one whole turn on a new event loop."""
     (out,) = asyncio.run(steps_of(engine, *arguments, stream_response=False, **options))
     return out

@@ -1,4 +1,4 @@
-"""Mail without sockets, which is recorded, and real mailboxes of this process whose events land in a queue."""
+"""A mailbox without sockets that records messages, and real mailboxes that put their events into a queue."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WAIT_S = 60.0
 
 
 class RecordedMail:
-    """A mailbox that only records, `Peers` as their receivers know them.
+    """A mailbox that only records messages; `Peers` are recorded as their receivers understand them.
 
-    A connection to NAME is `to-NAME`, or `to-NAME#1` and so on if `is_numbered`.
+    The connection to NAME is called `to-NAME`, or `to-NAME#1` and so on if `is_numbered`.
     """
 
     table = public_key = b""
@@ -63,14 +63,14 @@ class RecordedMail:
         return [(conn, body) for conn, body in self.sent if isinstance(body, kind)]
 
     def take(self, kind: type[Any]) -> list[Any]:
-        """Removes the bodies of this kind, and returns them."""
+        """Removes and returns the recorded bodies of this kind."""
         found = self.of(kind)
         self.sent = [each for each in self.sent if each not in found]
         return [body for _, body in found]
 
 
 class Box:
-    """A real mailbox whose events land in a queue, and the heartbeats that it receives in another."""
+    """A real mailbox with a queue for its events and another for the heartbeats that it receives."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Box:
         times: Timeouts,
         listens: bool = False,
     ) -> None:
-        self.ahead_s = 0.0  # of its clock
-        self.links: dict[str, LinkState] = {}  # of its load
+        self.ahead_s = 0.0  # how far its clock is ahead
+        self.links: dict[str, LinkState] = {}  # link states that its load reports
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.beats: queue.SimpleQueue[wire.Heartbeat] = queue.SimpleQueue()
         self.mailbox = Mailbox(Life(name, epoch), kind, credentials, times, lambda: time.monotonic() + self.ahead_s)
@@ -123,7 +123,7 @@ class Box:
         return wire.Load(num_blocks=5, links=self.links)
 
     def wait(self, kind: str) -> tuple[Any, ...]:
-        """Returns the next event of this kind; earlier ones are passed over."""
+        """Returns the next event of this kind, and drops all earlier ones."""
         while True:
             event = self.events.get(timeout=WAIT_S)
             assert event[0] != "fatal", event

@@ -1,4 +1,4 @@
-"""Kubernetes manifests of deploy/, and their schemas: those of Kubernetes itself, and those of tests/data/crds."""
+"""Kubernetes manifests of deploy/ and their schemas: Kubernetes' own and those in tests/data/crds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _custom(kind: str) -> Any:
 
 
 def check_schema(document: dict[str, Any], version: str = NEWEST) -> None:
-    """Raises ValidationError; fields that a kind does not have are errors, too."""
+    """Raises ValidationError, also for fields that the kind does not declare."""
     if (CRDS / f"{document['kind']}.json").exists():
         jsonschema.validate(document, _custom(document["kind"]))
     else:
@@ -41,7 +41,7 @@ def documents(file: str) -> list[dict[str, Any]]:
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    """Returns what kustomize makes of a folder."""
+    """Returns the objects that kustomize builds from a folder."""
     kubectl = shutil.which("kubectl") or shutil.which("kustomize")
     if kubectl is None:
         pytest.skip("neither kubectl nor kustomize is installed")

@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster import LiveCluster
 
 Counts = Counter[str]
-LABELS = ("instance_id", "finished_reason", "cause", "reason", "source")  # no metric has two of them
+LABELS = ("instance_id", "finished_reason", "cause", "reason", "source")  # no metric has two of these labels
 
 
 def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
-    """Returns (name, instance_id or the other label's value) -> number, without buckets; over a new connection."""
+    """Returns {(metric, value of its label): number} without buckets, read over a new connection."""
     answer = cluster.client.get(f"{cluster.url}/metrics", timeout=30)
     assert answer.status_code == 200, answer.text
     found = {}
@@ -26,7 +26,7 @@ def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
 
 
 def counts_of(cluster: LiveCluster) -> Counts:
-    """Returns the metrics of requests by short names; a histogram gives its number of values."""
+    """Returns the request metrics by short names; a histogram is represented by its count."""
     found = Counts()
     for (name, label), value in told(cluster).items():
         short = name.partition(":")[2]

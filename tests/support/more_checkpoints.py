@@ -1,6 +1,6 @@
-"""Tiny checkpoints of architectures that run as others do.
+"""Tiny checkpoints of architectures that share their code paths with others.
 
-Their tests are slow; the checkpoints of tests/support/checkpoints.py cover one of each kind in quick tests.
+Their tests are marked slow; quick tests cover one architecture of each kind (tests/support/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROUTED_EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
-# Widths that all differ, so that one taken for another is noticed.
+# All widths differ, so that confusing two of them fails.
 LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "head_dim": 16,  # in some configs the same as qk_rope_head_dim
+    "head_dim": 16,  # some configs set it to qk_rope_head_dim
     "kv_lora_rank": 48,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 20,
@@ -45,16 +45,16 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
-# Many heads choose: with few, relu leaves keys exactly equal, of which transformers may choose any.
+# Many index heads: with few, relu gives keys equal scores, among which transformers' choice is arbitrary.
 SPARSE: dict[str, Any] = {
     **LATENTS_AND_EXPERTS,
     "initializer_range": 0.15,
-    "pad_token_id": None,  # its embedding would be zeros, and so would be all scores of its row
+    "pad_token_id": None,  # a padding token's embedding is zero, and so would be all scores of its row
     "index_n_heads": 32,
     "index_head_dim": 64,
     "index_topk": 8,
 }
-# The last three layers see keys and values of earlier ones.
+# The last three layers reuse keys and values of earlier layers.
 REUSED: dict[str, Any] = {
     "num_hidden_layers": 6,
     "sliding_window": 24,
@@ -66,7 +66,7 @@ REUSED: dict[str, Any] = {
     "pad_token_id": None,
 }
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
-INDEXED = ("deepseek_v32", "glm_moe_dsa")  # latents with index keys
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # latent attention with index keys
 # model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -78,7 +78,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**SPARSE, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     "longcat_flash": {
         **LATENTS,
-        "num_hidden_layers": 4,  # two in each decoder layer
+        "num_hidden_layers": 4,  # attention layers, two in each decoder layer
         "ffn_hidden_size": 96,
         "expert_ffn_hidden_size": 48,
         "n_routed_experts": 4,

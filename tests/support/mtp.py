@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, behind those of a tiny checkpoint, and transformers' own computation of them."""
+"""Multi-token-prediction layers for a tiny checkpoint, and transformers' own computation of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "model.safetensors"
 
 
 def add_mtp_layer(folder: Path, seed: int = 0) -> Path:
-    """Writes a random layer behind the last one, with a sparse block, as DeepSeek's and GLM's files have it."""
+    """Writes a random prediction layer with a sparse block after the last layer, in DeepSeek's and GLM's format."""
     config = AutoConfig.from_pretrained(folder)
     index, width = config.num_hidden_layers, config.hidden_size
     of_one = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
@@ -51,7 +51,7 @@ def add_mtp_layer(folder: Path, seed: int = 0) -> Path:
 def reference_mtp(folder: Path) -> tuple[Any, Any]:
     """Returns transformers' model and its MtpModel, both float32."""
     main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # transformers names the layer of published sizes, and not all configs say of what kind it is.
+    # transformers hard-codes the published models' layer index, and some configs do not give this layer's kind.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}\..*"]
     main.config.num_mtp_layers = 1
     if hasattr(main.config, "mlp_layer_types"):

@@ -1,4 +1,4 @@
-"""Tiny multimodal checkpoints for their text models, and changes of their files."""
+"""Tiny multimodal checkpoints for tests of their text models, and changes to their files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NAMES = ("gemma3", "mistral3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 
 
 def make_multimodal(folder: Path, name: str, is_tied: bool | None = None, **changes: Any) -> Path:
-    """Writes all files of a model. `changes` apply to the text model's config.
+    """Writes all files of a model. `changes` apply to its text config.
 
-    `is_tied`: the whole config's tied embeddings, if they differ; not of Qwen's.
+    `is_tied`: tie_word_embeddings of the outer config, if it differs from the text config's; not for Qwen's.
     """
     if name in MODELS:
         return make_vision(folder, name, **changes)
@@ -27,7 +27,7 @@ def make_multimodal(folder: Path, name: str, is_tied: bool | None = None, **chan
 
 
 def rewrite_weights(folder: Path, old: str, new: str) -> None:
-    """Renames the weights whose names begin with `old`."""
+    """Replaces the prefix `old` of weights' names by `new`."""
     file = folder / "model.safetensors"
     weights = {new + key.removeprefix(old) if key.startswith(old) else key: w for key, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -39,7 +39,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def reference_greedy(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Returns the whole multimodal model's generate() for texts alone."""
+    """Returns the tokens of the whole multimodal model's generate() for prompts of text only."""
     model = reference_of(folder)
     found = []
     for prompt in prompts:

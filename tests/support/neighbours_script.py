@@ -1,6 +1,6 @@
-"""`neighbours_script.py MODEL`: tokens/s of `LLM` alone, and beside a busy program on each core, as JSON.
+"""`neighbours_script.py MODEL` prints JSON: tokens/s of `LLM` alone, and beside a busy program on each core.
 
-torch is imported first, as users' programs do.
+It imports torch first, as users' programs do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_TOKENS, SECONDS = 16, 4.0
 
 
 def rate(llm: LLM) -> float:
-    """Generates for a while; the first seconds do not count."""
+    """Generates for some seconds, and measures without the first ones."""
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0)
     for seconds in (1.0, SECONDS):
         num_tokens, started_s = 0, time.monotonic()

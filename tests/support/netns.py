@@ -1,7 +1,7 @@
-"""Hosts made by a test: network namespaces on a bridge of their own, with cables that can be pulled.
+"""Simulated hosts: network namespaces on their own bridge, whose cables a test can pull.
 
-They are invisible to the machine's own network, and have no names: a namespace lives as long as the process that holds
-it, which ends with the test's own process in any case.
+They are invisible to the machine's network and have no names: a namespace exists as long as the process that holds it,
+which always ends with the test's process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CLONE_NEWNET = 0x40000000
 
 
 class CannotMakeNamespaces(Exception):
-    """Explains why this machine or this user has none."""
+    """Explains why this machine or user cannot make namespaces."""
 
 
 class Network:
-    """`with Network(names) as network:` makes the hub, which holds the bridge, and a host for each name."""
+    """`with Network(names) as network:` makes the hub, which has the bridge, and a host for each name."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.addresses = {name: f"{NETWORK}.{at + 1}" for at, name in enumerate((HUB, *names))}
@@ -78,7 +78,7 @@ class Network:
             self.ip(name, "link set eth0 up")
 
     def _hold(self, name: str) -> None:
-        """Starts the process that holds the namespace: it ends at end of file, and so with this process."""
+        """Starts the process that holds the namespace. It ends when its input does, at the latest with this process."""
         holder = subprocess.Popen(
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -89,7 +89,7 @@ class Network:
         with contextlib.suppress(BrokenPipeError):
             holder.stdin.write(b"there\n")
             holder.stdin.flush()
-        if holder.stdout.readline() != b"there\n":  # cat answers as soon as it runs inside
+        if holder.stdout.readline() != b"there\n":  # cat responds as soon as it runs in the namespace
             raise CannotMakeNamespaces(holder.stderr.read().decode(errors="replace").strip())
 
     @property
@@ -97,7 +97,7 @@ class Network:
         return [name for name in self.addresses if name != HUB]
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """Returns the command that runs `command` on that host, in the same process."""
+        """Returns a command that executes `command` on that host, without a further process."""
         return ["nsenter", f"--net=/proc/{self._holders[name].pid}/ns/net", "--", *command]
 
     def ip(self, name: str, arguments: str) -> None:
@@ -107,14 +107,14 @@ class Network:
     # ---- cables
 
     def pull(self, name: str) -> None:
-        """Disconnects that host in both directions."""
+        """Disconnects a host in both directions."""
         self.ip(HUB, f"link set to-{name} down")
 
     def plug(self, name: str) -> None:
         self.ip(HUB, f"link set to-{name} up")
 
     def part(self, *names: str) -> None:
-        """Disconnects these hosts from each other; the hub still reaches all."""
+        """Disconnects these hosts from each other; the hub still reaches them all."""
         for name in names:
             self.ip(HUB, f"link set dev to-{name} type bridge_slave isolated on")
 
@@ -125,7 +125,7 @@ class Network:
     # ---- a thread's namespace
 
     def enter(self, name: str = HUB) -> None:
-        """Puts the calling thread's new sockets on that host from now on."""
+        """Makes the calling thread open its new sockets on that host."""
         _enter(Path(f"/proc/{self._holders[name].pid}/ns/net"))
 
     @contextlib.contextmanager
@@ -140,9 +140,9 @@ class Network:
 
 
 class SpreadCluster(LiveCluster):
-    """A cluster over a network's hosts: the scheduler on the hub, each instance on the host that `where` names.
+    """A cluster over a network's hosts: the scheduler on the hub, each instance on the host given by `where`.
 
-    Its clients must be on the hub (`Network.enter`), where it serves at the loopback address.
+    Clients must be on the hub (`Network.enter`), where the scheduler serves at the loopback address.
     """
 
     def __init__(self, network: Network, where: dict[str, str], folder: Path, model: Path, **settings: Any) -> None:
@@ -155,16 +155,16 @@ class SpreadCluster(LiveCluster):
         self._where = {**where, "scheduler": HUB}
 
     def plan(self) -> list[Member]:
-        """Plans what `pd-cluster up` would start, each process on its host according to its rank tables."""
+        """Plans the processes of `pd-cluster up`, each on its host according to the rank tables."""
         tables = self._write_tables()
         return [self._moved(member, tables) for member in super().plan()]
 
     def _write_tables(self) -> Path:
-        """Writes a table for each host, as an operator would there, and the merged one, which is returned."""
+        """Writes a rank table for each host, as its operator would; returns the merged table's file."""
         parts = []
         for host, address in self._network.addresses.items():
             prefill, decode = (self._devices(host, role) for role in ("prefill", "decode"))
-            if not prefill and not decode and host != HUB:  # encoders only
+            if not prefill and not decode and host != HUB:  # a host with encoders only
                 continue
             made = generate(
                 prefill=prefill,
@@ -184,7 +184,7 @@ class SpreadCluster(LiveCluster):
         return [ids for name, ids in self._devices_of(host).items() if name.startswith(role)]
 
     def _devices_of(self, host: str) -> dict[str, list[int]]:
-        """Returns each instance's devices there: one for each rank."""
+        """Returns the devices of each instance on this host, one for each rank."""
         rest = itertools.count()
         return {name: [next(rest) for _ in range(self.launch.tp_size_of(name))] for name in self._here(host)}
 
@@ -195,7 +195,7 @@ class SpreadCluster(LiveCluster):
         host = self._where[member.name]
         address = self._network.addresses[host]
         is_scheduler = member.name == "scheduler"
-        if member.name.startswith("encode"):  # in no table: it registers at the hub
+        if member.name.startswith("encode"):  # encoders are in no table and register at the hub
             port = next(flag for flag in member.command if flag.startswith("--join=")).rpartition(":")[2]
             own = [f"--host={address}", f"--advertise-host={address}", f"--join={self._network.addresses[HUB]}:{port}"]
             return replace(member, command=self._network.inside(host, [*member.command, *own]))
@@ -203,7 +203,7 @@ class SpreadCluster(LiveCluster):
         local = self.folder / f"local_ranktable_{address}_{slot}.json"
         names = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
         own_host = "0.0.0.0" if is_scheduler and self.launch.num_encode else "" if is_scheduler else address
-        command = [*member.command, *([f"--host={own_host}"] if own_host else [])]  # the last one counts
+        command = [*member.command, *([f"--host={own_host}"] if own_host else [])]  # the last flag wins
         return replace(member, command=self._network.inside(host, command), env={**member.env, **names})
 
 

@@ -1,4 +1,4 @@
-"""Tests that need NIXL: `.venv/bin/pip install --no-deps nixl-cu13==1.5.1` (58 MB) lets them run."""
+"""Marks tests that need NIXL; `.venv/bin/pip install --no-deps nixl-cu13==1.5.1` (58 MB) enables them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs a command that reaches one server of this host and nothing else, in a network namespace with loopback alone.
+"""Runs a command in a network namespace with loopback only, from which it can reach one server on this host.
 
-The server's port is the same in there. A relay on each side passes its connections through a Unix socket.
+The server has the same port inside. A relay on each side forwards connections through a Unix socket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_possible() -> bool:
 def run_without_network(
     port: int, command: Sequence[str], env: Mapping[str, str], cwd: Path, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """`port`: the server's, on 127.0.0.1. Raises subprocess.TimeoutExpired."""
+    """`port`: the server's port on 127.0.0.1. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "relay")
         loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 async def _inside(path: str, port: int, command: Sequence[str]) -> int:
-    """Runs in the namespace."""
+    """Runs the inner relay and the command in the namespace."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     async with await asyncio.start_server(_relay(lambda: asyncio.open_unix_connection(path)), "127.0.0.1", port):
         process = await asyncio.create_subprocess_exec(*command, env=os.environ)

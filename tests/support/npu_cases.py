@@ -1,4 +1,4 @@
-"""Whole models through the NPU path, over torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
+"""Whole models on the NPU path, with torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NPU = Device("npu")
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 LENS = (1, 5, 150, 127, 128)
 SIZES = {"max_position_embeddings": 1024}
-NUM_SIZES = 4  # of graphs for up to 8 sequences
+NUM_SIZES = 4  # number of graphs for up to 8 sequences
 slow = pytest.mark.slow
 
 
@@ -53,7 +53,7 @@ def core_of(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
         "num_blocks": 24,
         "max_model_len": 300,
         "max_num_batched_tokens": 96,
-        "max_num_seqs": 8,  # each captured size takes a second in Python
+        "max_num_seqs": 8,  # capturing a size takes a second in Python
         "device": "npu",
         "dtype": "float32",
         **settings,
@@ -62,7 +62,7 @@ def core_of(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
 
 
 def check(folder: Path, core: EngineCore, lens: tuple[int, ...] = LENS) -> None:
-    """Compares several prompts together with transformers."""
+    """Computes several prompts in one batch and compares their tokens with transformers'."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in lens]
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -76,7 +76,7 @@ EXPERTS = "npu_grouped_matmul"
     ("architecture", "eager", "head_dim", "layout", "operators"),
     [
         ("llama", False, 128, "TND", {ATTENTION}),
-        ("llama", False, 32, "BSND", {ATTENTION}),  # prompts one by one, decoded rows as a batch
+        ("llama", False, 32, "BSND", {ATTENTION}),  # BSND: prompts one by one, decoded rows as a batch
         ("mistral", True, 128, "TND", {ATTENTION}),  # a window
         ("mixtral", False, 128, "TND", {ATTENTION, EXPERTS}),
         ("gpt_oss", False, 128, "TND", {WITH_SINKS, EXPERTS}),  # experts with biases
@@ -96,7 +96,7 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # that of other devices
+    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # the limit for other devices
     folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim, **SIZES)
     core, runner = core_of(folder, enforce_eager=eager)
     assert runner.model.kernels == f"fused layers, NPU kernels, attention by torch-npu ({layout})"
@@ -106,7 +106,7 @@ def test_fused_layers_are_exact(
     assert operators == {name for name in (ATTENTION, WITH_SINKS, EXPERTS) if name in calls}
     graphs = runner.graphs.decode
     assert (graphs is None) == eager
-    assert graphs is None or graphs.num_captured == NUM_SIZES, "none is left to a step"
+    assert graphs is None or graphs.num_captured == NUM_SIZES, "not all sizes were captured at start"
     assert core.ahead.num_ahead > 0
 
 
@@ -151,10 +151,10 @@ def test_limits_of_the_operators(changes: dict[str, Any], given: dict[str, Any],
 
 
 def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """HCCL takes it outside torch's allocator, when the links come up."""
+    """HCCL allocates memory for links outside torch's allocator, once they connect."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
     nbytes = []
-    for paired in ((), (1, 2, 1)):  # one rank of ours has four lanes
+    for paired in ((), (1, 2, 1)):  # one of our ranks has four lanes
         settings = {"num_blocks": None, "gpu_memory_utilization": 0.6, "enforce_eager": True}
         with caplog.at_level("INFO"):
             _, runner = core_of(folder, **settings, paired_tp_sizes=paired)
@@ -182,7 +182,7 @@ def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int])
 
 
 def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
-    """Sequences of one prompt share its blocks, write to copies, and are swapped out when blocks run short."""
+    """Sequences of one prompt share its blocks, write to copies, and are swapped out when blocks run out."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
     params = Sampling(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
     prompt, kinds, outputs = random_prompt(random.Random(4), 126), set(), []
@@ -202,7 +202,7 @@ def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
 
 
 def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
-    """With small router logits, softmax in 16 bits would make them equal."""
+    """The router's softmax must not run in 16 bits, which would make small logits' weights equal."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -225,7 +225,7 @@ def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
 
 
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
-    """Errors of torch-npu's operators must not exceed those of transformers' modules."""
+    """torch-npu's operators must have errors no larger than transformers' modules."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
     checkpoint = Checkpoint.open(str(folder))
 
@@ -248,7 +248,7 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
 
 
 def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
-    """Only names and signatures are checked: real work needs hardware."""
+    """Checks only that the names and signatures exist, because calls need hardware."""
     from datetime import timedelta
 
     import torch_npu
@@ -261,7 +261,7 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     simulated = devices.process_group(NPU)
     assert simulated is torch_npu._C._distributed_c10d.ProcessGroupHCCL
     group = simulated.real
-    for name in set(vars(simulated)) - {"real"}:  # the simulation has no method of its own
+    for name in set(vars(simulated)) - {"real"}:  # every simulated method exists in torch-npu
         assert name.startswith(("__", "_run", "_begin", "_connect")) or hasattr(group, name)
     options = group.Options()
     options._timeout = timedelta(seconds=5)
@@ -269,7 +269,7 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     options.group_id = "a name"
     options.global_ranks_in_group = [0, 1]
     assert options.hccl_config["hccl_buffer_size"] == PAIR_BUFFER_MB
-    # It binds no `abort`: the inherited one is empty. Its own method takes a reason, and gives nothing back.
+    # torch-npu does not bind `abort`, and the inherited one is empty. Its own method takes a reason and returns None.
     called = []
     recorder = type("Recorder", (), {"__getattr__": lambda self, name: lambda *given: called.append((name, given))})()
     device_group.abort(recorder, NPU, "the peer is dead")
@@ -288,7 +288,7 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
 def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Uses its own handlers, from the call that models make; streams, events and tasks do nothing."""
+    """Runs torch-npu's own handlers with a call as models make it; streams, events and tasks are stubs."""
     import contextlib
     from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Quantized folders through the NPU path, over torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
+"""Quantized models on the NPU path, with torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def make_quantized(
     least_group: int = 64,
     change: Callable[[Path], Path] = lambda plain: plain,
 ) -> tuple[Path, Path]:
-    """`change`: of the plain weights."""
+    """`change`: modifies the plain weights before they are quantized."""
     plain = change(make_checkpoint(tmp_path / "given", architecture, **SIZES, **WIDE))
     written = (INT8_FORMATS | FORMATS)[form]
-    if written.group == 16:  # the operators take multiples of 32
+    if written.group == 16:  # the operators need multiples of 32
         written = replace(written, group=least_group)
     return rewritten(plain, tmp_path, written)
 
@@ -51,7 +51,7 @@ def make_quantized(
     slow_but(["msmodelslim W4A16, pairs"], ["msmodelslim W8A16", "msmodelslim W4A16, pairs", "awq"]),
 )
 def test_coded_weights_alone_are_exact(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
-    """The tokens are transformers' with the numbers that the codes stand for."""
+    """With quantized weights only, the tokens are those of transformers with the dequantized weights."""
     quantized, plain = make_quantized(tmp_path, form)
     core, runner = core_of(quantized, enforce_eager=True)
     assert "NPU kernels" in runner.model.kernels
@@ -62,7 +62,7 @@ def test_coded_weights_alone_are_exact(form: str, tmp_path: Path, calls: dict[st
 @pytest.mark.parametrize("form", slow_but(["msmodelslim"], ["msmodelslim", "msmodelslim static"]))
 def test_int8_activations_give_the_tokens_of_a_cpu(form: str, tmp_path: Path, calls: dict[str, int]) -> None:
     quantized, _ = make_quantized(tmp_path, form)
-    core, _ = core_of(quantized)  # decode steps are graphs
+    core, _ = core_of(quantized)  # decode steps run as graphs
     found = generate(core, PROMPTS, GREEDY)
     assert calls["npu_quant_matmul"] > 0
     assert ("npu_quantize" if "static" in form else "npu_dynamic_quant") in calls

@@ -1,6 +1,6 @@
-"""A torch.npu whose devices are the host's memory: streams, graphs, memory of another process.
+"""Simulates torch.npu in host memory: streams, graphs, memory of another process.
 
-For npu_simulated.py alone. A graph repeats exactly what was captured, stale values of the host included.
+Used by npu_simulated.py only. A graph repeats exactly the captured calls, with the host's values at capture.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NUM_DEVICES = 8  # of an Atlas A2
-UPDATED = {  # a captured operator -> names of its arguments that replays update
+NUM_DEVICES = 8  # as in an Atlas A2
+UPDATED = {  # captured operator -> the arguments that replays update
     "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
-# Operators that may make the host wait for the device: none may be captured.
+# Operators that may make the host wait for the device, so that a capture must not contain them.
 WAITING = {
     *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select"),
     *("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"),
 }
 
 
-_here = threading.local()  # `graph`: the one that this thread captures
+_here = threading.local()  # `graph`: the graph that this thread is capturing
 
 
 class FakeGraph(TorchDispatchMode):
-    """Repeats the captured calls, with the values from the host at capture, on the same tensors."""
+    """Repeats the captured calls on the same tensors, with the host's values at capture."""
 
     waiting = WAITING
 
@@ -43,12 +43,12 @@ class FakeGraph(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.auto_dispatch_capture = False
         self.launches: list[Callable[[], None]] = []
-        self._given: list[tuple[str, dict[str, Any]]] = []  # operators and their arguments by name
+        self._given: list[tuple[str, dict[str, Any]]] = []  # operator, arguments by name
         self._is_told = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        assert name not in self.waiting, f"{name}: a captured launch may ask the device"
+        assert name not in self.waiting, f"{name} may wait for the device, but is captured"
         kwargs = dict(kwargs or {})
         found = func(*args, **kwargs)
         outs = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
@@ -56,7 +56,7 @@ class FakeGraph(TorchDispatchMode):
             each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         }
         if func._schema.is_mutable or not all(each.untyped_storage().data_ptr() in there for each in outs):
-            self.launches.append(partial(_again, func, args, kwargs, list(outs)))  # otherwise a view, which stays valid
+            self.launches.append(partial(_again, func, args, kwargs, list(outs)))  # views need no replay
             self._given.append((name.removeprefix("npu::"), kwargs))
         return found
 
@@ -101,7 +101,7 @@ def capturing(graph: FakeGraph) -> Iterator[None]:
 
 
 def launched(launch: Callable[[], Any]) -> Any:
-    """Makes a launch that is no operator's; returns its work. A graph under capture only notes it, for its replays."""
+    """Makes a launch that is not an operator; returns its work. During a capture, only records it for replays."""
     graph = current_graph()
     if graph is None:
         return launch()
@@ -125,7 +125,7 @@ class FakeStream:
 
 
 class FakeNpu:
-    """torch.npu as far as it is used, over devices in the host's memory."""
+    """The used part of torch.npu, over devices in host memory."""
 
     Event, Stream, NPUGraph = FakeEvent, FakeStream, FakeGraph
 
@@ -133,7 +133,7 @@ class FakeNpu:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        """Returns attributes that torch-npu itself reads."""
+        """Returns attributes that only torch-npu itself reads."""
         return getattr(self._real, name)
 
     def device_count(self) -> int:
@@ -183,11 +183,11 @@ class FakeNpu:
             yield
 
 
-replaced: dict[str, Any] = {}  # torch-npu's own methods
+replaced: dict[str, Any] = {}  # torch-npu's own methods, by name
 
 
 def share_memory() -> None:
-    """Lets other processes map these devices' memory, by torch-npu's own calls: a handle names a descriptor."""
+    """Implements torch-npu's calls for sharing memory between processes: a handle names a descriptor."""
     storage: Any = torch.UntypedStorage
     replaced["_new_shared_npu"] = storage._new_shared_npu
     storage._share_cpu_ = _share
@@ -196,7 +196,7 @@ def share_memory() -> None:
 
 
 def _share(storage: Any) -> tuple[Any, ...]:
-    fd, nbytes = storage._share_fd_cpu_()  # moves it there
+    fd, nbytes = storage._share_fd_cpu_()  # moves the storage to shared memory
     return 0, f"/proc/{os.getpid()}/fd/{os.dup(fd)}".encode(), nbytes, 0, b"/none", 0, b"", False
 
 
@@ -207,5 +207,5 @@ def _map(index: int, handle: bytes, nbytes: int, offset: int, *others: object) -
     finally:
         os.close(fd)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of memory that may only be read
+        warnings.simplefilter("ignore")  # warns about read-only memory
         return torch.frombuffer(view, dtype=torch.uint8, offset=offset).untyped_storage()

@@ -1,4 +1,4 @@
-"""Shares of a block's experts on the NPU path. Run by tests/model/test_npu.py."""
+"""Experts divided among ranks, on the NPU path. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _bound() -> None:
 
 @pytest.mark.parametrize("placement", EXPERT_PLACEMENTS)
 def test_shares_of_ranks_add_up_to_the_whole(placement: ExpertPlacement) -> None:
-    """A row of other ranks' experts is exactly 0; members of a unit get the whole, with rows or without."""
+    """A rank's result is 0 for rows of other ranks' experts; members of a unit get the sum, with or without rows."""
     torch.manual_seed(4)
     block: Any = GptOssMLP(GptOssConfig(hidden_size=32, intermediate_size=24, num_local_experts=6))
     for parameter in block.parameters():
@@ -53,7 +53,7 @@ def test_shares_of_ranks_add_up_to_the_whole(placement: ExpertPlacement) -> None
         assert torch.allclose(total, whole(x), rtol=1e-5, atol=1e-5)
     assert num_zero > 3
     members, rows = Members(rank, 3), [torch.randn(num_rows, 32) for num_rows in (3, 0, 5)]
-    members.step([x] * 3)  # that of the proof at load
+    members.step([x] * 3)  # the step of the check at load
     for own, found in zip(rows, members.step(rows), strict=True):
         assert torch.allclose(found, whole(own), rtol=1e-5, atol=1e-5)
     assert all(len(found) == 0 for found in members.step([x[:0]] * 3))

@@ -1,6 +1,6 @@
-"""Decode steps as graphs against the same steps launched one by one, on one NPU, in 16 bits.
+"""Decode steps as graphs against the same steps run eagerly, on one NPU, in 16 bits.
 
-Run by scripts/npu_check.sh on NPUs with layers as wide as a real model's, by tests/model/test_npu.py on simulated ones.
+Run by scripts/npu_check.sh on NPUs, with layers of real width, and by tests/model/test_npu.py on simulated NPUs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ WIDE = {
 }
 MAX_LEN = 300 if IS_SIMULATED else 4000
 MOST = 8 if IS_SIMULATED else 64  # sequences
-DTYPE = "float32" if IS_SIMULATED else "bfloat16"  # layers are not fused in 16 bits on the host
+DTYPE = "float32" if IS_SIMULATED else "bfloat16"  # on the host, 16-bit layers are not fused
 NUM_STEPS = 6 if IS_SIMULATED else 24
-# Of a row of logits: the same operators compute it, in products of other numbers of rows.
+# Relative, for a row of logits: both use the same operators, but products have other numbers of rows.
 TOLERANCE = 0.05
 
 
@@ -51,7 +51,7 @@ def engine(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
 
 
 def worst_difference(runner: ModelRunner, step: Any) -> float:
-    """Computes a decode step twice; returns the largest difference of a row, as a share of the row's deviation."""
+    """Computes a decode step both ways; returns the largest difference in a row over the row's standard deviation."""
     graphs = runner.graphs
     assert graphs.decode is not None
     by_graph = runner.compute(step).logits.cpu().clone()
@@ -64,7 +64,7 @@ def worst_difference(runner: ModelRunner, step: Any) -> float:
 
 
 def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
-    """A graph whose attention got the lengths of the step before would differ at once: each new token is a key."""
+    """Contexts grow with each step, so a graph with the previous step's lengths would miss the newest key."""
     started_s = time.monotonic()
     _, runner = engine(folder)
     graphs = runner.graphs.decode

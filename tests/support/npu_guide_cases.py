@@ -1,8 +1,8 @@
-"""The deployment guide's example on NPUs: its line for rank tables, start_servers.sh three times, its requests.
+"""The deployment guide's example on NPUs: its rank-table command, start_servers.sh three times, and its requests.
 
-Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu_check.py on simulated ones. PD_CLUSTER_TEST_CARDS
-names the cards of both instances, PD_CLUSTER_TEST_FLAGS more flags of theirs, PD_CLUSTER_TEST_MODEL a model; by default
-it is a tiny one, whose tokens are compared.
+Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu_check.py on simulated ones. Variables:
+PD_CLUSTER_TEST_CARDS names both instances' cards, PD_CLUSTER_TEST_FLAGS further flags, PD_CLUSTER_TEST_MODEL a model
+(default: a tiny one, whose tokens are compared).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tests.support.checkpoints import make_checkpoint, margin, reference_greedy
 from tests.support.npu_parity_cases import IS_SIMULATED
 from tests.support.start_servers import HOST, Servers, Shape, curl, document_body
 
-pytestmark = pytest.mark.timeout(450)  # four ranks and their graphs
+pytestmark = pytest.mark.timeout(450)  # starts four ranks with graphs
 PREFILL, DECODE = (os.environ.get("PD_CLUSTER_TEST_CARDS") or "4,5 6,7").split()
 MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")
 NUM_TOKENS = 24
-# Layers are not fused in 16 bits on the host; each size of a graph takes a simulation seconds.
+# On the host, 16-bit layers are not fused, and capturing each size takes seconds.
 MORE_FLAGS = os.environ.get("PD_CLUSTER_TEST_FLAGS", "").split()
 FLAGS = (
     "--device=npu",
     *MORE_FLAGS,
     *(("--dtype=float32", "--max-num-seqs=4", "--num-blocks=24") if IS_SIMULATED else ()),
 )
-# Of logits: in 16 bits a token may differ where the reference's two best ones are nearer than this.
+# In 16 bits a token may differ if the reference's two best logits are closer than this.
 NEAR = 1e-4 if IS_SIMULATED else 0.1
 SCHEMA = {
     "title": "Character",

@@ -1,7 +1,8 @@
-"""ProcessGroupHCCL between processes, over gloo: the same calls, order and ends; for npu_simulated.py.
+"""Simulates ProcessGroupHCCL between processes over gloo, with the same calls, order and failures; for
+npu_simulated.py.
 
-As HCCL's own, a group connects in its first call, which waits for the other ranks however long they take; calls are
-done in order; and work with a rank that has died ends only when this end aborts the communicator.
+As in HCCL, a group connects in its first call, which waits for the other ranks without a limit; calls run in order;
+work with a dead rank ends only when this end aborts the communicator.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from tests.support.npu_devices import launched
 
-CONNECT_S = 120.0  # HCCL's least HCCL_CONNECT_TIMEOUT
+CONNECT_S = 120.0  # the smallest HCCL_CONNECT_TIMEOUT
 HOST = "127.0.0.1"
 
 
 class Options:
-    """Those of ProcessGroupHCCL that are used."""
+    """The used options of ProcessGroupHCCL."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(seconds=CONNECT_S)
@@ -32,7 +33,7 @@ class Options:
 
 
 class HcclWork:
-    """A call under way. `wait` raises no error of it, as HCCL's does not."""
+    """A pending call. As in HCCL, `wait` does not raise the call's error."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -50,14 +51,14 @@ class HcclWork:
         return self._is_over.is_set() and not self._has_failed
 
     def wait(self) -> None:
-        """HCCL makes the current stream wait, whose launches are done at once here: so the host waits."""
+        """Makes the host wait; HCCL makes the current stream wait, but launches run at once here."""
         if not self._is_over.wait(self._timeout_s):
             raise RuntimeError("EI0002: a rank did not take part within HCCL_EXEC_TIMEOUT")
 
 
 class HcclOverGloo:
     Options = Options
-    real: Any = None  # torch-npu's own class, which has every method of this one
+    real: Any = None  # torch-npu's own class, which must have every method of this one
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         assert options.global_ranks_in_group == list(range(size))
@@ -81,14 +82,14 @@ class HcclOverGloo:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        """Writes what was made in inference mode, as a device does."""
+        """Runs a call, writing also to tensors made in inference mode, as a device can."""
         while (taken := self._calls.get()) is not None:
             call, work = taken
             try:
                 call(self._gloo).wait(timedelta(days=1))
                 work.end()
             except RuntimeError:
-                self._aborted.wait()  # a device waits for the dead rank's bytes until somebody ends it
+                self._aborted.wait()  # a device waits for a dead rank until the communicator is aborted
                 work.end(has_failed=True)
 
     def _begin(self, call: Callable[[Any], Any]) -> HcclWork:
@@ -103,7 +104,7 @@ class HcclOverGloo:
 
         return launched(launch)
 
-    # ---- what pd_cluster calls
+    # ---- methods that pd_cluster calls
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> HcclWork:
         return self._begin(lambda gloo: gloo.allreduce(tensors, options))
@@ -119,7 +120,7 @@ class HcclOverGloo:
         given_sizes: list[int],
         options: Any,
     ) -> HcclWork:
-        """torch counts rows in sizes, and torch-npu numbers: they agree on one dimension."""
+        """Takes one dimension only: torch's sizes count rows, torch-npu's count elements."""
         assert output.dim() == given.dim() == 1
         assert output.is_contiguous()
         assert given.is_contiguous()
@@ -131,7 +132,7 @@ class HcclOverGloo:
         return self._begin(lambda gloo: gloo.broadcast(tensors, options))
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HcclWork:
-        return self._begin(lambda gloo: gloo.send(tensors, rank, 0))  # in order, whatever the tag
+        return self._begin(lambda gloo: gloo.send(tensors, rank, 0))  # messages arrive in order, so tags are not needed
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HcclWork:
         return self._begin(lambda gloo: gloo.recv(tensors, rank, 0))

@@ -1,4 +1,4 @@
-"""Sizes of heads on the NPU path. Run by tests/model/test_npu.py."""
+"""Head sizes on the NPU path. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the simulated machine, which takes heads of any size for this test."""
+    """Returns the simulated machine, which accepts any head size in this test."""
     bind("npu", (), 0)
     from tests.support import npu_simulated
 
@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(
     ("architecture", "head_dim"),
-    [("gpt_oss", 64), ("gemma3_text", 256), pytest.param("phi3", 96, marks=slow)],  # the first with sinks and windows
+    [("gpt_oss", 64), ("gemma3_text", 256), pytest.param("phi3", 96, marks=slow)],  # gpt_oss has sinks and windows
 )
 def test_heads_of_any_size_are_packed_once_they_are_proven(
     architecture: str, head_dim: int, tmp_path: Path, machine: Any, calls: dict[str, int]
@@ -82,7 +82,7 @@ def test_a_device_that_computes_some_heads_wrongly_gets_only_others(
     right = machine._attended
 
     def without_the_end(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """Scores leave out the numbers of a head beyond 64."""
+        """Simulates a fault: scores ignore a head's dimensions beyond 64."""
         return right(torch.cat((q[..., :64], torch.zeros_like(q[..., 64:])), dim=-1), k, *rest)
 
     monkeypatch.setattr(machine, "_attended", without_the_end)

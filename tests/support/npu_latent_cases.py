@@ -1,4 +1,4 @@
-"""Latent attention on the NPU path: absorbed queries, both planes of the pool. Run by tests/model/test_npu.py."""
+"""Latent attention on the NPU path, with absorbed queries and a pool of two planes. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ slow = pytest.mark.slow
 
 
 def folder_of(place: Path, architecture: str, **changes: Any) -> Path:
-    """Heads of a config are as wide as what is rotated; so are those of the tables of rotations."""
+    """Makes a model whose head_dim is the rotated width, which is also the width of the rotation tables."""
     return make_checkpoint(place, architecture, **{**WIDTHS, "head_dim": 64, "initializer_range": 0.1, **changes})
 
 
@@ -58,8 +58,8 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in chunks, beside decoded tokens, and in graphs; also heads that are no power of two."""
-    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # that of other devices
+    """Covers prompts in chunks, beside decoded tokens, graphs, and head counts that are no power of two."""
+    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # the limit for other devices
     folder = folder_of(tmp_path, architecture, **changes)
     core, runner = core_of(folder)
     assert runner.model.kernels == FUSED
@@ -107,7 +107,7 @@ def test_steps_of_more_pieces_than_a_call_takes(
 @slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_and_cached_sequences(mode: str, tmp_path: Path) -> None:
-    """Four in a pool of blocks for two; then a prompt whose first blocks are cached, and three sequences of one."""
+    """Runs four sequences in a pool for two, then a prompt with cached blocks and three sequences of one prompt."""
     folder, rng = folder_of(tmp_path, "deepseek_v3"), random.Random(2)
     prompts, sampling = [random_prompt(rng, 30) for _ in range(4)], Sampling(max_tokens=24, temperature=0.0)
     core, _ = core_of(folder, block_size=16, num_blocks=12, preemption_mode=mode, swap_space_gib=0.01, max_model_len=96)
@@ -128,7 +128,7 @@ def test_preempted_and_cached_sequences(mode: str, tmp_path: Path) -> None:
 @slow
 @pytest.mark.parametrize(("architecture", "changes"), [("deepseek_v3", LONG_YARN), ("glm4_moe_lite", SIX_HEADS)])
 def test_over_ranks(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Each rank has all latents, and its heads: two, or three, which is no power of two."""
+    """Each rank has all latents and its own heads: two, or three (no power of two)."""
     folder, rng = folder_of(tmp_path, architecture, **changes), random.Random(1)
     prompts = [random_prompt(rng, length) for length in (1, 9, 150, 127, 128)]
     settings = {"num_blocks": 24, "max_model_len": 300, "max_num_batched_tokens": 96, "max_num_seqs": 8}

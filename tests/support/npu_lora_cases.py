@@ -1,4 +1,4 @@
-"""LoRA adapters on the NPU path: each row has its own adapter's tokens. Run by tests/model/test_npu.py."""
+"""LoRA adapters on the NPU path: every row uses its own adapter. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["calls"]  # a fixture
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3_text", marks=slow)])
 def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path) -> None:
-    """Two adapters and the model itself in one batch: prompts in chunks, decoded rows of several adapters in turn."""
+    """Batches two adapters and the base model: prompts in chunks, and decoded rows that alternate between adapters."""
     folder = make_checkpoint(tmp_path / "base", architecture, head_dim=128, **SIZES)
     first = make_adapter(tmp_path / "a", folder, 1)
     second = make_adapter(tmp_path / "b", folder, 2, rank=3, use_rslora=True, only=r"\.[02]\.")

@@ -1,4 +1,4 @@
-"""Programs of an Atlas machine that replay a recorded session (tests/data/npu)."""
+"""Replacements of an Atlas machine's programs that replay a recorded session (tests/data/npu)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer(machine: str, command: str) -> str:
 
 
 def whole() -> str:
-    """Returns a session of an A2 machine whose eight cards all answer as card 4 of `a2_network` does."""
+    """Returns a session of an A2 machine on which each of eight cards reports what card 4 of `a2_network` does."""
     told = [recorded("a2"), "$ npu-smi info\n" + answer("a2", "npu-smi info -m")]
     addresses = [f"192.0.2.{20 + card}" for card in range(8)]
     for card, address in enumerate(addresses):
@@ -42,7 +42,7 @@ def whole() -> str:
 
 
 def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> Path:
-    """Returns a folder for PATH with those programs: shell scripts, which start sooner than Python."""
+    """Writes the programs to a folder for PATH and returns it. Shell scripts, because they start faster than Python."""
     bin_folder = folder / "bin"
     bin_folder.mkdir(exist_ok=True)
     for name in programs:
@@ -63,7 +63,7 @@ def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", 
 def start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")
 ) -> None:
-    """Makes this machine that of a session: its programs are first on PATH, /etc/hccn.conf is `folder`'s."""
+    """Makes this machine look like a session's: its programs come first on PATH, /etc/hccn.conf is in `folder`."""
     monkeypatch.setenv("PATH", str(install(folder, session, programs)))
     monkeypatch.setattr(npu, "HCCN_CONF", folder / "hccn.conf")
     for name in ("_HCCN_TOOL", "_NPU_SMI"):

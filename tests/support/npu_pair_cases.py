@@ -1,4 +1,4 @@
-"""KV blocks between two NPUs over HCCL and over IPC, in processes of their own, of which one is killed.
+"""Sends KV blocks between two NPUs over HCCL and over IPC, in separate processes, and kills one of them.
 
 Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu_check.py on simulated ones.
 """
@@ -26,24 +26,24 @@ HOST = "127.0.0.1"
 CARDS = os.environ.get("PD_CLUSTER_TEST_CARDS", "0 1").replace(" ", ",").split(",")
 CARD_OF = {"prefill": CARDS[0], "decode": CARDS[-1]}
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
-TRANSPORTS = {"dist": "hccl", "ipc": "ipc"}  # --kv-transport -> what must serve
+TRANSPORTS = {"dist": "hccl", "ipc": "ipc"}  # --kv-transport -> the transport that must be chosen
 BEGIN_S = 180.0
-ANSWER_S = 60.0  # for the survivor to notice, and to end what its device still does
-UNDER_WAY = 1_000_000  # transfers: more than can be done until the other end is killed
+ANSWER_S = 60.0  # time for the survivor to notice and to end its device's work
+UNDER_WAY = 1_000_000  # number of transfers: more than can finish before the kill
 
 Start = Callable[[Role], RankEndpoint]
 
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    bind("npu", CARDS[:1], 0)  # says why there is none
+    bind("npu", CARDS[:1], 0)  # raises an error with the reason if there is no NPU
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def start(transport: str) -> Iterator[Start]:
-    """Returns a function that starts an end with its pool on the card of its role."""
+    """Yields a function that starts an end whose pool is on its role's card."""
     with contextlib.ExitStack() as stack:
 
         def begun(role: Role) -> RankEndpoint:
@@ -72,11 +72,11 @@ def test_blocks_arrive_again_and_again(start: Start, transport: str) -> None:
 @pytest.mark.parametrize("killed", ["prefill", "decode"])
 def test_the_survivor_of_a_killed_end_works_with_its_successor(start: Start, transport: str, killed: Role) -> None:
     ends = {"prefill": start("prefill"), "decode": start("decode")}
-    assert send_blocks(ends["prefill"], ends["decode"], 2).transport == TRANSPORTS[transport]  # both are warm
+    assert send_blocks(ends["prefill"], ends["decode"], 2).transport == TRANSPORTS[transport]  # warms both ends up
     secret = secrets.token_bytes(32)
     there = ends["decode"].ask(Listen(secret), PAIR_S)
     ends["prefill"].tell(Send(secret, "decode-0", there.port, there.epoch, UNDER_WAY))
-    with pytest.raises(queue.Empty):  # it is sending all that time
+    with pytest.raises(queue.Empty):  # it keeps sending during this time
         ends["prefill"].lines.get(timeout=3.0)
     ends[killed].kill()
     began_s = time.monotonic()

@@ -1,6 +1,6 @@
-"""Each operator of torch-npu that is used, in 16 bits and the shapes of real models, against float64 on the host.
+"""Each used operator of torch-npu, in 16 bits and with real models' shapes, against float64 on the host.
 
-Run by scripts/npu_check.sh on NPUs, and by tests/model/test_npu.py on simulated ones, with shorter contexts.
+Run by scripts/npu_check.sh on NPUs, and with shorter contexts by tests/model/test_npu.py on simulated NPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.spread import spread
 NPU = Device("npu")
 BLOCK_SIZE = 128
 IS_SIMULATED = "PD_CLUSTER_TEST_TORCH_NPU" in os.environ
-STALE = 3e4  # in every slot that no sequence of a case has written: one that is read spoils its row
+STALE = 3e4  # fills slots that no sequence has written, so that reading one ruins the row
 Sequences = list[tuple[int, int]]  # query_len, context_len
 
 EDGES = (1, 2, 127, 128, 129)
@@ -35,7 +35,7 @@ DECODE: Sequences = [(1, n) for n in (*EDGES, *((600,) if IS_SIMULATED else (100
 CHUNKED: Sequences = [(40, 300), (17, 17)] if IS_SIMULATED else [(512, 8192), (300, 32768), (129, 129)]
 MIXED: Sequences = [(1, 300), (70, 70), (1, 1), (33, 400), *([] if IS_SIMULATED else [(1, 32768), (700, 2000)])]
 STEPS = {"decode": DECODE, "chunked": CHUNKED, "mixed": MIXED}
-# (query heads, key heads): whole and one rank of two
+# (query heads, key heads): whole models, and one rank of two
 HEADS = {"Llama 8B": (32, 8), "Qwen 7B": (28, 4), "Llama 70B, eighth": (8, 1), "without groups": (8, 8)}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,7 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[str]:
-    """Returns torch's name of the NPU, and waits for it, so that a failing launch fails its own test."""
+    """Yields torch's name of the NPU, then waits for the NPU, so that a failing launch fails its own test."""
     use(bind("npu", (), 0))
     yield NPU.torch_name
     synchronize(NPU)
@@ -62,7 +62,7 @@ def pool_of(case: AttentionCase, num_blocks: int) -> KVPool:
 
 
 def attended(case: AttentionCase, contents: list[Tensors], scoring: Scoring, tables: list[list[int]]) -> torch.Tensor:
-    """Returns [num_tokens, num_heads, head_dim] on the host; each sequence's prefix is in the pool already."""
+    """Returns [num_tokens, num_heads, head_dim] on the host; the pool already holds each sequence's prefix."""
     from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 
     there = NPU.torch_name
@@ -97,7 +97,7 @@ def attended(case: AttentionCase, contents: list[Tensors], scoring: Scoring, tab
 
 
 def worst_error(sequences: Sequences, **shape: Any) -> float:
-    """Returns the largest error in units of the bound that the precision gives."""
+    """Returns the largest error divided by the bound that follows from the precision."""
     case = AttentionCase(sequences=sequences, block_size=BLOCK_SIZE, **shape)
     generator = torch.Generator().manual_seed(11)
     counts = [-(-context_len // BLOCK_SIZE) for _, context_len in sequences]
@@ -121,7 +121,7 @@ def test_attention(steps: str, heads: str, features: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "dtype"),
-    [(32, 128, "float16"), (8, 64, "bfloat16")],  # the only other size that the operator's description allows
+    [(32, 128, "float16"), (8, 64, "bfloat16")],  # the only other head size that the operator's documentation allows
 )
 def test_attention_of_another_kind(num_heads: int, head_dim: int, dtype: str) -> None:
     assert worst_error(MIXED, num_heads=num_heads, num_kv_heads=8, head_dim=head_dim, dtype=dtype) < 1
@@ -129,7 +129,7 @@ def test_attention_of_another_kind(num_heads: int, head_dim: int, dtype: str) ->
 
 @pytest.mark.parametrize("head_dim", [64, 192] if IS_SIMULATED else [64, 96, 192, 256])
 def test_heads_of_other_sizes_are_right_or_refused(head_dim: int) -> None:
-    """The answer is what `--npu-head-dims wide` will do here; the operator must not end the device."""
+    """Shows whether `--npu-head-dims wide` works on this device; the operator must not crash the device."""
     from pd_cluster.model.kernels.npu.head_dim_probe import why_not
 
     layout = KVLayout(1, 2, keys_and_values(head_dim), BLOCK_SIZE, "bfloat16")
@@ -139,12 +139,12 @@ def test_heads_of_other_sizes_are_right_or_refused(head_dim: int) -> None:
 
 
 def test_sequences_share_their_prefix() -> None:
-    """The pool has far fewer blocks than the sequences together."""
+    """The pool has far fewer blocks than the sequences would need without sharing."""
     case = AttentionCase(
         sequences=[(1, 400)] * 24, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=BLOCK_SIZE
     )
     content = content_of(case, 1, 400, torch.empty(0), torch.Generator().manual_seed(5))
-    tables = [[2, 0, 1, 3 + i] for i in range(24)]  # the last block is each one's own
+    tables = [[2, 0, 1, 3 + i] for i in range(24)]  # only the last block is not shared
     scoring = Scoring(128**-0.5, None, None, None)
     found = attended(case, [content] * 24, scoring, tables)
     assert worst_share(case, [content] * 24, scoring, found) < 1
@@ -152,12 +152,12 @@ def test_sequences_share_their_prefix() -> None:
 
 @pytest.mark.parametrize("window", [1, 24, 60])
 def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> None:
-    """Keys are equal and values are one number each, so a row's result lists the keys that it sees."""
+    """All keys are equal and each value marks one key, so a row's result shows which keys it saw."""
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 
-    num_tokens = 60  # in chunks, and decoded one by one
+    num_tokens = 60  # computed in chunks, and one by one
     pool = KVPool(KVLayout(1, 1, keys_and_values(128), BLOCK_SIZE, "bfloat16"), num_blocks=1, device=NPU)
     request = Request("r", RequestSpec([0] * num_tokens, Sampling()), tables=[[0]])
     attention, values = NpuAttention(NPU, "TND"), torch.eye(num_tokens, 128, dtype=torch.bfloat16)[:, None]
@@ -183,7 +183,7 @@ def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> N
 
 
 def compare(name: str, actual: torch.Tensor, expected: torch.Tensor, num_roundings: int) -> None:
-    """Asserts that each row's error is at most so many roundings of its largest number."""
+    """Asserts that each row's error is at most `num_roundings` roundings of its largest number."""
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error = float(((actual.double().cpu() - expected).abs() / scale).max())
     bound = num_roundings * torch.finfo(actual.dtype).eps / 2
@@ -242,7 +242,7 @@ def test_written_slots_hold_exactly_what_was_written_and_no_other_slot_changes(d
 
 @pytest.mark.parametrize("shape", [(8, 4096, 3584), (128, 2048, 768)], ids=["8 large experts", "128 small experts"])
 def test_grouped_products(shape: tuple[int, int, int], device: str) -> None:
-    """Some experts have no row, and some rows behind the last group have no expert: what they become is undefined."""
+    """Some experts have no rows. Rows after the last group have no expert; their undefined result is not compared."""
     num_experts, inner, columns = (shape[0], shape[1] // 8, shape[2] // 8) if IS_SIMULATED else shape
     counts = torch.randint(0, 6, (num_experts,), generator=torch.Generator().manual_seed(2))
     counts[::3] = 0

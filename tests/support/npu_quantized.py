@@ -1,7 +1,7 @@
-"""torch-npu's operators for quantized weights in plain torch; npu_simulated.py registers and checks them.
+"""Implements torch-npu's operators for quantized weights in plain torch; npu_simulated.py registers and checks them.
 
-They follow CANN's descriptions, independently of the code under test. Packed words have an order of their own, which
-only these functions know, as on the device.
+They follow CANN's documentation, independently of the code under test. As on the device, only these functions know the
+order of codes in a packed word.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-DTYPES = {1: torch.int8, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}  # c10's numbers
+DTYPES = {1: torch.int8, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}  # c10's codes of dtypes
 QINT8 = 12
-ORDER = (3, 0, 6, 1, 7, 2, 5, 4)  # of eight codes in a word
+ORDER = (3, 0, 6, 1, 7, 2, 5, 4)  # of the eight codes in a word
 FEATURES = 65535
 
 
@@ -76,7 +76,7 @@ def quant_matmul(
     assert x1.dtype == x2.dtype == torch.int8
     assert max(x1.shape[-1], *x2.shape) <= FEATURES
     dtype = DTYPES[1 if output_dtype is None else output_dtype]
-    if dtype == torch.float16 and pertoken_scale is None:  # only the operator's own form gives float16
+    if dtype == torch.float16 and pertoken_scale is None:  # only this form of the operator returns float16
         assert scale.dtype == torch.int64
     else:
         assert scale.dtype in (torch.float32, torch.bfloat16)
@@ -165,7 +165,7 @@ def coded_group(
     per_token_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns one group's part of npu_grouped_matmul of codes."""
+    """Returns one group's rows of npu_grouped_matmul with quantized weights."""
     if per_token_scale is not None:
         assert scale is not None
         assert x.dtype == weight.dtype == torch.int8

@@ -1,8 +1,8 @@
-"""torch-npu's operators in plain torch on CPU; npu_devices.py has the devices, npu_hccl.py the groups over them.
+"""Implements torch-npu's operators in plain torch on CPU; npu_devices.py has the devices, npu_hccl.py process groups.
 
-Only for processes that have the real torch_npu (npu_wheel.py): schemas are its own, and each call's results must have
-the shapes that its meta kernels give. The operators' meaning and limits follow CANN's descriptions, independently of
-the code under test. Hardware takes 16 bits only; float32 is allowed here, so that whole models can be compared with
+Requires the real torch_npu in the process (npu_wheel.py): the schemas are its own, and each result must have the shape
+that its meta kernel gives. The operators' semantics and limits follow CANN's documentation, independently of the code
+under test. Hardware takes 16 bits only; float32 is allowed here, so that whole models can be compared with
 transformers exactly.
 """
 
@@ -22,9 +22,9 @@ from tests.support import npu_quantized, npu_sparse_ops
 from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
 
-packed_head_dims = {64, 128, 192}  # that this machine's operator takes; chips and versions of CANN differ
-LATENT_WIDTHS = (512, 64)  # and of what is rotated beside a latent
-calls: dict[str, int] = {}  # calls of operators, by name
+packed_head_dims = {64, 128, 192}  # head sizes of this machine's operator; they depend on chip and CANN version
+LATENT_WIDTHS = (512, 64)  # width of a latent and of its rotated part
+calls: dict[str, int] = {}  # number of calls by operator
 _library = torch.library.Library("npu", "IMPL")
 
 
@@ -44,8 +44,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only,
-    packed_products._library = lambda flags: None  # and multiplied in bfloat16 there
+    torch.backends.mkldnn.is_available = lambda: False  # neither packs weights for CPUs
+    packed_products._library = lambda flags: None  # nor multiplies in bfloat16 as on CPUs
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 
@@ -54,7 +54,7 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _checked(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `compute` with results checked against torch_npu's meta kernel."""
+    """Wraps `compute` to check its results' shapes against torch_npu's meta kernel."""
     operator = getattr(torch.ops.npu, name)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -81,7 +81,7 @@ def _meta(value: Any) -> Any:
 
 
 def _flat(found: Any) -> list[torch.Tensor]:
-    """Returns the first result; the others of some operators serve training only."""
+    """Returns the first result; some operators' further results are used in training only."""
     return [found] if isinstance(found, torch.Tensor) else list(found or ())[:1]
 
 
@@ -174,7 +174,7 @@ def _check_latents(
     mask: torch.Tensor | None,
     ends: list[int] | None,
 ) -> None:
-    """Asserts what all versions of the operator ask of latents: older ones take 16 tokens of a sequence at most."""
+    """Asserts all operator versions' requirements for latents; older ones take at most 16 tokens of a sequence."""
     assert (query.shape[-1], query_rope.shape[-1]) == (key.shape[-1], key_rope.shape[-1]) == LATENT_WIDTHS
     assert query.shape[:-1] == query_rope.shape[:-1]
     assert key.shape[:-1] == key_rope.shape[:-1]
@@ -305,7 +305,7 @@ def grouped_matmul(
     output_dtype: int | None = None,
     **others: object,
 ) -> list[torch.Tensor]:
-    """Rows behind the last group are taken, and what is returned for them is undefined: NaN here."""
+    """Accepts rows after the last group; their result is undefined, here NaN."""
     assert not any(others.values())
     assert (split_item, group_type, group_list_type) == (2, 0, 0)
     assert group_list is not None

@@ -1,6 +1,7 @@
-"""Ranks of one instance on simulated NPUs, each a thread: graphs that hold HCCL's sums, and steps launched ahead.
+"""Ranks of one instance on simulated NPUs, each in a thread: graphs with HCCL sums, and steps launched ahead.
 
-Run by tests/model/test_npu.py. On NPUs scripts/npu_check.sh runs the deployment guide's example in both ways instead.
+Run by tests/model/test_npu.py. On real NPUs, scripts/npu_check.sh runs the deployment guide's example both ways
+instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "dtype": "float32",
 }
-TIGHT = {**SETTINGS, "num_blocks": 3}  # for two sequences that need a second block each
+TIGHT = {**SETTINGS, "num_blocks": 3}  # too few for two sequences that need a second block each
 OUTGROWING = (120, 125)
 HEADS = {"head_dim": 128, "max_position_embeddings": 1024}
 slow = pytest.mark.slow
@@ -93,7 +94,7 @@ def test_without_the_flag_ranks_decode_eagerly_and_wait(
 def test_a_rank_that_holds_fewer_graphs_sets_the_number_for_all(
     tmp_path: Path, runners: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were the graphs of the ranks different, sums of different sizes would meet."""
+    """If ranks had different graphs, their sums would have different sizes."""
     from tests.support.npu_devices import FakeNpu
 
     folder = make_checkpoint(tmp_path, "llama", **HEADS)
@@ -115,7 +116,7 @@ def test_a_rank_that_holds_fewer_graphs_sets_the_number_for_all(
 
 @slow
 def test_codes_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
-    """Each rank multiplies by its share of the codes; one of two sequences that outgrow the pool starts again."""
+    """Each rank multiplies by its share of quantized weights; of two sequences that outgrow the pool, one restarts."""
     quantized, plain = make_quantized(tmp_path, "msmodelslim W4A16, pairs", least_group=32)
     rng = random.Random(5)
     prompts = [random_prompt(rng, length) for length in OUTGROWING]
@@ -133,7 +134,7 @@ def test_codes_over_ranks_and_after_a_preemption(tmp_path: Path) -> None:
     ],
 )
 def test_int8_activations_over_ranks_are_those_of_one(form: str, architecture: str, tmp_path: Path) -> None:
-    """In graphs, too; attention's outputs are far larger on one rank than on the other."""
+    """Also in graphs; attention's outputs are far larger on one rank than on the other."""
     quantized, _ = make_quantized(tmp_path, form, architecture, least_group=32, change=with_outliers)
     prompts = [random_prompt(random.Random(6), length) for length in LENS[:3]]
     expected = generate(make_core(quantized, device="npu", **SETTINGS), prompts, GREEDY)

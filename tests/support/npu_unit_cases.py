@@ -1,4 +1,4 @@
-"""Units of instances on simulated NPUs: rows exchanged by HCCL's class, over gloo. Run by tests/model/test_npu.py."""
+"""Units of instances on simulated NPUs exchange rows by HCCL's class over gloo. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def meet(store: Any, rank: int, size: int) -> UnitEnds:
 
 
 def members(size: int) -> list[DeviceUnitGroup]:
-    """Ends that meet by keys that travel as they do between processes."""
+    """Returns connected ends; their keys are encoded as between processes."""
     meetings: list[Meeting] = []
 
     def post(rank: int, key: str, value: bytes) -> None:
@@ -61,7 +61,7 @@ def members(size: int) -> list[DeviceUnitGroup]:
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)])
 def test_rows_are_exchanged_and_added_in_float32_in_the_order_of_members(size: int, dtype: torch.dtype) -> None:
-    """With any numbers of rows, none at all included; what comes back is rounded once."""
+    """Covers all numbers of rows, also none; each result is rounded once."""
     rng, made = random.Random(size), torch.Generator().manual_seed(size)
     steps = [[rng.choice((0, 1, 5, 64)) for _ in range(size)] for _ in range(10)] + [[0] * size, [3] * size]
     rows = [[torch.randn(num, 24, generator=made).to(dtype) for num in step] for step in steps]
@@ -97,7 +97,7 @@ def test_rows_are_exchanged_and_added_in_float32_in_the_order_of_members(size: i
 
 
 class Agreeing(DeviceUnitGroup):
-    """Agrees on rows in each layer, once loaded: the threads of a test have no rounds."""
+    """Exchanges the members' numbers of rows in each layer, because a test's threads have no rounds."""
 
     is_loaded = False
 
@@ -115,7 +115,7 @@ class Agreeing(DeviceUnitGroup):
 def test_a_units_tokens_are_those_of_transformers(
     tp_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One member has two prompts, in chunks; the other has one, and takes part without rows afterwards."""
+    """One member computes two prompts in chunks; the other computes one, then takes part without rows."""
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=128, max_position_embeddings=1024)
     rng = random.Random(7)
     prompts = [random_prompt(rng, length) for length in (120, 9, 30)]

@@ -1,10 +1,10 @@
-"""torch-npu without CANN: the real wheel over libraries whose every function returns 0, for child processes.
+"""Runs the real torch-npu wheel without CANN, over stub libraries whose functions return 0, in child processes.
 
-Its operators then have their true schemas and shapes; npu_simulated.py registers their results. This module imports
-none of it. PD_CLUSTER_TEST_TORCH_NPU_VERSION names a later build for the installed torch, such as 2.12.0.post3.
+So operators have their real schemas and shapes; npu_simulated.py implements them. This module does not import
+torch-npu. PD_CLUSTER_TEST_TORCH_NPU_VERSION names a later build for the installed torch, such as 2.12.0.post3.
 
-`python -m tests.support.npu_wheel FOLDER` prints the variables for a shell, with an Atlas machine's programs on PATH,
-which it writes to FOLDER; for scripts/npu_check.sh.
+For scripts/npu_check.sh, `python -m tests.support.npu_wheel FOLDER` writes an Atlas machine's programs to FOLDER and
+prints shell variables, with these programs on PATH.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHIM = Path(__file__).parent / "npu_shim"
 FUNCTIONS_IN = "libascendcl.so"
 OTHERS = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "ascend_ml", "atb")
 EMPTY = [f"lib{name}.so" for name in OTHERS]
-# Symbols of the interpreter, the loader and the compiler, which no CANN library provides.
+# Prefixes of the interpreter's, loader's and compiler's symbols, which CANN's libraries do not provide.
 FOREIGN = ("Py", "_Py", "_ITM", "__", "_ZTH")
 DOWNLOAD_TIMEOUT_S = 240
 BUILD_TIMEOUT_S = 120
 
 
 def environment() -> dict[str, str]:
-    """Returns variables for a process that finds the simulated NPUs. Skips the test if they are unavailable."""
+    """Returns variables for a process with simulated NPUs. Skips the test if they are unavailable."""
     wheel, libraries = unpacked(wanted_version()), _libraries()
     paths = [SHIM, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
@@ -73,7 +73,7 @@ def wanted_version() -> str:
 
 
 def unpacked(wanted: str) -> Path:
-    """Returns the folder with the unpacked wheel of that version; made once. Skips the test if there is none."""
+    """Returns the folder with the unpacked wheel, made once per version. Skips the test if there is no such wheel."""
     folder = CACHE / f"{wanted}-cp{sys.version_info.major}{sys.version_info.minor}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
@@ -94,7 +94,7 @@ def _download(requirement: str, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(partial)
     wheel.unlink()
-    compileall.compile_dir(partial, quiet=2)  # once, also where Python is told to write no bytecode
+    compileall.compile_dir(partial, quiet=2)  # even if Python is configured not to write bytecode
     partial.rename(folder)
 
 

@@ -1,4 +1,4 @@
-"""`LLM` over a router that plays back tokens, in place of an engine."""
+"""`LLM` over a router that plays back tokens instead of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 1000
 
 
 class FakeOffline:
-    """Has the attributes of an OfflineService that `LLM` needs; `service.router` is the Playback."""
+    """Has the attributes of OfflineService that `LLM` uses; `service.router` is the Playback."""
 
     def __init__(self, config: OfflineConfig, folder: Path, text: str, dtype: str) -> None:
         self.config = config
@@ -60,12 +60,12 @@ MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
 
 
 def same(**fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Given and expected: fields whose names and values the engine has as they are given."""
+    """Returns (given, expected) for fields that reach the engine with unchanged names and values."""
     return fields, fields
 
 
 def fake_llms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
-    """A fixture: yields `make(text, **arguments)`, which makes an LLM that says that text."""
+    """A fixture: yields `make(text, **arguments)`, which makes an LLM that always generates that text."""
     made: list[FakeOffline] = []
 
     def make(text: str = "", dtype_on_disk: str = "bfloat16", **arguments: Any) -> tuple[LLM, FakeOffline]:

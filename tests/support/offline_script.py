@@ -1,6 +1,6 @@
-"""A user's script, without `if __name__ == "__main__"`: python offline_script.py MODEL NUM_PREFILL HOW_IT_ENDS.
+"""A user's script without `if __name__ == "__main__"`: python offline_script.py MODEL NUM_PREFILL HOW_IT_ENDS.
 
-Prints its processes on one line, then ends in the given way.
+Prints the pids of its child processes on one line, then ends as HOW_IT_ENDS says.
 """
 
 import os
@@ -27,7 +27,7 @@ text = offline.run(answer(4))
 started = children_of(os.getpid())  # the preloader and two workers' parents
 print(*started, *(pid for each in started for pid in children_of(each)), flush=True)
 if how == "exception":
-    raise ValueError("of the user's own")
+    raise ValueError("an error of the user's script")
 if how == "interrupt":
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))

@@ -1,6 +1,6 @@
-"""Refuses and reports this process's connections to other machines.
+"""Refuses this process's connections to other machines, and reports them.
 
-Client libraries like to fetch price lists and to report usage. Knows nothing of child processes.
+Some client libraries fetch price lists or report usage. Child processes are not covered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-ENVIRONMENT = {  # a careful user's settings, set before any of the libraries is imported
+ENVIRONMENT = {  # opt-outs, set before any of the libraries is imported
     "NO_PROXY": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -25,7 +25,7 @@ ENVIRONMENT = {  # a careful user's settings, set before any of the libraries is
 
 @contextmanager
 def only_local() -> Iterator[None]:
-    """Sets ENVIRONMENT, too. Fails at its end if any code tried to connect elsewhere."""
+    """Also sets ENVIRONMENT. Fails at the block's end if any code tried to connect elsewhere."""
     attempts: list[str] = []
     connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 
@@ -50,7 +50,7 @@ def only_local() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", local_connect)
         patch.setattr(socket, "getaddrinfo", local_getaddrinfo)
         yield
-    assert attempts == [], f"asked for other machines: {attempts}"
+    assert attempts == [], f"tried to connect to other machines: {attempts}"
 
 
 def child_environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's protocol over HTTP: decodes the protobuf that arrives, and keeps the spans."""
+"""An OpenTelemetry collector over HTTP: decodes the received protobuf messages and keeps their spans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-ERROR = 2  # of a span's status
+ERROR = 2  # code of a span's status
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One span as it arrived; times in ns."""
+    """One received span; times in ns."""
 
     name: str
     trace_id: str
@@ -54,7 +54,7 @@ class Collector:
         return [span for span in self.spans if span.trace_id == trace_id]
 
     def awaited(self, trace_id: str, is_whole: Callable[[list[Seen]], bool], timeout_s: float = 40) -> list[Seen]:
-        """Returns a trace's spans, in order of their starts, once they are whole."""
+        """Waits until `is_whole` accepts a trace's spans; returns them in order of their start."""
         with self.changed:
             is_there = self.changed.wait_for(lambda: is_whole(self._of(trace_id)), timeout_s)
             assert is_there, [span.name for span in self._of(trace_id)]
@@ -107,7 +107,7 @@ def collector() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *_: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,8 +1,8 @@
-"""A stranger on the network, in a process of its own: `-m tests.support.outsider PID`.
+"""An unauthorized process on the network: `-m tests.support.outsider PID`.
 
-Looks for torch's TCP stores at every port on which process PID listens, reads their keys and overwrites them,
-repeatedly until a line comes on its standard input. Then it looks once more and prints, as one line of JSON, the
-ports that it tried and the keys that it read.
+Until it reads a line on its standard input, it repeatedly looks for torch's TCP stores at every port on which process
+PID listens, reads their keys and overwrites them. Then it looks once more and prints one line of JSON: the tried
+ports and the keys that it read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JUNK = b"\x02\x00" + bytes(126)
 
 
 def is_store(host: str, port: int) -> bool:
-    """Probes first: torch's own client waits forever for another kind of listener."""
+    """Probes a port, because torch's own client waits forever for a listener of another kind."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER_S) as connection:
         connection.sendall(HELLO)
         return len(connection.recv(64)) == 4
@@ -45,7 +45,7 @@ class Outsider:
         for port in ports.keys() - self.tried:
             self.tried.add(port)
             if is_store(ports[port], port):
-                from torch._C._distributed_c10d import TCPStore  # takes seconds, so only if there is one
+                from torch._C._distributed_c10d import TCPStore  # slow, so imported only if there is a store
 
                 self._stores[port] = TCPStore(ports[port], port, is_master=False, timeout=TIMEOUT)
         for port, store in list(self._stores.items()):
@@ -64,7 +64,7 @@ def main(pid: int) -> None:
         outsider.look()
         if select.select([sys.stdin], [], [], BETWEEN_S)[0]:
             break
-    outsider.look()  # all that existed when the line came
+    outsider.look()  # a last look, at everything that exists by then
     print(json.dumps({"ports": sorted(outsider.tried), "keys": sorted(outsider.keys)}), flush=True)
 
 

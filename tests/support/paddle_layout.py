@@ -1,4 +1,4 @@
-"""Writes ERNIE 4.5 folders as Paddle has them, from transformers' folder of the same model."""
+"""Converts transformers' folder of an ERNIE 4.5 model to Paddle's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def in_bfloat16(folder: Path) -> Path:
-    """Rewrites transformers' folder with bfloat16 weights, as the published ones have."""
+    """Converts the weights of transformers' folder to bfloat16, as in published models."""
     weights = load_file(folder / WEIGHTS)
     found = {key: each if any(name in key for name in FLOATS) else each.bfloat16() for key, each in weights.items()}
     save_file(found, folder / WEIGHTS, {"format": "pt"})
@@ -26,7 +26,7 @@ def in_bfloat16(folder: Path) -> Path:
 
 
 def as_paddle(folder: Path, to: Path, num_files: int = 1, has_words: bool = True) -> Path:
-    """Writes the same model. `has_words`: headers call bfloat16 U16."""
+    """Writes the same model in Paddle's layout. `has_words`: headers call bfloat16 U16."""
     config = json.loads((folder / "config.json").read_bytes())
     is_picture_model = "text_config" in config
     weights = load_file(folder / WEIGHTS)
@@ -81,7 +81,7 @@ def _save(tensors: Tensors, to: Path, num_files: int) -> None:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a model that takes pictures as Paddle's folders have it."""
+    """Returns the flat config that Paddle's folders have for a model that takes pictures."""
     text, tower = config["text_config"], config["vision_config"]
     left_out = ("moe_num_experts", "mlp_layer_types", "rope_parameters", "model_type", "head_dim")
     own = {name: each for name, each in text.items() if name not in left_out}
@@ -111,7 +111,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sentence_pieces(pieces: list[tuple[str, float, int]], adds_prefix: bool = False) -> bytes:
-    """Returns a SentencePiece model of type BPE: text, score and kind of each piece."""
+    """Returns a SentencePiece BPE model with these pieces: (text, score, kind)."""
     data = b"".join(
         _bytes(1, _bytes(1, text.encode()) + _float(2, score) + _int(3, kind)) for text, score, kind in pieces
     )
@@ -119,7 +119,7 @@ def sentence_pieces(pieces: list[tuple[str, float, int]], adds_prefix: bool = Fa
 
 
 def with_sentence_pieces(folder: Path, **config: Any) -> Path:
-    """Replaces a folder's tokenizer by a SentencePiece file with the same ids: bytes, and control tokens."""
+    """Replaces a folder's tokenizer by a SentencePiece file with the same ids of bytes and control tokens."""
     state = json.loads((folder / "tokenizer.json").read_bytes())
     added = {token["id"]: token for token in state["added_tokens"]}
     characters = {**{byte: chr(byte) for byte in range(0x21, 0x7F)}, 0x20: "\u2581"}

@@ -1,4 +1,4 @@
-"""The command lines in the documents' blocks of shell."""
+"""Reads the command lines in the shell blocks of documentation pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL
 
 
 def commands_of(page: str) -> Iterator[str]:
-    """Yields each command of a page, in order; one that goes on over several lines comes whole."""
+    """Yields each command of a page in order, joined if it spans several lines."""
     for _, block in BLOCK.findall(page):
         command: list[str] = []
         for line in block.splitlines():
@@ -26,7 +26,7 @@ def commands_of(page: str) -> Iterator[str]:
 
 
 def _is_open(command: str) -> bool:
-    """Whether a quote has not been closed yet."""
+    """Whether the command so far has an unclosed quote."""
     try:
         shlex.split(command, comments=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The smallest request of each API, and what parsing makes of a body or says against it."""
+"""The smallest request of each API, and the result or error of parsing a body."""
 
 from __future__ import annotations
 

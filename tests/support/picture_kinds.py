@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the models that take pictures, other than Qwen's, and what transformers answers."""
+"""Tiny checkpoints of models that take pictures, except Qwen's, and transformers' answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Inputs = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """`shown` returns generate()'s inputs for pictures, and each picture's tokens."""
+    """`shown` returns generate()'s inputs for pictures, and the tokens of each picture."""
 
     config_class: str
     text_type: str
@@ -36,11 +36,11 @@ class Kind(NamedTuple):
     whole: dict[str, Any]
     processor: Callable[[], Any]
     shown: Callable[[Any, list[Any]], tuple[Inputs, list[list[int]]]]
-    files: Mapping[str, Any] = MappingProxyType({})  # fields of processor_config.json
+    files: Mapping[str, Any] = MappingProxyType({})  # contents of processor_config.json
 
 
 def _processor(kind: str, name: str, **settings: Any) -> Callable[[], Any]:
-    """Returns what makes transformers' processor of a kind of models, which is imported when it is wanted."""
+    """Returns a function that imports and makes transformers' processor for a kind of model."""
 
     def make() -> Any:
         module = importlib.import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
@@ -172,11 +172,11 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
-BETWEEN = ("glm4v", "ernie4_5_vl_moe")  # their pictures stand between two tokens in the prompt
+BETWEEN = ("glm4v", "ernie4_5_vl_moe")  # their prompts have a token before and after each picture
 
 
 def make_kind(folder: Path, name: str, is_tied: bool | None = None, **changes: Any) -> Path:
-    """Writes all files of a model. `changes` apply to the text model's config, `is_tied` to the whole one's."""
+    """Writes all files of a model. `changes` apply to the text config, `is_tied` to the outer one."""
     kind = KINDS[name]
     text = {**COMMON, **kind.text, **changes, "model_type": kind.text_type}
     tied = {"tie_word_embeddings": text["tie_word_embeddings"] if is_tied is None else is_tied}
@@ -192,7 +192,7 @@ def make_kind(folder: Path, name: str, is_tied: bool | None = None, **changes: A
 
 
 def asked(name: str, token_ids: list[list[int]], pictures: list[Any]) -> Shown:
-    """A prompt of texts in tokens, with the pictures between them."""
+    """Makes a prompt of tokenized texts with the pictures between them."""
     placeholder = [FIRST, PICTURE, LAST] if name in BETWEEN else [PICTURE]
     found = list(token_ids[0])
     for text in token_ids[1:]:
@@ -221,7 +221,7 @@ def reference_inputs(name: str, prompt: Shown) -> Inputs:
 
 
 def reference_answer(folder: Path, name: str, prompt: Shown, max_tokens: int) -> list[int]:
-    """Returns generate()'s tokens, with pictures prepared by transformers' own processor."""
+    """Returns generate()'s tokens; transformers' own processor prepares the pictures."""
     inputs = reference_inputs(name, prompt)
     with torch.inference_mode():
         output = reference_of(folder).generate(**inputs, max_new_tokens=max_tokens, do_sample=False)

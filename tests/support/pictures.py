@@ -1,4 +1,4 @@
-"""Tiny checkpoints of models that take pictures, pictures for them, and what transformers answers."""
+"""Tiny checkpoints of models that take pictures, pictures for them, and transformers' answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "temporal_patch_size":
 WINDOWED = {**TOWER, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16}
 DEEP = {**TOWER, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-# model_type -> the class of its config, the text model's differences from COMMON, and the tower's config
+# model_type -> config class, the text config's differences from COMMON, and the vision tower's config
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VLConfig",
@@ -62,7 +62,7 @@ SIZES = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH)
 
 
 def make_vision(folder: Path, name: str, tower: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """Writes all files of a model. `changes` apply to the text model's config, `tower` to the tower's."""
+    """Writes all files of a model. `changes` apply to the text config, `tower` to the vision tower's."""
     config_class, own, vision = MODELS[name]
     text = {**COMMON, **own, **changes}
     kind = getattr(transformers, config_class)
@@ -74,12 +74,12 @@ def make_vision(folder: Path, name: str, tower: dict[str, Any] | None = None, **
 
 def write_model(folder: Path, config: Any, specials: Mapping[int, str], placeholder: str) -> None:
     """Writes random weights, a tokenizer with these control tokens, and a chat template."""
-    make_checkpoint(folder)  # generation_config.json
+    make_checkpoint(folder)  # for its generation_config.json
     (folder / "model.safetensors").unlink()
     torch.manual_seed(1)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     shake(model)
-    with torch.no_grad():  # so that a picture matters as much as a word
+    with torch.no_grad():  # scaled so that a picture influences tokens as much as words do
         for path, weight in model.model.named_parameters():
             if "language_model" not in path and weight.dim() > 1:
                 weight.copy_(torch.randn_like(weight) / weight[0].numel() ** 0.5)
@@ -102,7 +102,7 @@ def write_model(folder: Path, config: Any, specials: Mapping[int, str], placehol
 
 @cache
 def shared_folder(make: Callable[..., Path], name: str) -> Path:
-    """Returns a model's folder for all tests of this process, none of which changes it. `make` is called once."""
+    """Returns a model's folder, made once for all tests of this process, which must not change it."""
     return make(Path(_folders.name) / f"{make.__name__}-{name}", name)
 
 
@@ -119,7 +119,7 @@ def processor() -> Any:
 
 
 def picture(seed: int, width: int = 24, height: int = 16) -> Pictures.Image:
-    """Returns noise in a color of its own."""
+    """Returns a picture of noise in a color that depends on the seed."""
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 256, (height, width, 3)) // 2 + rng.integers(0, 128, 3)
     return Pictures.fromarray(noise.astype(np.uint8))
@@ -132,7 +132,7 @@ def file_of(image: Pictures.Image, kind: str = "PNG", **settings: Any) -> bytes:
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A PNG that announces a size and has no such data."""
+    """Returns a PNG whose header announces this size, without the pixel data."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
     parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
@@ -145,7 +145,7 @@ def data_url(image: Pictures.Image | bytes) -> str:
 
 
 def ids_of(*texts: str) -> list[int]:
-    """The tokens of texts with a placeholder between each two."""
+    """Returns the tokens of texts joined by placeholders."""
     encode = make_tokenizer().encode
     found = list(encode(texts[0]).ids)
     for text in texts[1:]:
@@ -170,7 +170,7 @@ class Shown(NamedTuple):
 
 
 def shown(seed: int, num_texts: list[int], pictures: list[Pictures.Image]) -> Shown:
-    """A prompt of random texts of these lengths, with the pictures between them."""
+    """Makes a prompt of random texts of these lengths with the pictures between them."""
     rng = random.Random(seed)
     texts = [[rng.randrange(256) for _ in range(length)] for length in num_texts]
     token_ids = list(texts[0])
@@ -185,7 +185,7 @@ def reference_of(folder: Path) -> Any:
 
 
 def reference_answer(folder: Path, prompt: Shown, max_tokens: int, **settings: Any) -> list[int]:
-    """Returns generate()'s tokens, with pictures prepared by transformers' own processor."""
+    """Returns generate()'s tokens; transformers' own processor prepares the pictures."""
     inputs = _inputs(prompt)
     num_prompt = inputs["input_ids"].shape[1]
     with torch.inference_mode():
@@ -194,7 +194,7 @@ def reference_answer(folder: Path, prompt: Shown, max_tokens: int, **settings: A
 
 
 def prompt_logits(folder: Path, prompt: Shown) -> torch.Tensor:
-    """Returns transformers' logits of a whole prompt, [num_tokens, vocab_size]."""
+    """Returns transformers' logits for a whole prompt, [num_tokens, vocab_size]."""
     with torch.inference_mode():
         found: torch.Tensor = reference_of(folder)(**_inputs(prompt)).logits[0]
     return found

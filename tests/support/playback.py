@@ -1,4 +1,4 @@
-"""Replaces the router: a request's answer is known beforehand."""
+"""Replaces the router by one whose answers a test chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd_cluster.types import FinishReason, Logprobs, PromptOutput, RequestSpec, 
 
 
 class Playback:
-    """A router that answers every request with these tokens, in each sequence; `told` comes before them."""
+    """A router that answers every request with these tokens, in each sequence; `told`, if any, is sent before them."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -26,16 +26,16 @@ class Playback:
         self.logprobs: dict[int, float] = {}  # sequence -> logprob of each token
         self.told: PromptOutput | None = None
         self.stopped: set[int] = set()
-        self.num_dropped = 0  # tokens that came together with an answer's last one, and behind it
+        self.num_dropped = 0  # tokens in the same message as an answer's last one, but after it
         self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
         self.requests: list[Sampling] = []
         self.orders: list[RequestSpec] = []
         self.salts: list[str] = []
         self.gathered: list[bool] = []  # whether each request's reader gathers
-        self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> what its token has otherwise
-        self.num_together = 1  # tokens per message for a gathering reader, after the first
-        self.drafts = False  # every reader gets so many, as from steps with drafts
+        self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> changed fields of its token
+        self.num_together = 1  # tokens per message after the first, for readers that gather
+        self.drafts = False  # whether every reader gets `num_together`, as from steps with drafts
 
     def stop(self, index: int, num_dropped: int) -> None:
         self.stopped.add(index)

@@ -1,4 +1,4 @@
-"""An offline engine without a model: a text service on an event loop of its own, over a router that plays back."""
+"""An offline engine without a model: a text service on a separate event loop, over a router that plays back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.service_configs import service_config
 
 
 class PlaybackOffline:
-    """Like `OfflineService`, for any model. `prompts` has the ids of each prompt sent."""
+    """Like `OfflineService`, without a model. `prompts`: the text of each prompt sent."""
 
     def __init__(self, folder: Path, config: OfflineConfig, says: str, has_template: bool) -> None:
         self.config = config
@@ -54,13 +54,13 @@ class PlaybackOffline:
 
 
 class HeldPlayback(Playback):
-    """Records the prompts, fails for those that contain `fails_for`, and may never end."""
+    """Records prompts, fails for prompts that contain the token `fails_for`, and can stop after the first token."""
 
     def __init__(self, token_ids: list[int]) -> None:
         super().__init__(token_ids)
         self.prompts: list[list[int]] = []
         self.fails_for: int | None = None
-        self.holds = False  # after the first token
+        self.holds = False  # stops after the first token
         self.sessions: list[str] = []
 
     async def serve(self, order: RequestSpec, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]

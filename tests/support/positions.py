@@ -13,19 +13,19 @@ from pd_cluster.types import RopePositions
 
 
 def shifted(rng: random.Random, length: int) -> RopePositions:
-    """As behind virtual tokens: everything is later by the same number."""
+    """Returns positions as after virtual tokens: all shifted by the same number."""
     by = rng.randrange(1, 60)
     return RopePositions((tuple(range(by, by + length)),), by)
 
 
 def gapped(rng: random.Random, length: int) -> RopePositions:
-    """Positions with gaps in between, and another gap before the answer."""
+    """Returns positions with gaps, one of them before the answer."""
     row = sorted(rng.sample(range(3 * length), length))
     return RopePositions((tuple(row),), row[-1] + rng.randrange(1, 9) - length)
 
 
 def repeated(rng: random.Random, length: int) -> RopePositions:
-    """As around pictures: some tokens share a position, so that there are fewer positions than tokens."""
+    """Returns positions as around pictures: some tokens share one, so there are fewer positions than tokens."""
     row, at = [], 0
     for _ in range(length):
         row.append(at)
@@ -34,7 +34,7 @@ def repeated(rng: random.Random, length: int) -> RopePositions:
 
 
 def spread(rng: random.Random, length: int) -> RopePositions:
-    """M-RoPE's: text, a picture of 3 x 4 in the middle, text; short prompts are text."""
+    """Returns M-RoPE's positions: text, a picture of 3 x 4 tokens, text; short prompts are text only."""
     if length < 14:
         return RopePositions((tuple(range(length)),) * 3)
     first = rng.randrange(1, length - 12)
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[random.Random, int], RopePositions]] = {
 
 
 def assert_same(model: Any, prompt: list[int], own: RopePositions | None, output: list[int]) -> None:
-    """Asserts the reference's tokens, except where its two best tokens are closer than 1e-4 (invariant 1)."""
+    """Asserts the reference's tokens, except where its two best logits differ by less than 1e-4 (invariant 1)."""
     indices = RopePositions((tuple(range(len(prompt))),))
     expected, margins = reference(model, prompt, own or indices, len(output))
     at = next((i for i, (a, b) in enumerate(zip(output, expected, strict=True)) if a != b), None)
@@ -59,9 +59,9 @@ def assert_same(model: Any, prompt: list[int], own: RopePositions | None, output
 
 
 def reference(model: Any, prompt: list[int], own: RopePositions, num_tokens: int) -> tuple[list[int], list[float]]:
-    """Runs transformers' forward pass with a KV cache, greedily.
+    """Generates greedily by transformers' forward pass with a KV cache.
 
-    Returns the tokens, and by how much each exceeds the next best.
+    Returns the tokens, and each token's margin over the second best logit.
     """
     cache, input_ids = DynamicCache(config=model.config), torch.tensor([prompt])
     position_ids = torch.tensor(own.rows)[:, None]  # [num_rows, 1, num_tokens]

@@ -1,4 +1,4 @@
-"""Logits processors as an operator writes them; workers import this module by --logits-processors."""
+"""Logits processors like an operator's; workers import this module by --logits-processors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def rolled(state: int, token_id: int) -> int:
 
 
 def shifted(logits: torch.Tensor, state: int) -> torch.Tensor:
-    """Prefers tokens by the state, so strongly that the model's own choice seldom stays."""
+    """Raises logits of tokens chosen by `state`, so strongly that the model's own choice seldom wins."""
     return logits + 3.0 * ((torch.arange(len(logits), device=logits.device) * (state + 1)) % 7 == 3)
 
 
 class OnlyOne(AdapterLogitsProcessor):
-    """vLLM's own example: only the token extra_args["target"] is left."""
+    """vLLM's own example: allows only the token extra_args["target"]."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -51,7 +51,7 @@ class OnlyOne(AdapterLogitsProcessor):
 
 
 class ByTokens(AdapterLogitsProcessor):
-    """Its choice depends on every token of prompt and output."""
+    """Changes logits by a hash of all prompt and output tokens."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -70,7 +70,7 @@ class ByTokens(AdapterLogitsProcessor):
 
 
 class Rolling:
-    """A processor of batches, without a base class: it keeps a state that grows with the output."""
+    """A batch processor without a base class, which updates a state with every output token."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         assert vllm_config.scheduler_config.max_num_seqs == 1
@@ -94,8 +94,8 @@ class Rolling:
 
 
 class Fails(AdapterLogitsProcessor):
-    """Raises at the output position extra_args["fails_at"]; at -1 when it begins. It never returns from the position
-    extra_args["stays_at"].
+    """Raises at the output position extra_args["fails_at"] (-1: when the request begins), and never returns at the
+    position extra_args["stays_at"].
     """
 
     def is_argmax_invariant(self) -> bool:
@@ -138,7 +138,7 @@ class NeedsBatch(LogitsProcessor):
 
 
 class Bare:
-    """Has none of the methods."""
+    """Has none of the required methods."""
 
 
 def a_function(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prompt adapters that PEFT writes, random and strong enough to change tokens, and the tokens that PEFT generates."""
+"""Random prompt adapters written by PEFT, strong enough to change tokens, and PEFT's tokens with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _base(folder: Path) -> Any:
 
 
 def make_prompt_adapter(folder: Path, base: Path, kind: Kind = "prompt", num_tokens: int = 5, seed: int = 0) -> Path:
-    """Writes an adapter for `base`."""
+    """Writes an adapter for the model `base`."""
     import peft  # takes seconds
 
     torch.manual_seed(seed)
@@ -57,10 +57,10 @@ def _adapted(base: Path, adapter: Path | None) -> Any:
 def peft_greedy(
     base: Path, adapter: Path | None, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()
 ) -> list[int]:
-    """Returns the greedy tokens of transformers' model with PEFT's adapter; None: without any.
+    """Returns the greedy tokens of transformers' model with PEFT's adapter; `adapter` None: without an adapter.
 
-    `guess`: what they may be. One pass over the prompt and the guess yields all tokens up to the first wrong one; each
-    further token takes a pass of its own, since PEFT 0.21's `generate()` uses other positions with transformers 5.24.
+    `guess`: the probable tokens. One pass over prompt and guess yields all tokens up to the guess's first error; each
+    later token takes one pass, because PEFT 0.21's `generate()` uses other positions with transformers 5.24.
     """
     model, tokens = _adapted(base, adapter), list(prompt)
     with torch.no_grad(), warnings.catch_warnings():

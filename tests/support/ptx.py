@@ -1,11 +1,11 @@
-"""Reads the order of memory accesses from a kernel's PTX."""
+"""Checks the ordering of memory accesses in a kernel's PTX."""
 
 from __future__ import annotations
 
 import re
 
-# A count of complete splits: behind a barrier of the program without a store in between, and before another one. So all
-# its threads have stored before the count's release, and none loads before its acquire.
+# Matches a count of complete splits with a barrier before it (no store between) and another after it. So all
+# threads of the program have stored before the count's release, and none loads before its acquire.
 ORDERED_COUNT = re.compile(
     r"bar\.sync\s+0;(?:(?!st\.global|bar\.sync)[^$])*?atom\.global\.gpu\.acq_rel\.add"
     r"(?:(?!ld\.global|st\.global)[^$])*?bar\.sync\s+0;"

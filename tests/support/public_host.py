@@ -1,9 +1,9 @@
-"""Runs a program on a host of its own, whose only network has one server with a public name and address.
+"""Runs a program on a simulated host whose network has only one server, with a public name and address.
 
     unshare --net --mount python public_host.py FOLDER NAME PROGRAM
 
-FOLDER has the certificate `server.pem` with its key `server.key`, and the files that the server gives. Each path that
-was asked for is a line of FOLDER/asked.
+FOLDER has the certificate `server.pem`, its key `server.key`, and the files to serve. The server appends each requested
+path as a line to FOLDER/asked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-ADDRESS = "8.8.8.8"  # of no host here: this network has no way out
+ADDRESS = "8.8.8.8"  # reaches no real host, because this network is isolated
 
 
 class Server(SimpleHTTPRequestHandler):
@@ -27,7 +27,7 @@ class Server(SimpleHTTPRequestHandler):
         super().do_GET()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 def main(folder: str, name: str, program: str) -> int:

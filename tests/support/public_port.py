@@ -1,4 +1,4 @@
-"""The app at the public port without a cluster, called as a server would call it: no client normalizes paths."""
+"""Calls the public port's app as a server would, without a cluster and without a client that normalizes paths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: bytes
-    num_received: int  # messages of the request's body that were read
+    num_received: int  # number of the body's messages that the app read
     parts: list[bytes] = field(default_factory=list)
 
     def json(self) -> Any:
@@ -45,7 +45,7 @@ class Answer:
 
 
 def make_special_tokenizer() -> Tokenizer:
-    """Makes a tokenizer that begins texts with <bos>."""
+    """Makes a tokenizer that puts <bos> before texts."""
     tokenizer = make_tokenizer()
     bos = [("<bos>", tokenizer.token_to_id("<bos>"))]
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=bos)
@@ -68,9 +68,9 @@ def make_app(
     tracing: Tracing | None = None,
     **settings: Any,
 ) -> tuple[FastAPI, Drain]:
-    """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503.
+    """Makes the app. Without a router there is no instance: routes that need none work, all others return 503.
 
-    `settings`: of the service.
+    `settings`: further settings of the text service.
     """
     checkpoint = text_checkpoint(folder, make_special_tokenizer())
     membership = SimpleNamespace(instances=[])
@@ -94,12 +94,12 @@ def make_app(
 def ask(
     app: Any, method: str, path: str, headers: Sequence[tuple[str, str]] = (), body: bytes | dict[str, Any] = b""
 ) -> Answer:
-    """Sends a request; `path` is in the server's decoded form, and the query follows a `?`."""
+    """Sends a request; `path` is decoded as by the server, and may have a query after `?`."""
     return asyncio.run(send(app, method, path, headers, body))
 
 
 def ask_each(app: Any, method: str, paths: Iterable[str]) -> list[tuple[str, Answer]]:
-    """Returns (path, answer) of each, one after another in one event loop, which costs more to make than an answer."""
+    """Sends requests one by one; returns (path, answer) pairs. Uses one event loop, because making one is slow."""
 
     async def run() -> list[tuple[str, Answer]]:
         return [(path, await send(app, method, path)) for path in paths]
@@ -115,7 +115,7 @@ async def send(
     body: bytes | dict[str, Any] = b"",
     client: tuple[str, int] = ("127.0.0.1", 1),
 ) -> Answer:
-    """Sends a request from an event loop, by a client of this address."""
+    """Sends a request within an event loop, from a client at this address."""
     path, _, query = path.partition("?")
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     scope = {

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the formats of quantizers, bit by bit, and beside each the same numbers as plain weights."""
+"""Writes quantized checkpoints in quantizers' formats, bit by bit, each with a plain copy of the same numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OUTLYING = re.compile(r"\.(?:v_proj|up_proj|w3)\.(?:weight|bias)$")
 OUTLIER = 64.0
 FP8 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the slots of a word
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column in each slot of a word
 
 
 def words_of(fields: Any, bits: int) -> torch.Tensor:
-    """Packs unsigned fields [rows, n] into int32 words, lowest bits first, as one stream for each row."""
+    """Packs each row of unsigned fields [rows, n] into int32 words as one bit stream, lowest bits first."""
     rows = np.asarray(fields, dtype=np.int64)
     stream = (rows[..., None] >> np.arange(bits) & 1).reshape(len(rows), -1).astype(np.uint8)
     whole = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
@@ -33,7 +33,7 @@ def words_of(fields: Any, bits: int) -> torch.Tensor:
 
 
 def awq_words(fields: Any) -> torch.Tensor:
-    """Packs eight columns a word, in AWQ's order."""
+    """Packs eight columns per word in AWQ's order."""
     rows, columns = np.asarray(fields).shape
     slots = np.asarray(fields).reshape(rows, columns // 8, 8)[..., list(AWQ_COLUMNS)]
     return words_of(slots.reshape(rows, columns), 4)
@@ -59,8 +59,8 @@ def numbers_of(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -
     return ((groups - zeros[..., None]) * scales.double()[..., None]).reshape(codes.shape).float()
 
 
-Written = tuple[Tensors, torch.Tensor]  # the parts, by the ends of their names; the numbers that they stand for
-Write = Callable[[torch.Tensor, int], Written]  # a weight, and the size of its groups
+Written = tuple[Tensors, torch.Tensor]  # tensors by name suffix, and the dequantized weight
+Write = Callable[[torch.Tensor, int], Written]  # takes a weight and a group size
 
 
 def awq(weight: torch.Tensor, group: int) -> Written:
@@ -122,7 +122,7 @@ def int8(weight: torch.Tensor, group: int) -> Written:
 
 
 def fp8_blocks(name: str = "weight_scale_inv") -> Write:
-    """Square blocks of `group`, the last ones short."""
+    """Square blocks of `group` rows and columns; the last blocks are smaller."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         rows, columns = (-(-size // group) for size in weight.shape)
@@ -146,7 +146,7 @@ def fp8_whole(weight: torch.Tensor, group: int) -> Written:
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Returns four-bit codes of values up to 6."""
+    """Returns the four-bit codes of values up to 6."""
     nearest = (values.abs()[..., None] - torch.tensor(E2M1)).abs().argmin(-1)
     return (nearest + 8 * (values < 0)).to(torch.uint8)
 
@@ -186,7 +186,7 @@ def nvfp4(weight: torch.Tensor, group: int = 16) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """`config`: quantization_config; `file`: a description in a file of its own, by its name."""
+    """`config`: quantization_config; `file`: name and content of a separate description file."""
 
     write: Write
     config: dict[str, Any] | None
@@ -233,14 +233,14 @@ W8A8 = Format(int8, _ct("int-quantized", 8, INT8_INPUTS))
 
 
 def int4_in_bytes(weight: torch.Tensor, group: int) -> Written:
-    """compressed-tensors' int-quantized of four bits: a code in each byte."""
+    """compressed-tensors' four-bit int-quantized: one code per byte."""
     parts, numbers = packed(4)(weight, group)
     codes = (numbers.reshape(len(weight), -1, group) / parts["weight_scale"].unsqueeze(-1)).round().flatten(1)
     return {"weight": codes.to(torch.int8), "weight_scale": parts["weight_scale"]}, numbers
 
 
 def with_outliers(folder: Path) -> Path:
-    """Makes the last part of attention's and MLPs' inner rows much larger: the last of several ranks has it."""
+    """Makes the last part of attention's and MLPs' inner features much larger, which only the last rank holds."""
     tensors: Tensors = load_file(folder / FILE)
     for name, tensor in tensors.items():
         if OUTLYING.search(name):
@@ -250,7 +250,7 @@ def with_outliers(folder: Path) -> Path:
 
 
 def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
-    """Copies a plain folder twice: in the format, and with the numbers that it stands for as plain weights."""
+    """Copies a plain folder twice: quantized in the format, and with the dequantized numbers as plain weights."""
     quantized, plain = (Path(shutil.copytree(folder, to / name)) for name in ("quantized", "plain"))
     codes, numbers = {}, {}
     torch.manual_seed(0)
@@ -270,9 +270,9 @@ def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
 
 
 def experts_in_mxfp4(plain: Path, quantized: Path) -> None:
-    """Changes two folders of gpt_oss: to its published format, and to the numbers that it stands for.
+    """Changes two gpt_oss folders: one to the published MXFP4 format, one to the dequantized numbers.
 
-    Blocks are [experts, outputs, groups, 16]; transformers' own weight is transposed.
+    Blocks are [experts, outputs, groups, 16]; transformers' weight is transposed.
     """
     codes = load_file(plain / FILE)
     numbers = dict(codes)
@@ -294,7 +294,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-# ---- int8 weights whose layers take their activations in int8, too
+# ---- int8 weights with int8 activations
 
 
 def ascend_dynamic(weight: torch.Tensor, group: int) -> Written:
@@ -303,7 +303,7 @@ def ascend_dynamic(weight: torch.Tensor, group: int) -> Written:
 
 
 def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
-    """Codes around an offset, which is added."""
+    """int8 codes with an offset that is added."""
     scales = (weight.amax(-1, keepdim=True) - weight.amin(-1, keepdim=True)) / 255
     offset = (weight.amin(-1, keepdim=True) / scales).round() + 128
     codes = ((weight / scales).round() - offset).clamp(-128, 127)
@@ -311,7 +311,7 @@ def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
 
 
 def ascend_w4a16(packing: str) -> Write:
-    """Codes around an offset: one or two in a byte, or eight in a word."""
+    """Four-bit codes with an offset: one or two per byte, or eight per word."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         groups = weight.float().view(len(weight), -1, group)
@@ -330,7 +330,7 @@ def ascend_w4a16(packing: str) -> Write:
 
 
 def ascend_static(weight: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> Written:
-    """One scale and zero point for all activations; the bias in units of the product's scale."""
+    """One scale and zero point for all activations; the bias is in units of the product's scale."""
     parts, numbers = int8(weight, group)
     step, zero = torch.tensor([0.04]), torch.tensor([3.0])
     scales = step * parts["weight_scale"][:, 0]
@@ -346,7 +346,7 @@ def smooth_quant(weight: torch.Tensor, group: int) -> Written:
 
 
 def described(kind: str) -> tuple[str, dict[str, Any]]:
-    """Returns msmodelslim's description of a model of up to four layers."""
+    """Returns msmodelslim's description file for a model of up to four layers."""
     names = [f"self_attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
     names += [f"block_sparse_moe.experts.{expert}.w{each}" for expert in range(4) for each in (1, 2, 3)]
     types = {f"model.layers.{index}.{name}.weight": kind for index in range(4) for name in names}

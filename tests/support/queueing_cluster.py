@@ -1,6 +1,6 @@
-"""A stand-in for the simulator: instances are queues. It knows no routing, no blocks and no handover but its time.
+"""A simple replacement of the simulator: instances are queues, without routing or blocks; a handover only takes time.
 
-Only the search's logic is tested with it; production searches over `pd_cluster.simulate`.
+It serves to test the search's logic; production searches with `pd_cluster.simulate`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pd_cluster.simulate.simulated_layout import Simulated, SimulatedLayout
 
 
 class Decoder:
-    """Rows share an instance's steps; those beyond its seats wait in order. Prompts of hybrids hold all rows up."""
+    """An instance whose sequences share steps; those beyond its seats wait in order. A hybrid's prompts pause all."""
 
     def __init__(self, name: str, costs: Costs, seats: int) -> None:
         self.name, self._costs, self._seats = name, costs, seats
         self.waiting: list[tuple[float, int, Arrival]] = []
-        self.free_s = 0.0  # when the last prompt is computed
-        self.held: list[tuple[float, float]] = []  # prompts' times
+        self.free_s = 0.0  # when its last prompt is computed
+        self.held: list[tuple[float, float]] = []  # begin and end of each prompt
 
     def finish(self, num_samples: list[InstanceSample]) -> dict[int, tuple[float, float]]:
-        """Returns when each request got its first token and its last."""
+        """Returns the times of each request's first and last token."""
         heapq.heapify(self.waiting)
-        running: dict[int, tuple[float, float]] = {}  # request -> tokens left, when it began
+        running: dict[int, tuple[float, float]] = {}  # request -> (tokens left, begin)
         found, now = dict[int, tuple[float, float]](), 0.0
         held = sorted(self.held)
         while self.waiting or running:
@@ -58,7 +58,7 @@ class Decoder:
 
 
 def simulate_queues(layout: SimulatedLayout, costs: Costs, arrivals: Sequence[Arrival], seed: int = 0) -> Simulated:
-    """Satisfies plan.trials.Simulate."""
+    """Implements plan.trials.Simulate."""
     seats = layout.max_num_seqs or costs.max_num_seqs
     chunk = layout.max_num_batched_tokens or costs.max_num_batched_tokens
     decoders = [Decoder(f"d{i}", costs, seats) for i in range(layout.num_decode or layout.num_hybrid)]

@@ -1,6 +1,6 @@
-"""Random traffic of all features through the real scheduler, core and sampler, over a model of memory.
+"""Sends random requests with all features through the real scheduler, core and sampler, over modelled memory.
 
-Every output must be what the request gives alone, whatever was shared, preempted, swapped, forked or aborted beside it.
+Every output must equal the request's output alone, whatever was shared, preempted, swapped, forked or aborted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.drafts import liars
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
-ONE = ("all", "all", "window")  # groups of layers
+ONE = ("all", "all", "window")  # rules for a model with one group of layers
 
 
 def random_sampling(rng: random.Random, num_prompt: int) -> Sampling:
@@ -56,13 +56,13 @@ def random_sampling(rng: random.Random, num_prompt: int) -> Sampling:
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Often the beginning of another prompt, or the whole of it."""
+    """Returns a prompt that often begins with another prompt, or with a part of it."""
     shared = [1, 2, 4, 5] * 5
     return shared[: rng.choice([0, 3, 8, 16, 20])] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
 def sampling_ahead(rng: random.Random) -> Sampling:
-    """Returns sampling with which a device can continue on its own."""
+    """Returns sampling parameters that allow steps to be launched ahead of the host."""
     max_tokens = rng.randrange(1, 16)
     ids = range(VOCAB_SIZE)
     return Sampling(
@@ -87,7 +87,7 @@ def sampling_ahead(rng: random.Random) -> Sampling:
 
 
 def random_groups(rng: random.Random, rules: Sequence[Rule], block_size: int, has_prefix: bool) -> list[LayerGroup]:
-    """Returns a group for each rule, all of them small; an only one may have a tier below."""
+    """Returns a small group for each rule; a single group may also have a host tier."""
     groups = []
     for rule in rules:
         num_blocks = (1 if rule.is_state else -(-LONGEST // block_size)) + rng.randrange(0, 12)
@@ -99,9 +99,9 @@ def random_groups(rng: random.Random, rules: Sequence[Rule], block_size: int, ha
 
 
 class Traffic:
-    """`launches`: the runner goes ahead of the host where it can, and most requests let it. `drafts`: all may draft.
+    """`launches`: the runner launches ahead if it can, and most requests allow it. `drafts`: all requests may draft.
 
-    `kinds`: one is chosen of these, as the groups of layers.
+    `kinds`: possible lists of group rules, of which one is chosen.
     """
 
     def __init__(self, seed: int, launches: bool = False, drafts: bool = False, kinds: Sequence[str] = ONE) -> None:
@@ -164,7 +164,7 @@ class Traffic:
             self.scheduler.finish(sequence)
 
     def begins(self, plan: StepPlan) -> None:
-        """Now and then takes a sequence out of a step, as one that was given up or whose guide is not ready."""
+        """Sometimes removes a sequence from a step, as if it was aborted or its guide was not ready."""
         if len(self.scheduler.groups) > 1 and not self.runner.goes_ahead and plan.chunks and self.rng.random() < 0.05:
             plan.chunks.pop(self.rng.randrange(len(plan.chunks)))
 

@@ -1,6 +1,6 @@
-"""An engine of several ranks in the test's own process: each a thread with its own share of the model.
+"""Runs an engine's ranks as threads of the test's process, each with its own share of the model.
 
-Rank 0 is the caller's; the followers run the loop that they run in processes of their own, over real sockets.
+The caller runs rank 0; followers run their production loop over real sockets.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _loading = threading.Lock()
 def ranks(
     folder: Path, size: int, device: Device = CPU, units: Sequence[ExpertUnit] = (), **settings: object
 ) -> Iterator[EngineCore]:
-    """Yields the engine's core; its followers end afterwards. Raises a rank's error from loading.
+    """Yields the engine's core, and ends its followers afterwards. Raises a rank's error while loading.
 
-    `device`: that of rank 0; the others have the next ones. `units`: each rank's end of the exchange among instances.
+    `device`: rank 0's; further ranks use the next devices. `units`: each rank's end of the exchange among instances.
     """
     ends = [units[rank] if units else None for rank in range(size)]
     own = [device if device == CPU else Device(device.kind, device.index + rank) for rank in range(size)]
@@ -69,7 +69,7 @@ def ranks(
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Serializes loading: transformers patches torch while it builds models, which threads cannot share."""
+    """Serializes loading, because transformers patches torch while it builds a model, which is not thread-safe."""
 
     def load_plain(*arguments: object) -> object:
         with _loading:

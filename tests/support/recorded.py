@@ -1,4 +1,4 @@
-"""A graph without a GPU: the operators of one run, made again on the same tensors; no Python of the model runs."""
+"""A graph without a GPU: records a run's operators and repeats them on the same tensors, without the model's Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Record(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             self.calls.append(lambda: func(*args, **kwargs))
-        elif not func.is_view or not _storages(args) >= _storages([out]):  # a reshape may copy
+        elif not func.is_view or not _storages(args) >= _storages([out]):  # a view operator may copy, as reshape does
             self.calls.append(lambda: _refill(out, func(*args, **kwargs)))
         return out
 
@@ -43,7 +43,7 @@ def _refill(out: Any, fresh: Any) -> None:
 
 
 def recorded(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Runs once, as a capture does, then records; the result makes the recorded calls again."""
+    """Runs once to warm up, then records a run; returns a function that repeats the recorded calls."""
     run()
     with _Record() as record:
         result = run()
@@ -64,7 +64,7 @@ def attend_without_lengths(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """For a graph's batch: one token a sequence, over all blocks that a context can have. For others: SDPA's."""
+    """In a graph, attends one token per sequence over all blocks that a context can have; otherwise uses SDPA."""
     if batch.replay_lens is None:
         return write_and_attend(layer_idx, query, keys, values, batch, scoring)
     key_pool, value_pool = batch.pool.layer(layer_idx)

@@ -1,6 +1,6 @@
-"""Recurrent layers token by token in torch, in the dtype of their inputs: what the kernels of states are compared with.
+"""A reference for recurrent layers: computes token by token in torch, in the dtype of the inputs.
 
-Also shapes of such layers, with what their projections give the rows of a step, and pools for their states.
+Also makes layers of several shapes, random outputs of their projections for a step's rows, and pools of states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class RecurrentCase:
-    """A layer, and what its projections give the rows of one sequence."""
+    """A layer, and its projections' outputs for one sequence's rows."""
 
     convolution: Convolution
     recurrence: GatedDelta | Mamba2 | None
@@ -31,7 +31,7 @@ class RecurrentCase:
 
     @property
     def plane_numels(self) -> list[int]:
-        """Counts the numbers of each plane of a block."""
+        """Returns the number of elements of each plane in a block."""
         kept = [
             part.num_heads * part.channels * (self.convolution.weight.shape[1] - 1) for part in self.convolution.parts
         ]
@@ -48,7 +48,7 @@ def state_numel(recurrence: GatedDelta | Mamba2) -> int:
 
 
 def packed_rows(num_rows: int, *widths: int) -> list[torch.Tensor]:
-    """Returns random parts of one projection's rows."""
+    """Returns random outputs of one projection, split into parts of these widths."""
     return list(torch.randn(num_rows, sum(widths)).split(list(widths), dim=1))
 
 
@@ -60,7 +60,7 @@ def delta_case(
     by_channel: bool = False,
     kernel: int = 4,
 ) -> RecurrentCase:
-    """`widths`: of a key and of a value."""
+    """`widths`: those of a key and a value."""
     key_width, value_width = widths
     parts = (ConvHeads(num_key_heads, key_width),) * 2 + (ConvHeads(num_heads, value_width),)
     num_channels, num_features = 2 * num_key_heads * key_width + num_heads * value_width, num_heads * value_width
@@ -83,7 +83,7 @@ def mamba_case(
     limits: tuple[float, float] = (0.0, float("inf")),
     kernel: int = 4,
 ) -> RecurrentCase:
-    """`widths`: of a head's x, and of B and C."""
+    """`widths`: those of a head's x, and of B and C."""
     head_width, size = widths
     parts = (ConvHeads(num_heads, head_width), ConvHeads(num_groups, size), ConvHeads(num_groups, size))
     num_features = num_heads * head_width
@@ -105,7 +105,7 @@ def conv_case(num_channels: int, num_rows: int, kernel: int = 3) -> RecurrentCas
 
 
 class BlocksOfStates:
-    """A pool of one layer's states: NaN in every block that is not cleared."""
+    """A pool of one layer's states; a block holds NaN until it is cleared."""
 
     def __init__(self, case: RecurrentCase, num_blocks: int) -> None:
         ends = np.cumsum([0, *case.plane_numels]).tolist()

@@ -1,4 +1,4 @@
-"""Two references for beam search: transformers' own `generate()`, and a search over all continuations of every beam."""
+"""Two references for beam search: transformers' `generate()`, and a search over all continuations of every beam."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import padded_left, reference_model, until_end
 
-TOLERANCE = 1e-4  # of a hypothesis' score: rounding may order closer ones differently
+TOLERANCE = 1e-4  # of a hypothesis' score; rounding may reorder closer hypotheses
 
 
 def generate_beams(folder: Path, prompt: list[int], sampling: Sampling) -> list[list[int]]:
-    """Returns transformers' best hypotheses, each up to and including the token that ends it."""
+    """Returns transformers' best hypotheses, each up to and including its end token."""
     return generate_beams_together(folder, [prompt], sampling)[0]
 
 
 def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: Sampling) -> list[list[list[int]]]:
-    """Returns the same for each prompt, in one generate(): left padding may change the last bits."""
+    """Like `generate_beams`, for all prompts in one generate(); left padding may change the last bits."""
     model, padded = reference_model(folder), padded_left(prompts)
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_of(folder))}
     with one_thread(), torch.inference_mode():
@@ -41,7 +41,7 @@ def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: Sa
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: a tiny model's many small operations wait for each other on a busy core."""
+    """Limits torch to one thread, because threads slow down a tiny model's many small operations on busy cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,7 +56,7 @@ def eos_of(folder: Path) -> set[int]:
 
 
 def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], sampling: Sampling) -> None:
-    """Asserts the reference's hypotheses, except where scores are too close to tell which is better."""
+    """Asserts the reference's hypotheses, except where scores differ by less than TOLERANCE."""
     expected = generate_beams(folder, prompt, sampling)
     assert len(found) == len(expected)
     for at, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -71,7 +71,7 @@ def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], s
 def assert_all_same_beams(
     folder: Path, prompts: list[list[int]], found: list[list[list[int]]], sampling: Sampling
 ) -> None:
-    """Asserts `assert_same_beams` for many: if the batched reference differs, each prompt is computed alone."""
+    """Like `assert_same_beams`, for many prompts; where the batched reference differs, computes the prompt alone."""
     together = generate_beams_together(folder, prompts, sampling)
     for prompt, ours, theirs in zip(prompts, found, together, strict=True):
         if ours != theirs:
@@ -88,7 +88,7 @@ def score_of(folder: Path, prompt: list[int], tokens: list[int], length_penalty:
 def search_everything(
     logprobs_after: Callable[[tuple[int, ...]], Sequence[float]], params: Sampling, ends: set[int]
 ) -> list[list[int]]:
-    """Applies the rules over the whole vocabulary and whole sequences; -inf means that a token cannot come."""
+    """Applies beam search's rules to the whole vocabulary and whole sequences; -inf excludes a token."""
     width, penalty = params.beam_width, params.length_penalty
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     done: list[tuple[float, tuple[int, ...]]] = []

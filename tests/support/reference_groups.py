@@ -1,4 +1,4 @@
-"""A slow and obvious pool of one group of layers: blocks are objects, contents are tuples, lists are scanned.
+"""A slow, obvious reference for the pool of one group of layers: objects as blocks, tuples as contents, list scans.
 
 Shares no code with the real one.
 """
@@ -12,19 +12,19 @@ from typing import Literal
 
 _ticks = itertools.count()
 
-Content = tuple[object, ...]  # (salt, all tokens up to its end)
+Content = tuple[object, ...]  # (salt, all tokens up to the block's end)
 
 
 @dataclass(eq=False)
 class Block:
     holders: int = 0
-    content: Content | None = None  # when known and full; of a state, when it is kept behind these tokens
+    content: Content | None = None  # of a full, cached block; of a state kept after these tokens
     dropped_at: int = 0
 
 
 @dataclass(eq=False)
 class ReferenceGroup:
-    """`window`: the tokens that a layer sees, the one that attends included; None: all. `is_state`: one block each."""
+    """`window`: tokens that a layer sees, including the querying one; None: all. `is_state`: one block per sequence."""
 
     num_blocks: int
     block_size: int
@@ -72,7 +72,7 @@ class ReferenceGroup:
         return next((b for b in self.pool if b.content == content), None)
 
     def is_known_as(self, block: Block | None, content: Content) -> None:
-        """Remembers what a block holds, unless something is known of it, or another has it."""
+        """Caches a block under this content, unless the block is cached already or another block has the content."""
         if block is not None and block.content is None and self.has(content) is None:
             block.content = content
 
@@ -80,7 +80,7 @@ class ReferenceGroup:
         return 1 if self.is_state else (num_tokens + self.block_size - 1) // self.block_size
 
     def is_unseen(self, at: int, num_tokens: int) -> bool:
-        """Returns whether none of the tokens from `num_tokens` on sees block `at`."""
+        """Returns whether no token from `num_tokens` on sees block `at`."""
         last = (at + 1) * self.block_size - 1
         return self.window is not None and last <= num_tokens - self.window
 

@@ -1,4 +1,4 @@
-"""A slow reference for the sampler: one row and one step after another. It shares only the random numbers with it."""
+"""A slow reference for the sampler: one row and one operation at a time. Shares only the random numbers with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def adjusted(logits: Line, row: SamplingRow, eos: Set[int]) -> Line:
 
 
 def reference(logits: Line, row: SamplingRow, eos: Set[int]) -> int:
-    """Returns the token of one row: plain loops, a full stable sort, double precision after the penalties."""
+    """Returns one row's token, by plain loops, a full stable sort, and double precision after the penalties."""
     p = row.request.sampling
     x: list[float] = adjusted(logits, row, eos).tolist()
     best = max(x)
@@ -48,7 +48,7 @@ def reference(logits: Line, row: SamplingRow, eos: Set[int]) -> int:
         return max(p.allowed_token_ids or range(len(x)), key=lambda token: (logits[token], -token))
     if p.temperature == 0:
         return x.index(best)
-    order = sorted(range(len(x)), key=lambda token: -x[token])  # equals by id
+    order = sorted(range(len(x)), key=lambda token: -x[token])  # stable: equal logits in order of ids
     weights = [math.exp((value - best) / p.temperature) for value in x]
     kept = [token for token in order if weights[token] >= p.min_p]
     if p.top_k > 0:

@@ -1,4 +1,4 @@
-"""A slow and obvious reference for the scheduler's rules, over groups of layers. See reference_groups.py.
+"""A slow, obvious reference for the scheduler's rules, over groups of layers (reference_groups.py).
 
 Shares no code with the real one; a test compares both after every step.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from tests.support.reference_groups import Block, Content, Mode, ReferenceGroup
 
-PEER_BLOCK = 5  # tokens of the largest block of another instance
-Table = list[Block | None]  # None: released when the window had passed it, or never taken
+PEER_BLOCK = 5  # largest block size of another instance, in tokens
+Table = list[Block | None]  # None: a block released after the window passed it, or never taken
 
 
 @dataclass(eq=False)
 class Job:
-    """A sequence. `tokens` are all known ones; `prompt` counts the given ones."""
+    """A sequence. `tokens`: all known tokens; `prompt`: the number of prompt tokens."""
 
     key: str
     order: tuple[int, float, str, int]  # priority, arrival, name, index
@@ -25,14 +25,14 @@ class Job:
     prompt: int
     salt: str
     leg: str
-    num_sequences: int = 1  # in the whole request
+    num_sequences: int = 1  # of the whole request
     status: str = "waiting"
     computed: int = 0
     tables: list[Table] = field(default_factory=list)  # by group
     swapped: list[int] = field(default_factory=list)
-    asked: int = 0  # blocks offered to the cache; one with content already cached is not offered again
-    parting: int = 0  # tokens that others' blocks know, where no state was kept when it entered
-    rolling: Content | None = None  # under which its state is kept while it generates
+    asked: int = 0  # number of blocks offered to the cache, including those whose content was cached already
+    parting: int = 0  # cached tokens of attention layers at admission, if no state was kept there
+    rolling: Content | None = None  # the content under which its latest state is kept while it generates
 
     @property
     def behind(self) -> int:
@@ -78,10 +78,10 @@ class Reference:
         job.asked = 0
 
     def passed(self, job: Job, group: ReferenceGroup, num_tokens: int | None = None) -> int:
-        """Counts the first blocks that no token from `num_tokens` on sees, as a rule the next one.
+        """Counts the first blocks that no token from `num_tokens` (default: the next token) on sees.
 
-        Another instance's larger block may begin before what is seen of a prompt that is handed over. Nothing passes
-        then if all layers see through one window.
+        For a prompt to be handed over, keeps up to PEER_BLOCK - 1 tokens more, because the receiver's larger blocks may
+        begin earlier; group 0 then keeps all blocks.
         """
         num_tokens = job.computed if num_tokens is None else num_tokens
         if job.leg != "prefill":
@@ -103,7 +103,7 @@ class Reference:
         job.asked = max(job.asked, full)
 
     def found(self, job: Job, group: ReferenceGroup, num_blocks: int) -> Table | None:
-        """Returns a table of the first blocks if all that is seen from behind them is cached."""
+        """Returns a table of the first `num_blocks` blocks if all of them that the next token sees are cached."""
         if group.is_state:
             kept = group.has(job.content(num_blocks * self.block_size))
             return None if kept is None else [kept]
@@ -112,7 +112,7 @@ class Reference:
         return [None] * first + seen if all(seen) else None
 
     def known(self, job: Job) -> tuple[int, int, list[Table]]:
-        """Returns the longest beginning that can be taken over, in blocks, and that without regard to states."""
+        """Returns the longest cached prefix in blocks, the longest one ignoring states, and the first one's tables."""
         num_known = 0
         for num_blocks in range((len(job.tokens) - 1) // self.block_size, 0, -1):
             tables = [self.found(job, group, num_blocks) for group in self.groups]
@@ -123,7 +123,7 @@ class Reference:
         return 0, num_known, [[] for _ in self.groups]
 
     def landing(self, job: Job, group: ReferenceGroup) -> Table:
-        """Returns the blocks before those that must land: unseen ones, and cached ones behind these."""
+        """Returns the blocks that need not land: those no longer seen, then cached ones."""
         found: Table = [None] * group.unseen(job.prompt)
         while self.caches and not group.is_state and len(found) < job.prompt // self.block_size:
             block = group.has(job.content((len(found) + 1) * self.block_size))
@@ -141,7 +141,7 @@ class Reference:
         return sum(1 for j in self.jobs.values() if j.status in ("running", "landing"))
 
     def kept(self) -> int:
-        """For requests that begin."""
+        """Returns the number of places reserved for requests that begin."""
         return max(1, self.max_seqs // 8)
 
     def most_further(self) -> int:
@@ -203,7 +203,7 @@ class Reference:
         return plan
 
     def able(self) -> list[Job]:
-        """Returns the waiting jobs for which there may be places."""
+        """Returns the waiting jobs that may get a place; not further sequences while their places are full."""
         is_full = self.further() >= self.most_further()
         return [j for j in self.of("waiting") if not (is_full and j.order[-1])]
 
@@ -211,7 +211,7 @@ class Reference:
         return len(job.tokens) > 8 * self.budget
 
     def for_others(self, num_decodes: int) -> int:
-        """Counts the tokens of a step for decodes, and for prompts ahead of a long one: three quarters of the rest."""
+        """Returns a step's tokens for decodes, plus three quarters of the rest for prompts ahead of a long one."""
         return num_decodes + (self.budget - num_decodes) * 3 // 4
 
     def go_on(self, due: list[Job], plan: ReferencePlan, most: int) -> None:
@@ -251,7 +251,7 @@ class Reference:
         return True
 
     def lacks(self, job: Job, num_tokens: int) -> list[tuple[int, int | None]]:
-        """Returns of each group how many blocks it lacks, and which one it holds with others and would write."""
+        """Returns per group the number of missing blocks, and the index of a shared block that the step would write."""
         found = []
         for group, table in zip(self.groups, job.tables, strict=True):
             at = 0 if group.is_state else job.computed // self.block_size
@@ -295,10 +295,10 @@ class Reference:
             group.swap_room -= wanted[at]
             plan.moves["out", at] += wanted[at]
 
-    # ---- states that are kept
+    # ---- kept states
 
     def is_point(self, job: Job, at: int, stop: int) -> bool:
-        """Returns whether the state behind `at` tokens is kept when they are computed up to `stop`."""
+        """Returns whether a chunk that ends at `stop` keeps the state after `at` tokens."""
         size, later = self.block_size, range(at + 1, stop + 1)
         if at % size or self.mode == "none":
             return False

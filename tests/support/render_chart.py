@@ -1,7 +1,7 @@
-"""Renders the Helm chart; a process of its own, because it loads Helm's library, which brings threads and signals.
+"""Renders the Helm chart in a separate process, because Helm's library starts threads and handles signals.
 
-Reads a JSON list of values from stdin, and writes what each makes: {"template": text}, or {"error": text}; last, the
-linter's messages.
+Reads a JSON list of values from stdin; writes {"template": text} or {"error": text} for each, and the linter's messages
+last.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Replies in one format with the parts that a client must get, and a check that no split of the text changes them.
+"""Replies in one format with the parts that clients must get, and a check that these do not depend on the text's split.
 
-The tables of each family of formats are in files of their own. Knows nothing of any markup.
+Other files have the tables for each family of formats. Knows nothing of any markup.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOLS = (
 
 
 class Reply(NamedTuple):
-    """A model's text and its meaning. Arguments are an object, or their text where they are cut short or damaged."""
+    """A model's text and its meaning. Arguments are an object, or text if they are cut short or damaged."""
 
     text: str
     content: str = ""
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Replies in one format of calls and one of reasoning; "" for none."""
+    """Replies in one format of calls and one of reasoning; "": no such format."""
 
     tools: str
     thinking: str = ""
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def parts_of(case: Case, pieces: list[str]) -> list[Part]:
-    """Returns what is read, with neighbours of one kind as one part."""
+    """Parses the pieces; returns the parts, with adjacent parts of one kind merged."""
     reader = ReplyFormat(case.tools, case.thinking).reader("auto", case.prompt_end, None, case.given)
     found: list[Part] = []
     for part in [part for piece in pieces for part in reader.feed(piece)] + reader.finish():
@@ -70,7 +70,7 @@ def parts_of(case: Case, pieces: list[str]) -> list[Part]:
 
 
 def must_mean(parts: list[Part], reply: Reply) -> None:
-    """Fails if the parts are not what the reply means."""
+    """Fails unless the parts equal the reply's meaning."""
     names = [part.name for part in parts if isinstance(part, CallBegin)]
     texts = [
         "".join(part.text for part in parts if isinstance(part, CallArguments) and part.index == at)
@@ -87,7 +87,7 @@ def must_mean(parts: list[Part], reply: Reply) -> None:
 
 
 def must_not_depend_on_cuts(case: Case, reply: Reply, num_splits: int) -> None:
-    """Fails if the reply means another thing in pieces: single characters, and random pieces `num_splits` times."""
+    """Fails if the parts change when the text arrives in single characters, or in one of `num_splits` random splits."""
     whole, rng = parts_of(case, [reply.text]), random.Random(reply.text)
     assert parts_of(case, list(reply.text)) == whole, reply.text
     for _ in range(num_splits):

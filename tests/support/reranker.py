@@ -1,4 +1,4 @@
-"""A tiny checkpoint whose tokenizer has what Qwen3-Reranker's prompt needs, and its scores from transformers."""
+"""A tiny checkpoint with the tokens of Qwen3-Reranker's prompt, and transformers' scores for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from tests.support.checkpoints import make_checkpoint, reference_model
 
 TOKENS = ("yes", "no", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-# As in the model's card: the tokens around a pair, which is encoded by itself.
+# As in the model card: the text around a pair, which is tokenized separately.
 PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -23,7 +23,7 @@ TASK = "Given a web search query, retrieve relevant passages that answer the que
 
 
 def make_reranker(folder: Path) -> Path:
-    """Makes a checkpoint with words of its vocabulary renamed."""
+    """Makes a checkpoint, with some words of its vocabulary renamed."""
     make_checkpoint(folder, "llama", max_position_embeddings=2048)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         text = file.read_text()
@@ -39,7 +39,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def pair_ids(folder: Path, query: str, document: str, task: str = TASK) -> list[int]:
-    """Returns the prompt's tokens."""
+    """Returns the tokens of the prompt for a pair."""
     tokenizer = _tokenizer(folder)
     texts = (PREFIX, f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}", SUFFIX)
     return [token_id for text in texts for token_id in tokenizer.encode(text, add_special_tokens=False)]

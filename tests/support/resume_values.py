@@ -1,4 +1,4 @@
-"""What both ends of the tests of resumable streams agree on."""
+"""Constants shared by the tests of resumable streams and their processes."""
 
 from __future__ import annotations
 

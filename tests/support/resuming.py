@@ -1,4 +1,4 @@
-"""A client that reads a stream event by event, loses its connection when a test says so, and resumes."""
+"""A client that reads a stream event by event, and can drop its connection and resume."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import httpx
 TOKEN_HEADER = "x-pd-resume-token"
 GIVEN = re.compile(
     rb'(?<=[{,])("(?:id|created|cached_tokens)":)(?:"(?:chatcmpl-|cmpl-|call_)[^"]*"|\d+)'
-)  # each request's own
+)  # differ between requests
 
 
 ASK_AGAIN_EVERY_S = 0.1
 
 
 class EventReader:
-    """One connection's events, each as its bytes without the blank line.
+    """Yields one connection's events, each as bytes without the blank line.
 
-    `patience_s`: for so long it asks again where the answer is a 503, as clients do while an instance is away.
+    `patience_s`: how long it retries after a 503, as clients do while an instance is away.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EventReader:
         return str(self.answer.headers[TOKEN_HEADER])
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yields events. Raises httpx.HTTPError where the connection breaks."""
+        """Yields events. Raises httpx.HTTPError if the connection breaks."""
         while True:
             *whole, self._buffer = self._buffer.split(b"\n\n", 1)
             if whole:
@@ -84,12 +84,12 @@ class EventReader:
             self._buffer += part
 
     def take(self, number: int) -> list[bytes]:
-        """Returns the next events, so many or up to the end."""
+        """Returns the next `number` events, or fewer at the stream's end."""
         return [event for _, event in zip(range(number), self, strict=False)]
 
 
 def resuming(url: str, last_id: str, patience_s: float = 0.0, **headers: str) -> EventReader:
-    """`last_id`: as the client's last event had it."""
+    """Resumes a stream after `last_id`, the id of the client's last event."""
     return EventReader(url, headers={"last-event-id": last_id, **headers}, patience_s=patience_s)
 
 
@@ -100,7 +100,7 @@ def id_of(event: bytes) -> str:
 
 
 def data_of(event: bytes) -> bytes:
-    """Returns an event without what differs between two answers to one request."""
+    """Returns an event without the fields that differ between two answers to one request."""
     line = event.split(b"\n")[-1]
     assert line.startswith(b"data: "), event
     return GIVEN.sub(rb"\g<1>0", line)
@@ -118,7 +118,7 @@ def token_ids_of(events: list[bytes]) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def cutting(port: int, most_nbytes: int) -> AsyncIterator[str]:
-    """Yields the URL of a proxy for a server here that breaks each connection after so many bytes of its answer."""
+    """Yields the URL of a proxy that breaks each connection after `most_nbytes` bytes of a local server's response."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def serve(client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
@@ -134,7 +134,7 @@ async def cutting(port: int, most_nbytes: int) -> AsyncIterator[str]:
                 to_client.write(data)
                 await to_client.drain()
         except asyncio.CancelledError:
-            pass  # the proxy ends
+            pass  # cancelled when the proxy ends
         finally:
             asked.cancel()
             for writer in (to_server, to_client):

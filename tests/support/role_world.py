@@ -1,7 +1,7 @@
-"""A cluster of paced instances under a seeded load, second by second: what roles by cost are tried on.
+"""Simulates a cluster of instances with fixed speeds under a seeded load, second by second, to test roles by cost.
 
-Instances, membership and commands are the product's own; steps are replaced by their times. A prefill instance computes
-one prompt after the other, a decode instance gives each of its sequences a token a step.
+Instances, membership and commands are production code; steps are replaced by durations. A prefill instance computes one
+prompt at a time; a decode instance adds one token to each of its sequences per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Observe = Callable[[float, list[Instance]], Flip | None]
 
 
 class Phase(NamedTuple):
-    """A time of steady Poisson load: mean lengths, log-normal with this sigma; 0: all alike."""
+    """A period of steady Poisson load with log-normal lengths of these means; sigma 0: equal lengths."""
 
     duration_s: float
     rate_per_s: float
@@ -37,7 +37,7 @@ class Phase(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Of every instance."""
+    """The speed of every instance."""
 
     prompt_tokens_per_s: float = 2000.0
     step_s: float = 0.05
@@ -72,19 +72,19 @@ def arrivals_of(phases: list[Phase], seed: int) -> Iterator[Asked]:
 
 @dataclass(slots=True)
 class Engine:
-    """The work of an instance. `made`: tokens that each running sequence has had since it began, by one clock."""
+    """An instance's work. `made`: steps so far, by which each sequence's progress is measured."""
 
     instance: Instance
     prompts: deque[Asked] = field(default_factory=deque)
-    free_s: float = 0.0  # when the first prompt is computed
-    seats: list[tuple[float, int, Asked]] = field(default_factory=list)  # by the count at which each ends
+    free_s: float = 0.0  # when its first prompt will be computed
+    seats: list[tuple[float, int, Asked]] = field(default_factory=list)  # (`made` at its end, number, request)
     queue: deque[Asked] = field(default_factory=deque)
     made: float = 0.0
     at_s: float = 0.0
 
 
 class RoleWorld:
-    """`flips`: when roles changed, and to what."""
+    """`flips`: time and result of each change of roles."""
 
     def __init__(self, num_prefill: int, num_decode: int, pace: Pace, drain_timeout_s: float = 60.0) -> None:
         self.cluster = ElasticWorld(num_prefill, num_decode)
@@ -114,7 +114,7 @@ class RoleWorld:
         return roles.count("prefill"), roles.count("decode")
 
     def run(self, phases: list[Phase], seed: int, observe: Observe | None = None) -> list[Asked]:
-        """Returns all that arrived, in order, after the last phase has ended; what is late has no end."""
+        """Returns all arrived requests in order when the last phase ends; requests unfinished by then have no end."""
         arrivals = arrivals_of(phases, seed)
         found: list[Asked] = []
         following = next(arrivals, None)
@@ -171,7 +171,7 @@ class RoleWorld:
         engine.prompts.append(asked)
 
     def _advance(self, now_s: float) -> None:
-        """Computes prompts until then, in the order in which they end, and the answers that these begin."""
+        """Computes prompts up to `now_s` in order of completion, and decodes the sequences that they begin."""
         while True:
             busy = [each for each in self.engines.values() if each.prompts]
             engine = min(busy, key=lambda each: each.free_s, default=None)

@@ -1,4 +1,4 @@
-"""A router over two prefill and two decode instances, with a mailbox that only records."""
+"""A router over two prefill and two decode instances, with a recording mailbox."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeMembership:
         self.changed = asyncio.Event()
 
     def watch(self, follower: RosterFollower) -> None:
-        """Tests tell the router themselves."""
+        """Does nothing, because tests notify the router themselves."""
 
     async def change(self) -> None:
         await self.changed.wait()
@@ -55,7 +55,7 @@ class World:
         self.router = Router(self.mailbox.send, self.membership, RoutingRules(least_loaded, **rules))
 
     def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
-        """`more`: further fields of the order and of the origin, and arguments of `Router.serve`."""
+        """`more`: further fields of the request and its origin, and arguments of `Router.serve`."""
         asked = {name: more.pop(name) for name in RequestSpec.__struct_fields__ if name in more}
         origin = {name: more.pop(name) for name in RequestOrigin._fields if name in more}
         serving = self.router.serve(RequestSpec(PROMPT, sampling, **asked), origin=RequestOrigin(**origin), **more)
@@ -64,7 +64,7 @@ class World:
     async def begin(
         self, sampling: Sampling = SAMPLING, **more: Any
     ) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
-        """Returns the iterator, its pending first token, and the request's id."""
+        """Starts a request; returns its iterator, the task that awaits its first token, and its id."""
         serving = self.serve(sampling, **more)
         num_before = len(self.mailbox.of(wire.Submit))
         first = asyncio.ensure_future(anext(serving))
@@ -73,7 +73,7 @@ class World:
         return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
 
     async def until(self, kind: type[wire.Body], number: int) -> list[tuple[str, Any]]:
-        """Waits until so many messages of this kind were sent, and returns them."""
+        """Waits until `number` messages of this kind were sent, and returns them."""
         while len(found := self.mailbox.of(kind)) < number:
             await asyncio.sleep(0)
         return found
@@ -85,25 +85,25 @@ class World:
         self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else [], prompts))
 
     def lose(self, name: str, reason: str = "the connection was closed") -> None:
-        """Loses an instance as the membership does."""
+        """Marks an instance as lost, as membership does."""
         instance = next(i for i in self.instances if i.name == name)
         instance.state = "unreachable"
         self.router.on_lost(instance, reason)
 
     def come_back(self, name: str, epoch: int = 0) -> None:
-        """Brings an instance back as the membership does; another epoch is another life."""
+        """Brings an instance back, as membership does; a different epoch means that it restarted."""
         instance = next(i for i in self.instances if i.name == name)
         instance.info = info_of(name, instance.role, epoch=epoch)
         instance.state, instance.ready_s = "ready", asyncio.get_running_loop().time()
 
     def aborted(self, index: int = -1) -> list[str]:
-        """Returns where one sequence, or the whole request, was aborted."""
+        """Returns the instances at which one sequence, or the whole request, was aborted."""
         return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
 
     async def leave(
         self, serving: AsyncGenerator[TokenOutput, None], waiting: asyncio.Task[TokenOutput] | None = None
     ) -> None:
-        """Closes the iterator, whose next token may be waited for; nothing of any request is left then."""
+        """Closes the iterator, even while a task awaits its next token; asserts that no request is left."""
         if waiting is not None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -117,7 +117,7 @@ class World:
 
 
 def admission_of(stats: RequestStats | None = None) -> RequestAdmission:
-    """Returns the admission of a router without instances and without streams, which waits for none."""
+    """Returns the admission of a router without instances and streams, which waits for no replays."""
     stats = stats or RequestStats()
     rules = RoutingRules(least_loaded, replay=ReplayLimits(together_s=0.0))
     return RequestAdmission(StreamTable(lambda *_: None, stats), FakeMembership([]), rules, stats)
@@ -154,6 +154,6 @@ async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
 
 
 async def turns(number: int = 20) -> None:
-    """Lets others have as many turns as they need to come to rest."""
+    """Yields to the event loop often enough for all other tasks to become idle."""
     for _ in range(number):
         await asyncio.sleep(0)

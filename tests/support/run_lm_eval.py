@@ -1,9 +1,9 @@
-"""Evaluates tasks with lm-evaluation-harness's own API; a program, since the harness sets seeds and logging.
+"""Evaluates tasks with lm-evaluation-harness's API, in a separate program because the harness sets seeds and logging.
 
 `python -m tests.support.run_lm_eval TASKS ARGUMENTS CHAT BATCH_SIZE`: TASKS is the folder of the tasks' YAML files,
-and ARGUMENTS those of local-completions, as JSON. CHAT is an object of those of local-chat-completions that differ;
-chats are asked the tasks of texts, one at a time. Prints JSON: batch size, or "chat" -> task -> the record of each
-question.
+and ARGUMENTS those of local-completions, as JSON. CHAT has the arguments that differ for
+local-chat-completions, which runs the text tasks one request at a time. Prints JSON: batch size, or "chat" -> task ->
+the record of each question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 
 def main(folder: str, arguments: str, chat: str, several: str) -> None:
     tasks = sorted(path.stem for path in Path(folder).glob("*.yaml"))
-    manager = TaskManager(include_path=folder, include_defaults=False)  # its thousands of tasks take seconds to find
+    manager = TaskManager(include_path=folder, include_defaults=False)  # indexing its thousands of tasks takes seconds
     found: dict[str, Any] = {}
     for batch_size in (several, "chat"):
         is_chat = batch_size == "chat"

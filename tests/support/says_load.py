@@ -1,4 +1,4 @@
-"""A scheduler's public port, as far as the endpoint picker asks it: it is well, and says how many requests it has."""
+"""A fake scheduler's public port for the endpoint picker: reports that it is healthy, and its number of requests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Several schedulers and workers without sockets, driven through random orders of events.
+"""Drives several schedulers and workers, without sockets, through random orders of events.
 
-`Ownership`, `Fence` and the record are real. A seeded random number decides what happens next: a scheduler looks at the
-record, its write arrives or fails, it sends an order, a message arrives late, a process stands still or dies and is
-started again, an operator changes a role or removes the record, time passes.
+`Ownership`, `Fence` and the record are production code. A seeded random number chooses the next event: a scheduler
+reads the record, its write succeeds or fails, it sends an order, a late message arrives, a process pauses, or dies and
+restarts, an operator changes a role or removes the record, or time passes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROLES = ("prefill", "decode")
 
 
 class Store:
-    """A record that is replaced only where it is known, and sometimes cannot be reached."""
+    """A record with compare-and-swap writes that is sometimes unreachable."""
 
     def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
         self._rng, self._clock = rng, clock
         self.record = LeaseRecord()
-        self.holders: dict[int, str] = {}  # by term
-        self.is_sure = False  # from now on nothing fails
-        self.back_s = 0.0  # when it is reached again
+        self.holders: dict[int, str] = {}  # term -> owner
+        self.is_sure = False  # if set, nothing fails
+        self.back_s = 0.0  # when it becomes reachable again
 
     def read(self) -> LeaseRecord:
         self.reach()
@@ -38,26 +38,26 @@ class Store:
     def write(self, record: LeaseRecord, known: LeaseRecord) -> bool:
         self.reach()
         if not self.is_sure and self._rng.random() < 0.03:
-            return False  # another program has touched it
+            return False  # as if another program had changed it
         return known == self.record and record.version == known.version + 1 and self.write_whole(record)
 
     def write_whole(self, record: LeaseRecord) -> bool:
-        """Notes what was written. Raises where the answer is lost."""
-        assert record.term >= self.record.term, "a term shrinks"
+        """Stores the record. Raises if the response is lost."""
+        assert record.term >= self.record.term, "the record's term decreased"
         if record.holder:
             assert self.holders.setdefault(record.term, record.holder) == record.holder, "a term has two owners"
         self.record = record
         if self._rng.random() < 0.05 and not self.is_sure:
-            raise LeaseUnavailable("it is written, and the answer is lost")
+            raise LeaseUnavailable("the record is written, but the response is lost")
         return True
 
     def reach(self) -> None:
         if not self.is_sure and (self._clock() < self.back_s or self._rng.random() < 0.05):
-            raise LeaseUnavailable("it is not reached")
+            raise LeaseUnavailable("the record is unreachable")
 
 
 class Way:
-    """One scheduler's way to the record."""
+    """One scheduler's access to the record."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._known = store, LeaseRecord()
@@ -75,7 +75,7 @@ class Way:
 
 @dataclass(slots=True)
 class Worker:
-    """One life. `applied`: the terms of the orders that it followed, and the number of each."""
+    """One worker process. `applied`: term and number of each order that it followed."""
 
     fence: Fence = field(default_factory=Fence)
     applied: list[tuple[int, int]] = field(default_factory=list)
@@ -87,19 +87,19 @@ class LeaseWay(Protocol):
 
 
 class Scheduler:
-    """One life of one scheduler: a look at the record is a generator, so that it may stand still anywhere in it."""
+    """One scheduler process. Reading and renewing the record is a generator, so that it can pause at any point."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.store = world.way_of(world)
-        self.goes_on_s = 0.0  # until then it stands still
+        self.goes_on_s = 0.0  # paused until then
         own = f"{name}@{world.rng.getrandbits(30):x}"
         self.ownership = Ownership(
             own, DURATION_S, lambda: world.now_s, least_term=lambda: max(1, int(world.now_s / DURATION_S))
         )
         self.members = [DesiredInstance(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
         self.looking: Iterator[None] = iter(())
-        self.mail: dict[int, deque[tuple[int, int]]] = {}  # to each worker: (term, number), in order
+        self.mail: dict[int, deque[tuple[int, int]]] = {}  # worker -> its messages (term, number), in order
 
     @property
     def is_stopped(self) -> bool:
@@ -122,7 +122,7 @@ class Scheduler:
             self.members = list(own.record.members)
 
     def order(self) -> Iterator[None]:
-        """Sends all workers an order; it may stand still between the look at the clock and the last one."""
+        """Sends all workers an order; may pause between its check of the clock and the last message."""
         term = self.ownership.term_now
         if term is None:
             return
@@ -134,9 +134,9 @@ class Scheduler:
 
 
 class World:
-    """`way_of`: makes the way to the record of one life of a scheduler.
+    """`way_of`: makes a scheduler process's access to the record.
 
-    `removals`: of the record by hand, a number for each 97.8 other events; `remove` does it where the ways lead.
+    `removals`: how often an operator removes the record, per 97.8 other events; `remove` removes the real one.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class World:
         self.store = Store(self.rng, lambda: self.now_s)
         self.workers = [Worker() for _ in range(num_workers)]
         self.schedulers = [Scheduler(self, f"scheduler-{index}") for index in range(num_schedulers)]
-        self.acting: dict[int, Iterator[None]] = {}  # orders that are being sent, by scheduler
+        self.acting: dict[int, Iterator[None]] = {}  # scheduler -> order that it is sending
         self.num_refused = self.num_owners = self.num_wishes = self.num_stops = self.num_removed = 0
         self._term = 0
 
@@ -183,7 +183,7 @@ class World:
             case "order" if not scheduler.is_stopped:
                 if next(self.acting.get(at, iter(())), "over") == "over":
                     self.acting[at] = order = scheduler.order()
-                    next(order, None)  # looks at the clock, and sends the first
+                    next(order, None)  # checks the clock and sends the first message
             case "stop":
                 scheduler.goes_on_s = self.now_s + rng.choice((0.2, 1.0, 2.0, 4.0))
                 self.num_stops += 1
@@ -197,7 +197,7 @@ class World:
                 self.workers[dead] = Worker()
                 for each in self.schedulers:
                     each.mail.pop(dead, None)
-                    if not each.is_stopped:  # those that are stopped greet when they go on, with an old term
+                    if not each.is_stopped:  # paused schedulers greet later, with an old term
                         self.workers[dead].fence.note(each.ownership.highest_term)
             case "store":
                 self.store.back_s = self.now_s + self.rng.choice((0.5, 1.0, 3.0))
@@ -216,7 +216,7 @@ class World:
             self.num_refused += 1
 
     def _wish(self, scheduler: Scheduler) -> None:
-        """An operator's command, which must outlive the scheduler once it is in the record."""
+        """Applies an operator's command, which must survive the scheduler once the record has it."""
         role = self.rng.choice(ROLES)
         port = self.number = self.number + 1
         scheduler.members = [DesiredInstance(name="prefill-0", role=role, host="h", port=port, device_ids=[])]  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ class World:
 
     def _check(self) -> None:
         owners = [each for each in self.schedulers if each.ownership.term_now is not None]
-        assert len(owners) <= 1, f"two own membership: {[each.name for each in owners]}"
+        assert len(owners) <= 1, f"two schedulers own membership: {[each.name for each in owners]}"
         if owners:
             term = owners[0].ownership.term_now
             assert term is not None
@@ -239,7 +239,7 @@ class World:
             assert len(numbers) == len(set(numbers))
 
     def settle(self) -> None:
-        """Everybody goes on, and time passes: one owner within a lease and two looks, which all follow."""
+        """Ends all pauses and faults; asserts that within a lease and two reads there is one owner, whom all follow."""
         self.store.is_sure = True
         for scheduler in self.schedulers:
             scheduler.goes_on_s = 0.0
@@ -253,6 +253,6 @@ class World:
                     self._check()
             self.now_s += 0.1
         owners = [each for each in self.schedulers if each.ownership.term_now is not None]
-        assert len(owners) == 1, f"{len(owners)} own membership in the end"
+        assert len(owners) == 1, f"{len(owners)} schedulers own membership in the end"
         for scheduler in self.schedulers:
             assert scheduler.members == owners[0].members == self.store.record.members, "a follower has another list"

@@ -1,4 +1,4 @@
-"""Random JSON schemas with only short values, so that a model of random weights comes to an end."""
+"""Random JSON schemas with short values only, so that a model with random weights finishes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_DEPTH = 3
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """Returns a schema with an object at the top and anything below, including `$ref` into `$defs`."""
+    """Returns a schema with an object at the top and any types below, including `$ref` into `$defs`."""
     rng = random.Random(seed)
     schema = _object(rng, MAX_DEPTH)
     schema["$defs"] = {"shared": _value(rng, 0)}
@@ -79,7 +79,7 @@ def _simple(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def random_value(schema: dict[str, Any], rng: random.Random, top: dict[str, Any]) -> Any:
-    """Returns a value of one of these schemas; an object's properties are in the schema's order."""
+    """Returns a value that satisfies such a schema; an object's properties are in the schema's order."""
     if "$ref" in schema:
         return random_value(top["$defs"]["shared"], rng, top)
     if "anyOf" in schema:

@@ -1,8 +1,8 @@
-"""A real checkpoint that says what a test scripts, selected by the prompt's length.
+"""A real checkpoint whose answers a test scripts; the prompt's length selects the answer.
 
-Everything that a layer adds is zero and so are the token embeddings: the model's next token depends on the position
-alone. The real engine thus produces an answer with tool calls or reasoning, token by token, whatever the request. The
-meaning of such an answer is not known here.
+Layers add zero and token embeddings are zero, so the next token depends on the position only. The real engine thus
+generates an answer with tool calls or reasoning, token by token, for any request. This module does not know the
+answers' meaning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.checkpoints import EOS_ID, make_tokenizer
 
 MAX_POSITIONS = 4096
 HIDDEN_SIZE = 128
-PADDING = "."  # a byte, and so a token
+PADDING = "."  # one byte, and so one token
 
 
 def make_scripted(
@@ -32,10 +32,10 @@ def make_scripted(
     special_tokens: Sequence[str] = (),
     added_tokens: Sequence[str] = (),
 ) -> Path:
-    """Makes a model that answers a prompt of exactly `start` tokens with the script of that start and <eos>.
+    """Makes a model that answers a prompt of exactly `start` tokens with `scripts[start]` and <eos>.
 
-    special_tokens are one token each, and no text for readers that skip special tokens; added_tokens are one token each
-    and text. Raises ValueError if a script runs into the next one.
+    Each of special_tokens is one token, omitted by decoders that skip special tokens; each of added_tokens is one token
+    of ordinary text. Raises ValueError if a script overlaps the next one.
     """
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special_tokens])
@@ -48,10 +48,10 @@ def make_scripted(
 
 
 def pad_to(folder: Path, messages: Sequence[Mapping[str, Any]], num_tokens: int, **variables: Any) -> list[Any]:
-    """Returns the messages, padded with dots after the last text so that the chat prompt has exactly num_tokens tokens.
+    """Returns the messages with dots after the last text, so that the chat prompt has exactly num_tokens tokens.
 
-    `variables` are the template's: tools, enable_thinking and so on, as in the request. Raises ValueError if the prompt
-    is too long already.
+    `variables`: the template's variables from the request, such as tools and enable_thinking. Raises ValueError if the
+    prompt is already too long.
     """
     tokenizer = _chat_tokenizer(folder)
     found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **variables)
@@ -82,7 +82,7 @@ def _next_tokens(tokenizer: Tokenizer, scripts: Mapping[int, str]) -> list[int]:
 
 
 def _make_model(following: Sequence[int], vocab_size: int) -> Any:
-    """Makes each position's embedding the output row of the token that follows: rows of signs, nearly orthogonal."""
+    """Makes each position's embedding the output row of its next token; rows are of signs and nearly orthogonal."""
     config = transformers.GPT2Config(
         vocab_size=vocab_size,
         n_positions=MAX_POSITIONS,

@@ -1,6 +1,6 @@
-"""Tool calls and reasoning of five model families, as scripts for tests/support/scripted_model.py.
+"""Scripts for tests/support/scripted_model.py: tool calls and reasoning of five model families.
 
-The templates have the families' marks and nothing of their wording. Tests define what a server makes of them.
+The templates have the families' markers but not their wording. Tests define how a server must parse the answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tests.support.scripted_model import make_scripted, pad_to
 
-FIRST_START = 1024  # tokens: room for a conversation and its tools, at a token per byte
+FIRST_START = 1024  # tokens; leaves room for a conversation and its tools, at one token per byte
 GAP = 256
 
 QWEN3 = """\
@@ -81,9 +81,10 @@ GPT_OSS = """\
 
 
 class Family(NamedTuple):
-    """How one kind of model speaks. `answers`: scenario -> the model's whole output, before <eos>.
+    """The format of one model family. `answers`: scenario -> the model's whole output before <eos>.
 
-    Plain content comes last: a second turn, which contains the first one's padding, can end in it.
+    Plain content is the last scenario, so that a second turn, whose prompt includes the first turn's padding, can use
+    it.
     """
 
     chat_template: str
@@ -92,7 +93,7 @@ class Family(NamedTuple):
     added_tokens: Sequence[str] = ()
 
     def start_of(self, scenario: str) -> int:
-        """Returns the number of prompt tokens that leads to this answer."""
+        """Returns the number of prompt tokens that selects this answer."""
         return FIRST_START + GAP * list(self.answers).index(scenario)
 
     def make(self, folder: Path) -> Path:
@@ -106,7 +107,7 @@ class Family(NamedTuple):
         )
 
     def ask(self, folder: Path, scenario: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[Any]:
-        """Returns the messages, padded such that the answer is the scenario's."""
+        """Returns the messages, padded so that the model gives the scenario's answer."""
         return pad_to(folder, messages, self.start_of(scenario), **variables)
 
 

@@ -1,7 +1,7 @@
-"""A server of streams whose times are known: it writes down when it sent each token of each request.
+"""A server of scripted streams that records when it sent each token of each request.
 
-Streams have drawn gaps; some events carry a few tokens, half a character as bytes, or a token without text; some
-streams end with an error in their middle, as an event or as a cut connection.
+Gaps are random; some events have several tokens, half of a character's bytes, or a token without text. Some streams
+fail midway, by an error event or a cut connection.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-HALF_S = 0.004  # between the halves of a character
+HALF_S = 0.004  # pause between the halves of a character
 NUM_CACHED = 7
 
 
 @dataclass(slots=True)
 class SentStream:
-    """What was sent: each moment is (Unix time in seconds, tokens)."""
+    """One sent stream; each moment is (Unix time in seconds, tokens)."""
 
     request_id: str
     prompt: list[int]
@@ -36,7 +36,7 @@ class SentStream:
 
 
 class ScriptedServer:
-    """Serves on its own thread until its block ends; `streams` are those that have ended."""
+    """Serves on its own thread until the block ends; `streams`: the finished streams."""
 
     def __init__(self, seed: int = 0, fail_share: float = 0.1) -> None:
         self.streams: list[SentStream] = []
@@ -95,7 +95,7 @@ class ScriptedServer:
         sent = SentStream(request_id, body["prompt"], received_s)
         rng = random.Random(self._rng.random())
         fails_after = rng.randrange(1, body["max_tokens"]) if rng.random() < self._fail_share else 0
-        pause_s = rng.choice((0.012, 0.012, 0.05))  # some streams are fast, and some begin late
+        pause_s = rng.choice((0.012, 0.012, 0.05))  # fast and slow streams
         await asyncio.sleep(rng.choice((0.1, 0.1, 0.4)) + rng.uniform(0.0, 0.1))
         writer.write(HEAD)
         for num, text in steps(rng, body["max_tokens"]):
@@ -115,7 +115,7 @@ class ScriptedServer:
         sent.moments.append((0.0, num))
         choice = {"index": 0, "text": text}
         data = event({"id": f"cmpl-{sent.request_id}", "choices": [choice], "usage": usage(sent)})
-        if "é" in text:  # the second half of its bytes comes later
+        if "é" in text:  # sends the second half of its bytes later
             at = data.index("é".encode()) + 1
             writer.write(data[:at])
             await asyncio.sleep(HALF_S)
@@ -125,7 +125,7 @@ class ScriptedServer:
 
 
 def steps(rng: random.Random, num_tokens: int) -> Iterator[tuple[int, str]]:
-    """Yields (tokens, text) of each event; a token may have no text yet."""
+    """Yields each event's (tokens, text); a token may have no text yet."""
     while num_tokens:
         num = min(num_tokens, rng.choice((1, 1, 1, 1, 3)))
         num_tokens -= num

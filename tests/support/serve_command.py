@@ -1,4 +1,4 @@
-"""The command `pd-cluster serve` without its main(): made once per process, for tests that parse many command lines."""
+"""The command `pd-cluster serve` without main(), made once per process for tests that parse many command lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.commands import cli
 
 @functools.cache
 def serve_command() -> typer.core.TyperCommand:
-    """Returns the command. Parsing does not change it: the values are in the context that it makes."""
+    """Returns the command. Parsing does not change it; each parse makes a context with the values."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
     command = group.commands["serve"]
@@ -22,5 +22,5 @@ def serve_command() -> typer.core.TyperCommand:
 
 
 def settings_in(context: Any) -> dict[str, Any]:
-    """Returns the values of settings that a command line gave: --help-all is none."""
+    """Returns the parsed values of settings; --help-all is not a setting."""
     return {name: value for name, value in context.params.items() if name != "help_all"}

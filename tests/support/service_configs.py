@@ -1,4 +1,4 @@
-"""Settings of a text service, most of them the defaults."""
+"""Makes settings of a text service, with defaults for most."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN = ("seed", "sampling_defaults", "adapters", "handle_secret")
 def service_config(
     model: str = "/models/x", max_model_len: int = 10_000, names: tuple[str, ...] = ("x",), **more: Any
 ) -> ServiceConfig:
-    """`more`: further fields of the ServiceConfig, and of the ApiConfig."""
+    """`more`: further fields of ServiceConfig and ApiConfig."""
     own = {name: more.pop(name) for name in OWN if name in more}
     given = {"engine": EngineConfig(model=model), "served_model_names": [*names], "is_openai": True, **more}
     settings = ApiConfig(**{"timeouts": Timeouts(), "routing": RoutingConfig(), **given})

@@ -1,4 +1,4 @@
-"""Two schedulers that share workers and a record in a folder."""
+"""Two schedulers that share workers, and a lease record in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEASE_S = 1.5
 
 
 class Scheduler:
-    """One of several, with a membership of its own over instances that are ready."""
+    """One of several schedulers, with its own membership of ready instances."""
 
     def __init__(self, folder: Path, index: int, clock: Callable[[], float]) -> None:
         self.world = ElasticWorld()
@@ -36,7 +36,7 @@ class Scheduler:
         await self.shared._look()
 
     async def stop(self) -> None:
-        """Lets go of the lease, as at the end of its process."""
+        """Releases the lease, as its process does at its end."""
         running = asyncio.create_task(self.shared.run())
         await asyncio.sleep(0)
         running.cancel()
@@ -54,10 +54,10 @@ class Two:
 
     @classmethod
     async def begun(cls, folder: Path) -> Self:
-        """Returns two of which the first owns membership."""
+        """Returns two schedulers, of which the first owns membership."""
         two = cls(folder)
         await two.one.look()
-        two.now_s += LEASE_S  # one that knows of a list would have written it by now
+        two.now_s += LEASE_S  # time for a scheduler with an earlier list to write it
         await two.one.look()
         await two.other.look()
         assert (two.one.shared.is_owner, two.other.shared.is_owner) == (True, False)

@@ -1,4 +1,4 @@
-"""Rows of parametrized tests whose code branches on each value alone: not every combination is another path."""
+"""Parameters for tests of code that branches on each value separately, so that not every combination is needed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 def spread(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns as many rows as the longest list has values: each value of each list is in one, at least.
+    """Returns as many rows as the longest list has values; each value of each list is in at least one row.
 
-    Tuples among the values are several columns.
+    A tuple among the values fills several columns.
     """
     rows = [[each[at % len(each)] for each in values] for at in range(max(map(len, values)))]
     return [tuple(part for each in row for part in (each if isinstance(each, tuple) else (each,))) for row in rows]
 
 
 def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns rows in which any two values of two lists meet in one, at least: a third to a tenth of all combinations.
+    """Returns rows in which any two values of two lists occur together: a third to a tenth of all combinations.
 
-    Takes the row with the most pairs that are still missing, again and again; the same rows in each run.
+    Greedily takes the row with the most missing pairs; returns the same rows in each run.
     """
     rows = list(itertools.product(*values))
 

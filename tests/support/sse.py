@@ -1,4 +1,4 @@
-"""Reads streams of server-sent events as OpenAI's API has them."""
+"""Reads streams of server-sent events in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 
 
 def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the data of each event but the last, which says that the stream has ended. Events may have ids."""
+    """Returns the data of each event except the last one, [DONE]. Events may have ids."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.endswith("\n\n")

@@ -1,4 +1,4 @@
-"""The deployment guide's commands on one machine: its line for rank tables, start_servers.sh three times, curl."""
+"""Runs the deployment guide's commands on one machine: the rank-table command, start_servers.sh three times, curl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 class Shape(NamedTuple):
-    """Small, but where a test wants the document's own numbers."""
+    """Settings of the instances; small unless a test uses the guide's own numbers."""
 
     tensor_parallel_size: int = 1
     max_model_len: int = 256
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 class Servers:
-    """Instances that scripts/start_servers.sh started in `folder`. All are gone after the `with` block."""
+    """Instances started by scripts/start_servers.sh in `folder`. All have ended after the `with` block."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Servers:
         shape: Shape | None = None,
         kind: str = "cpu",
     ) -> None:
-        """`devices` of the prefill and of the decode instance; `kind`: as --device of the tables' tool."""
+        """`devices`: of the prefill and the decode instance; `kind`: value of the rank-table tool's --device."""
         self.folder = folder
         self.model = model
         self.devices = devices
@@ -59,7 +59,7 @@ class Servers:
         generate_tables(self.folder, self.devices, self.kind)
 
     def where(self, table: str) -> tuple[Path, Callable[[Sequence[str]], list[str]]]:
-        """The folder in which the instance of this table is started, and what makes its command one of its machine."""
+        """Returns the folder where this table's instance starts, and a function that adapts commands to it."""
         return self.folder, list
 
     def __enter__(self) -> Servers:
@@ -77,11 +77,11 @@ class Servers:
                 process.wait(10)
 
     def environment(self, table: str, **changes: str | None) -> dict[str, str]:
-        """Relative paths, as the document has them."""
+        """Returns the guide's variables, with relative paths as in the guide."""
         variables: dict[str, str | None] = {
             **{name: value for name, value in os.environ.items() if not re.match("PD_CLUSTER_(?!TEST_)", name)},
             "GLOBAL_RANK_TABLE_FILE_PATH": f"global_ranktable_{HOST}.json",
-            "RANK_TABLE_FILE_PATH": f"local_rank_table_{HOST}_{table}.json",  # the document's spelling, not the file's
+            "RANK_TABLE_FILE_PATH": f"local_rank_table_{HOST}_{table}.json",  # spelt as in the guide
             "NODE_PORTS": f"{self.prefill},{self.decode}",
             "USE_OPENAI": "1",
             **changes,
@@ -116,7 +116,7 @@ class Servers:
         self.start("scheduler", "host", self.public, [f"--admin-port={self.admin}", *flags], **changes)
 
     def replace_scheduler(self, flags: Sequence[str] = (), **changes: str | None) -> None:
-        """Ends the one that runs, and starts one with these flags and changes of its environment; the workers stay."""
+        """Ends the running scheduler and starts one with these flags and environment changes; workers keep running."""
         running = self.processes["scheduler"]
         if running.poll() is None:
             running.terminate()
@@ -155,7 +155,7 @@ class Servers:
             pytest.fail(f"{name} did not end within {timeout_s:g} s\n{self.logs()}")
 
     def error_of(self, name: str) -> str:
-        """The one line of an instance that could not start."""
+        """Returns the one-line error of an instance that could not start."""
         assert self.await_exit(name) == 1, self.logs()
         lines = [
             line for line in self.log(name).splitlines() if not re.match(r"\d{4}-\d\d-\d\d .* (INFO|WARNING) ", line)
@@ -166,7 +166,7 @@ class Servers:
 
 
 def generate_tables(folder: Path, devices: tuple[str, str], kind: str = "cpu") -> None:
-    """The document's line, with the address and the kind of device that it finds by itself on its own machines."""
+    """Runs the guide's rank-table command, with the address and device kind that it detects itself on NPU machines."""
     command = [
         *(sys.executable, str(ROOT / "scripts" / "pd_ranktable_tools.py"), "--mode", "gen"),
         *("--prefill-server-list", devices[0], "--decode-server-list", devices[1], "--api-server", "--save-dir", "."),
@@ -176,7 +176,7 @@ def generate_tables(folder: Path, devices: tuple[str, str], kind: str = "cpu") -
 
 
 def curl(port: int, path: str, body: Mapping[str, object]) -> Any:
-    """The document's `curl -X POST … -H … -d …`."""
+    """Runs the guide's `curl -X POST … -H … -d …`."""
     url = f"http://{HOST}:{port}{path}"
     header = "Content-Type: application/json"
     command = ["curl", "--silent", "--show-error", "--noproxy", "*", "--max-time", "60", "-X", "POST", url]

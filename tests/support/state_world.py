@@ -1,4 +1,4 @@
-"""Hybrids in steps without an engine: pools for each group of layers, and sequences with tables in all of them."""
+"""Runs steps of hybrid models without an engine: pools for each group of layers, and sequences with tables in all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STATES = 8
 
 
 def load_modules(folder: Path) -> PlainCausalLM:
-    """Loads a folder as transformers' modules, even if its layers could be fused."""
+    """Loads a model as transformers' modules, even if its layers could be fused."""
     with patch("pd_cluster.model.loading.model_loader.can_fuse", return_value=False):
         model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
@@ -33,14 +33,14 @@ def load_modules(folder: Path) -> PlainCausalLM:
 
 
 def load_fused(folder: Path) -> FusedCausalLM:
-    """Loads a folder as fused layers, which have been compared with the modules then."""
+    """Loads a model with fused layers; loading compares them with transformers' modules."""
     model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, FusedCausalLM)
     return model
 
 
 class StateWorld:
-    """Computes steps of a model; usable in `with`. Groups are keys and values, then states."""
+    """Computes steps of a model; a context manager. Group 0 has keys and values, group 1 states."""
 
     def __init__(self, model: CausalLM, num_blocks: int = 64) -> None:
         self.model, self._stack = model, ExitStack()
@@ -50,7 +50,7 @@ class StateWorld:
         self._free = list(reversed(range(num_blocks)))
 
     def request(self, ids: list[int], state: int, of: Request | None = None, num_computed: int = 0) -> Request:
-        """Returns a sequence whose state is in this block, cleared; or with the first computed tokens of another."""
+        """Returns a sequence whose state is in block `state`, cleared or continuing from the sequence `of`."""
         shared = num_computed // BLOCK_SIZE
         assert num_computed == shared * BLOCK_SIZE
         blocks = [] if of is None else of.tables[0][:shared]
@@ -64,7 +64,7 @@ class StateWorld:
     def step(
         self, requests: Sequence[Request], nums: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
     ) -> list[torch.Tensor]:
-        """Computes so many tokens of each; returns all of their logits [num_tokens, vocab_size]."""
+        """Computes the given number of tokens of each request; returns the logits of each, [num_tokens, vocab_size]."""
         batch = probe_batch(list(zip(requests, nums, strict=True)), [self.keys, self.states], keeps)
         batch.sample_rows = torch.arange(batch.num_tokens)
         with torch.inference_mode():
@@ -81,7 +81,7 @@ class StateWorld:
 
 
 def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns [num_tokens]: the error of each row of logits, of its size apart from its mean."""
+    """Returns [num_tokens]: each row's error of logits, relative to the row's deviation from its mean."""
     expected = expected - expected.mean(-1, keepdim=True)
     actual = actual - actual.mean(-1, keepdim=True)
     return (actual - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""Continuous requests while a test changes the cluster, with answers that must stay the same."""
+"""Sends requests continuously while a test changes the cluster, and checks that answers stay the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_PROMPTS = 12
 
 
 class SteadyStream:
-    """Sends requests one after the other on several threads; each answer must equal the one before any change."""
+    """Sends requests on several threads; every answer must equal the answer before any change."""
 
     def __init__(self, cluster: LiveCluster, longest: int = 120) -> None:
         rng = random.Random(5)
@@ -63,7 +63,7 @@ class SteadyStream:
 
     def _answer(self, client: httpx.Client, at: int) -> list[int]:
         prompt, max_tokens = self._asks[at]
-        salt = f"{self.num_answered}-{threading.get_ident()}"  # no instance has it cached, so none is preferred
+        salt = f"{self.num_answered}-{threading.get_ident()}"  # so that no instance is preferred for its cache
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         answer = client.post(f"{self._url}/v1/completions", json={**body, "return_token_ids": True})
         assert answer.status_code == 200, answer.text

@@ -1,6 +1,6 @@
-"""Replies as models with tags of their own write them, also damaged ones, and the parts that a reader finds.
+"""Replies in formats with their own tags, including damaged ones, and the parts that a parser must find.
 
-Tools: `f` has the text `city`, the integer `days` and parameters of other types, and `g` has none.
+Tools: `f` takes the string `city`, the integer `days` and parameters of other types; `g` takes none.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dsml_cases(section: str, gap: str = "") -> Cases:
                 ("input", "false", '{"where": 1}', '{"input": {"where": 1}}'),
             )
         ),
-        (  # end markers that are missing: of a value, of a call
+        (  # without the end marker of a value, or of a call
             f'{begin}{f}<{mark}parameter name="city" string="true">Bonn \n{days}{end} so',
             [*call(0, "f", '{"city": "Bonn \\n", "days": 3}'), Content(" so")],
         ),
@@ -55,7 +55,7 @@ def dsml_cases(section: str, gap: str = "") -> Cases:
 
 
 def plain(*texts: str) -> Cases:
-    """Texts without a call."""
+    """Returns cases for texts without a call."""
     return [(text, [Content(text)]) for text in texts]
 
 

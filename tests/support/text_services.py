@@ -1,4 +1,4 @@
-"""Text services over workers that play back a text, for the tests of tests/unit/test_service*.py."""
+"""Text services over workers that play back a text, for tests/unit/test_service*.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Services = Callable[..., tuple[TextService, Playback]]
 
 
 def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
-    """Returns a function: given a text, a service whose model says that text, and the router behind it."""
+    """Returns a function that takes a text and returns a service that generates this text, and its router."""
     plain = text_checkpoint(folder, rust)
 
     def build(

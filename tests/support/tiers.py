@@ -1,4 +1,4 @@
-"""An engine in the test's own process with tiers below host memory: real stores, real threads, one loop."""
+"""An engine in the test's process with tiers below host memory: real stores and threads, one loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = b"a secret of the tests, of 32 bytes or more"
 
 
 class TieredEngine:
-    """`stores` makes the stores from the seal of the engine's layout. Loading counts as quicker than computing."""
+    """`stores` makes stores from the seal of the engine's layout. Loading always counts as faster than computing."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TieredEngine:
         self._num_asked = 0
 
     def ask(self, prompt: list[int], max_tokens: int = 4, salt: str = "") -> list[int]:
-        """Serves a prompt as a worker does, the wait for its blocks included."""
+        """Serves a prompt as a worker does, including the wait for its blocks from lower tiers."""
         self._num_asked += 1
         order = msgspec.structs.replace(
             RequestSpec(prompt, Sampling(max_tokens=max_tokens, temperature=0.0)), cache_salt=salt
@@ -92,7 +92,7 @@ class TieredEngine:
         self.tiers.handle(report)
 
     def settle(self) -> None:
-        """Waits until nothing is on its way down."""
+        """Waits until no tier has a pending job."""
         stop_s = time.monotonic() + WAIT_S
         while any(lower.num_jobs for lower in self.lower.values()):
             assert time.monotonic() < stop_s, "a job does not end"

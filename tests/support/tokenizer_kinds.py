@@ -1,4 +1,4 @@
-"""A small tokenizer of each kind that decodes in its own way. Ids 0 to 2 are <unk>, <s> and </s>."""
+"""A small tokenizer for each kind of decoder. Ids 0 to 2 are <unk>, <s> and </s>."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["Hello", "world", "He", "llo", "ab", "if", ":", "x", "é", "日"]
 PIECES = ["▁", "▁▁▁", "▁▁▁▁", *("▁" + word for word in WORDS), *WORDS]
-FIRST_BYTE = len(SPECIAL)  # of tokenizers with a token for each byte
+FIRST_BYTE = len(SPECIAL)  # first byte's id, in tokenizers with byte tokens
 
 
 def _vocab(names: list[str]) -> dict[str, int]:
@@ -24,7 +24,7 @@ def _with_special(tokenizer: RustTokenizer) -> RustTokenizer:
 
 
 def byte_level() -> RustTokenizer:
-    """GPT-2's kind, with tokens for bytes and for words."""
+    """GPT-2's kind, with tokens for bytes and words."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = [level.pre_tokenize_str(text)[0][0] for text in (" ", "   ", *(" " + word for word in WORDS[:6]))]
     alphabet = [level.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
@@ -93,7 +93,7 @@ def word_ends() -> RustTokenizer:
 
 
 def words_alone() -> RustTokenizer:
-    """One without a decoder: a space between any two tokens."""
+    """A tokenizer without a decoder, which puts a space between tokens."""
     tokenizer = RustTokenizer(models.WordLevel(vocab=_vocab([*SPECIAL, *WORDS]), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return _with_special(tokenizer)

@@ -1,4 +1,4 @@
-"""The modelled memory of one group of layers: what each block holds, and whether that is what a request should find."""
+"""Models the memory of one group of layers: records each block's content and checks what requests read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Tokens = tuple[int, ...]
 
 
 class ToyMemory:
-    """A block means all tokens up to the last one that was written to it; None: nobody has written it yet."""
+    """A block's content is all tokens up to the last one written to it; None: never written."""
 
     def __init__(self, at: int, num_blocks: int, block_size: int, num_swap_blocks: int, rule: Rule) -> None:
         """`at`: the group's number."""
         self.at, self.block_size, self.rule, self.padding = at, block_size, rule, num_blocks
-        self.blocks: list[Tokens | None] = [None] * (num_blocks + 1)  # one extra for padding
+        self.blocks: list[Tokens | None] = [None] * (num_blocks + 1)  # and a padding block
         self.host: list[Tokens | None] = [None] * num_swap_blocks
 
     def move(self, kind: Literal["copy", "out", "in", "clear"], source: int, target: int) -> None:
@@ -29,23 +29,23 @@ class ToyMemory:
         write[target] = read[source]
 
     def read(self, request: Request, tokens: Tokens) -> None:
-        """Asserts that a request finds what a token behind these sees."""
+        """Asserts that a request's blocks hold what the token after `tokens` sees."""
         table = request.tables[self.at]
         if self.rule.is_state:
             found, expected = [self.blocks[block] for block in table], [tokens]
         else:
-            first = max(0, len(tokens) - self.rule.window + 1) if self.rule.window else 0  # token that is still seen
+            first = max(0, len(tokens) - self.rule.window + 1) if self.rule.window else 0  # first visible token
             stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
             expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > first]
             found = [self.blocks[block] for block in table[first // self.block_size : len(stops)]]
             if found and found[-1] is not None:
-                found[-1] = found[-1][: len(expected[-1])]  # what drafts left behind it is overwritten
+                found[-1] = found[-1][: len(expected[-1])]  # ignores rejected drafts' tokens, which will be overwritten
         assert found == expected, f"{request.key} finds in group {self.at} {found} instead of {expected}"
 
     def write(self, request: Request, tokens: Sequence[int], start: int, keeps: Sequence[tuple[int, int]] = ()) -> None:
-        """Computes the tokens from `start` on.
+        """Writes the tokens from `start` on.
 
-        A state follows from what its block holds; `keeps`: after how many tokens which block receives a copy.
+        A state is computed from its block's content; `keeps`: (number of tokens, block that receives a copy then).
         """
         table = request.tables[self.at]
         if self.rule.is_state:
@@ -59,5 +59,5 @@ class ToyMemory:
             return
         for position in range(start, len(tokens)):
             block = table[position // self.block_size]
-            assert block != self.padding, f"{request.key} writes where nothing is kept"
+            assert block != self.padding, f"{request.key} writes to a block that it has not got"
             self.blocks[block] = tuple(tokens[: position + 1])

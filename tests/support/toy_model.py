@@ -1,4 +1,4 @@
-"""A model whose logits are a hash of all tokens before, and which asserts that its memory holds just these.
+"""A model whose logits are a hash of all earlier tokens, and which asserts that its memory holds exactly these tokens.
 
 Memory is modelled by groups of layers; see toy_memory.py.
 """
@@ -32,32 +32,32 @@ _TABLE = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)
 
 
 def logits_after(token_ids: Sequence[int]) -> torch.Tensor:
-    """Returns [vocab_size] logits; a function of all tokens before."""
+    """Returns [vocab_size] logits, a function of all these tokens."""
     return _TABLE[random.Random(repr(tuple(token_ids))).randrange(len(_TABLE))]
 
 
 def hidden_state_after(token_ids: Sequence[int]) -> torch.Tensor:
-    """Returns [hidden_size] numbers; a function of all tokens before."""
+    """Returns a hidden state [hidden_size], a function of all these tokens."""
     return logits_after(token_ids)[:HIDDEN_SIZE]
 
 
 class ToyRunner:
-    """Runs chunks against modelled memory, and asserts that they read what they should."""
+    """Runs chunks on modelled memory, and asserts that they read the right content."""
 
     eos_token_ids = EOS
     vocab_size = VOCAB_SIZE
     encoded = EncoderTotals()
 
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
-        """Has one group, of layers that see all tokens; see `over`."""
-        self.goes_ahead = False  # whether steps run without the host's knowledge
+        """Makes a runner with one group of layers that see all tokens; `over` makes others."""
+        self.goes_ahead = False  # whether steps are launched ahead of the host
         self.memories = _memories([LayerGroup(BlockPool(num_blocks), swap=BlockPool(num_swap_blocks))], block_size)
         self.num_moves = {"copy": 0, "out": 0, "in": 0, "clear": 0}
-        self.num_kept = 0  # copies of states in the middle of a step or at its end
+        self.num_kept = 0  # number of states copied during or after a step
 
     @classmethod
     def over(cls, groups: Sequence[LayerGroup], block_size: int) -> ToyRunner:
-        """Returns one with the memory of these groups, and of the first one's tier."""
+        """Returns a runner with the memory of these groups, and of the first group's tier."""
         runner = cls(0, block_size)
         runner.memories = _memories(groups, block_size)
         return runner
@@ -108,7 +108,7 @@ class ToyRunner:
         after: After | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> DeviceTokens:
-        """Acts as a device of one layer that computes at once: it knows `after`, which the requests do not."""
+        """Acts as a device with one layer that computes at once; `after` has the tokens that requests still lack."""
         known = [request.token_ids(0, request.num_tokens) for request, _ in chunks]
         unknown = [False] * len(chunks)
         if after is not None:
@@ -133,7 +133,7 @@ class ToyRunner:
         return DeviceTokens(token_ids, CPU, tell(logits, token_ids, requests, CPU))
 
     def _compute(self, request: Request, tokens: list[int], keeps: Sequence[tuple[int, int]] = ()) -> None:
-        """Reads what is computed of these tokens, and computes the others."""
+        """Reads the request's computed tokens, and computes the rest of `tokens`."""
         for each in self.memories:
             each.read(request, tuple(tokens[: request.num_computed_tokens]))
             each.write(request, tokens, request.num_computed_tokens, keeps)
@@ -148,7 +148,7 @@ def _memories(groups: Sequence[LayerGroup], block_size: int) -> list[ToyMemory]:
 
 
 def generate_alone(prompt: list[int], sampling: Sampling) -> list[list[int]]:
-    """Returns the n outputs, one token at a time, without any engine and by the slow sampler."""
+    """Generates the n outputs one token at a time, without an engine and by the slow sampler."""
     if sampling.beam_width:
         return search_everything(lambda tokens: logprobs_after(prompt, tokens, sampling), sampling, ends_of(sampling))
     outputs = []
@@ -165,7 +165,7 @@ def generate_alone(prompt: list[int], sampling: Sampling) -> list[list[int]]:
 
 
 def told_alone(prompt: list[int], output: list[int], sampling: Sampling) -> list[Logprobs | None]:
-    """Returns the logprobs of each token of an output."""
+    """Returns the expected logprobs of each token of an output."""
     if sampling.logprobs is None or not output:
         return [None] * len(output)
     logits = torch.stack([logits_after([*prompt, *output[:position]]) for position in range(len(output))])
@@ -173,7 +173,7 @@ def told_alone(prompt: list[int], output: list[int], sampling: Sampling) -> list
 
 
 def logprobs_after(prompt: list[int], tokens: tuple[int, ...], sampling: Sampling) -> list[float]:
-    """Returns logprobs of every token that may follow, after masks and penalties."""
+    """Returns the logprobs of all next tokens, after masks and penalties."""
     request = Request("alone", RequestSpec(prompt, sampling), output_token_ids=list(tokens))
     logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
     left = adjusted(logits, SamplingRow(request, 0, len(tokens)), EOS).astype(np.float64)

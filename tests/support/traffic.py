@@ -1,4 +1,4 @@
-"""Many requests against a cluster under faults: each one's request, its result, and whether that is right."""
+"""Sends many requests to a cluster under faults, and checks each result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLIENT_TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One completion without randomness: greedy, or, for several sequences, the same by top_k 1."""
+    """One deterministic completion: greedy, or with top_k 1 for several sequences."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's result. `error` is the server's own message, in its answer's body or in-band."""
+    """A request's result. `error`: the server's message, from the response's body or from the stream."""
 
     ask: Ask
     status: int = 0
@@ -52,7 +52,7 @@ class Outcome:
     choices: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     error: str = ""
-    broken: str = ""  # the answer is malformed: cut off, no JSON, out of order
+    broken: str = ""  # what is malformed: cut off, no JSON, out of order
     sent_s: float = 0.0  # on the monotonic clock
     took_s: float = 0.0
 
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, max_tokens: int) -> list[Ask]:
-    """Makes requests over `num_prompts` prompts, a third with a common prefix; every eighth wants two sequences."""
+    """Makes requests for `num_prompts` prompts, a third with a common prefix; every eighth has two sequences."""
     prompts = [random_prompt(rng, rng.choice((1, rng.randrange(2, 60), rng.randrange(60, longest)))) for _ in range(2)]
     shared = random_prompt(rng, longest // 2)
     for at in range(num_prompts - 2):
@@ -84,7 +84,7 @@ def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, m
 
 
 def ask_once(client: httpx.Client, url: str, ask: Ask) -> Outcome:
-    """Sends a request. Never raises: any failure is part of the outcome."""
+    """Sends a request. Never raises; the outcome records any failure."""
     outcome = Outcome(ask, sent_s=time.monotonic())
     try:
         with client.stream("POST", f"{url}/v1/completions", json=ask.body()) as answer:
@@ -129,9 +129,10 @@ def _read_events(outcome: Outcome, lines: Iterator[str]) -> None:
 
 
 class Traffic:
-    """Sends `asks` in order, `concurrency` at a time, but none before it is allowed: so a fault always meets requests.
+    """Sends `asks` in order, `concurrency` at a time, each only once allowed, so that a fault always hits running
+    requests.
 
-    `enter` runs first on each thread.
+    `enter` is called first on each thread.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Traffic:
         self._asks = asks
         self._enter = enter
         self._num_started = self._num_allowed = 0
-        self._in_flight: set[int] = set()  # numbers of requests
+        self._in_flight: set[int] = set()  # indices of requests
         self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)]
 
@@ -152,24 +153,24 @@ class Traffic:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:  # after a failure nothing new begins
+        with self._changed:  # after a failure no further request begins
             self._asks = self._asks[: self._num_started]
             self._changed.notify_all()
 
     def more(self, number: int) -> None:
-        """Allows this many more requests."""
+        """Allows `number` more requests."""
         with self._changed:
             self._num_allowed = max(self._num_allowed, self._num_started + number)
             self._changed.notify_all()
 
     @property
     def in_flight(self) -> frozenset[int]:
-        """The numbers of the requests that are in flight now, in order of their start."""
+        """Returns the indices of the requests in flight."""
         with self._changed:
             return frozenset(self._in_flight)
 
     def finish(self, timeout_s: float = 120.0) -> None:
-        """Runs all of them to the end."""
+        """Allows all remaining requests and waits for their end."""
         self.more(len(self._asks))
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.outcomes) == len(self._asks), timeout_s), (
@@ -202,7 +203,7 @@ class Traffic:
 
 
 class Judge:
-    """Compares outcomes with transformers' own tokens, computed once per prompt."""
+    """Compares outcomes with transformers' tokens, computed once per prompt."""
 
     def __init__(self, model: Path, asks: Sequence[Ask], request_timeout_s: float) -> None:
         self._model = model
@@ -211,10 +212,10 @@ class Judge:
         for ask in asks:
             longest[ask.prompt] = max(longest.get(ask.prompt, 0), ask.max_tokens)
         together = reference_greedy_together(model, [list(prompt) for prompt in longest], max(longest.values()))
-        self._expected = dict(zip(longest, together, strict=True))  # differing ones are computed alone
+        self._expected = dict(zip(longest, together, strict=True))  # prompts with a difference are computed alone later
 
     def check(self, outcomes: Sequence[Outcome]) -> Counter[str]:
-        """Asserts that each is right or ends with a named error in time. Returns how many ended how."""
+        """Asserts that each outcome is right, or a named error, in time. Returns counts by kind of ending."""
         for outcome in outcomes:
             assert not outcome.broken, f"{outcome.broken} ({describe(outcome)})"
             assert outcome.took_s < self._limit_s, f"too late: {describe(outcome)}"
@@ -227,7 +228,7 @@ class Judge:
         return Counter(kind_of(outcome) for outcome in outcomes)
 
     def _check_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
-        """Asserts exact tokens if answered; before an in-band error, a prefix of the right answer."""
+        """Asserts the right tokens, or a prefix of them before an error in the stream."""
         expected = self._expected[outcome.ask.prompt][: outcome.ask.max_tokens]
         if not outcome.answered:
             expected = expected[: len(tokens)]
@@ -237,7 +238,7 @@ class Judge:
 
 
 def check_named(outcome: Outcome) -> None:
-    """Asserts that the error names its reason: no instance and when to retry, or the instance that failed."""
+    """Asserts that the error names the failed instance, or says that there is none and when to retry."""
     if outcome.status == 503:
         assert outcome.error, f"the error gives no reason: {describe(outcome)}"
         assert int(outcome.headers["retry-after"]) >= 1, describe(outcome)
@@ -247,7 +248,7 @@ def check_named(outcome: Outcome) -> None:
 
 
 def kind_of(outcome: Outcome) -> str:
-    """Returns `answered`, or how and by which side the request failed."""
+    """Returns `answered`, or how and at which side the request failed."""
     if outcome.answered:
         return "answered"
     where = "in-band" if outcome.status == 200 else str(outcome.status)

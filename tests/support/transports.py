@@ -1,4 +1,4 @@
-"""Both ends of a transport, and both threads of a link, in one process."""
+"""Runs both ends of a transport, and both threads of a link, in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Receiver = TypeVar("Receiver", bound=KVReceiver)
 def connected(
     make_sender: Callable[[PostKey], Sender], make_receiver: Callable[[wire.TransportOffer, PostKey], Receiver]
 ) -> tuple[Sender, Receiver]:
-    """Makes two ends that send their keys to each other."""
+    """Makes a sender and a receiver that send their keys to each other."""
     ends: list[KVSender | KVReceiver] = []
 
     def post_to(other: int) -> PostKey:
@@ -79,7 +79,7 @@ def peer_of(offer: wire.TransportOffer, num_blocks: int = NUM_BLOCKS) -> Peer:
 
 
 def ends_of(name: wire.TransportName, pool: KVPool) -> Ends:
-    """Returns the row of the table for a worker with this pool."""
+    """Returns the transport's entry in the table, for a worker with this pool."""
     return BY_NAME[name].ends(place_of(pool))
 
 
@@ -95,7 +95,7 @@ class Pair:
         into: KVLayout = LAYOUT,
         kinds: tuple[DeviceKind, DeviceKind] | None = None,
     ) -> None:
-        """`kind`: of both devices; `kinds`: P's and D's."""
+        """`kind`: both devices' kind; `kinds`: P's and D's, if they differ."""
         self.source, self.target = random_pool(1, source), random_pool(2, into)
         for pool, of, at in zip((self.source, self.target), kinds or (kind, kind), (1, 0), strict=True):
             if of != "cpu":
@@ -129,7 +129,7 @@ class Pair:
 
     @property
     def server(self) -> UnixServer | None:
-        """The server of P's pool, if its transport has one; it lives as long as P's process."""
+        """Returns the server of P's pool, if its transport has one; it lasts as long as P's process."""
         server: UnixServer | None = getattr(self.ends[0], "_server", None)
         return server
 
@@ -162,9 +162,9 @@ def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float =
 
 
 class Link:
-    """A link's two threads as two workers would build them, connected; their reports are collected.
+    """A link's two threads, built and connected as by two workers; collects their reports.
 
-    `tamper` sees every frame on its way and returns those that arrive.
+    `tamper` receives every sent frame and returns the frames that arrive.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class Link:
         pools: tuple[KVPool, KVPool] | None = None,
         before: tuple[KVPool, KVPool] | None = None,
     ) -> None:
-        """`devices`: those of that kind that P's and D's pools are on.
+        """`devices`: indices of the devices of P's and D's pools.
 
-        `before`: the pools of an earlier group of layers.
+        `before`: pools of an earlier group of layers.
         """
         self.source, self.target = pools or (random_pool(1), random_pool(2))
         for pool, index in zip((self.source, self.target), devices, strict=True):
@@ -207,7 +207,7 @@ class Link:
         self.receive.start()
 
     def _report(self, event: LinkEvent) -> None:
-        """Keeps what ends a transfer or the link; tests/unit/test_landing.py has the rest."""
+        """Keeps only reports that end a transfer or the link; tests/unit/test_landing.py checks the others."""
         if not isinstance(event, Arrived):
             self.events.put(event)
 
@@ -234,7 +234,7 @@ class Link:
         return answer
 
     def transfer(self, source: list[int], into: list[int], transfer_id: str = "t") -> None:
-        """In two chunks, the first of them layer by layer."""
+        """Sends a transfer in two chunks, the first one layer by layer."""
         num_tokens = len(source) * LAYOUT.block_size
         self.receive.begin(transfer_id, into, 0, num_tokens)
         half = len(source) // 2
@@ -248,4 +248,4 @@ class Link:
         self.send.close()
         self.receive.close()
         for each in (self.send, self.receive):
-            each._thread.join(WAIT_S)  # it still uses the device
+            each._thread.join(WAIT_S)  # the thread still uses the device

@@ -1,4 +1,4 @@
-"""Paged attention by Triton's interpreter, beside sdpa.write_and_attend on the same pool. Runs in a TritonChild."""
+"""Compares paged attention in Triton's interpreter with sdpa.write_and_attend. Runs in a TritonChild."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ mend()
 
 
 def configs(group: int, rows: int = 16, keys: int = 32) -> AttentionConfigs:
-    """Returns small tiles, so that short sequences have several."""
+    """Returns configs with tiles so small that short sequences have several."""
     return AttentionConfigs(TileConfig(max(rows, padded(group)), keys, 4, 2), TileConfig(padded(group), keys, 4, 2))
 
 
@@ -42,9 +42,9 @@ def make_batch(
     seed: int,
     window: int | None = None,
 ) -> ForwardBatch:
-    """Makes (query_len, context_len) sequences in blocks drawn from a pool; slots without a token hold NaN.
+    """Makes sequences (query_len, context_len) in random blocks of a pool; slots without a token hold NaN.
 
-    Blocks that the window has passed are released: the table names the padding block, which is full of NaN, too.
+    Blocks that the window has passed are released: the table has the padding block there, which also holds NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for _, context in sequences]
@@ -82,7 +82,7 @@ def metadata(batch: ForwardBatch, plan: AttentionPlan) -> paged_attention.BatchM
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest difference, as a share of the largest number; infinite if one of them is not a number."""
+    """Returns the largest difference over the largest magnitude; infinite if any value is NaN."""
     error = (actual.double() - expected.double()).abs().max() / expected.abs().max().double()
     return float("inf") if error.isnan() else error.item()
 
@@ -100,10 +100,10 @@ def parity(
     rows: int = 16,
     keys: int = 32,
     seed: int = 0,
-    limits: list[int] | None = None,  # of each row: the end of the keys that it sees
+    limits: list[int] | None = None,  # end of the visible keys of each row
     is_uniform: bool = False,
 ) -> float:
-    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal."""
+    """Writes and attends both ways; returns their `difference`. Asserts that the pools are equal."""
     torch.manual_seed(seed)
     batch, other = (make_batch(sequences, num_kv_heads, head_dim, block_size, seed, window) for _ in range(2))
     if limits is not None:
@@ -129,8 +129,8 @@ def parity(
 
 
 def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: int) -> tuple[float, bool]:
-    """Decodes rows with contexts of these lengths; returns how far they are from the reference (`difference`), and
-    whether the longest has the same bits alone.
+    """Decodes rows with contexts of these lengths; returns their `difference` from the reference, and whether the
+    longest has the same bits alone.
     """
     num_heads, head_dim = 2, 16
     torch.manual_seed(5)
@@ -154,10 +154,10 @@ def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: 
 def replays(
     steps: list[list[int]], split_keys: int, block_size: int = 16, window: int | None = None, has_sinks: bool = False
 ) -> list[dict[str, float]]:
-    """Runs steps of a padded decode batch as a captured graph sees them: one plan, the same buffers, other contents.
+    """Runs steps of a padded decode batch as in a captured graph: one plan and the same buffers, with other contents.
 
-    A context of 0 is padding. Returns for each step how far the rows are from the reference, and the largest value in
-    padding. Unused entries of the table name a block far outside the pool, which must not be read.
+    A context of 0 is padding. Returns for each step the rows' difference from the reference, and the largest value in
+    padding. Unused table entries name a block far outside the pool, which must not be read.
     """
     num_seqs, num_heads, num_kv_heads, head_dim = len(steps[0]), 4, 2, 16
     torch.manual_seed(1)

@@ -1,7 +1,7 @@
-"""A child process in which Triton interprets its kernels on CPU, or compiles them for absent GPUs.
+"""A child process in which Triton interprets kernels on CPU, or compiles them for absent GPUs.
 
-Triton decides at import, so none of this may happen in the process of other tests. Calls and answers are lines of JSON:
-a call names a function of a module of tests.support, an answer is its result or its exception.
+Triton decides at import, so the process of other tests must not import it. Calls and answers are lines of JSON: a call
+names a function in a module of tests.support; an answer is its result or exception.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TIMEOUT_S = 100.0
 
 
 class NoAnswer(AssertionError):
-    """The child has ended or hangs."""
+    """The child has ended or does not respond."""
 
 
 class TritonChild:
-    """`call` runs one function there and returns its result. An exception there fails the test."""
+    """`call` runs a function in the child and returns its result; an exception there fails the test."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -49,7 +49,7 @@ class TritonChild:
 
 @contextmanager
 def triton_child(interpret: bool, cache: Path) -> Iterator[TritonChild]:
-    """Yields a child. `cache` receives the compiled kernels; the caller deletes it."""
+    """Yields a child. `cache` is the folder for compiled kernels; the caller deletes it."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if interpret else "0",
@@ -74,7 +74,7 @@ def triton_child(interpret: bool, cache: Path) -> Iterator[TritonChild]:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # redirects all other output
+    os.dup2(2, 1)  # redirects all other output to stderr
     for line in sys.stdin:
         module, function, arguments = json.loads(line)
         result, error = None, None

@@ -1,4 +1,4 @@
-"""Attention's launches, compiled for an absent GPU.
+"""Compiles attention's kernels for an absent GPU.
 
 Runs in a TritonChild that does not interpret.
 """
@@ -23,12 +23,12 @@ from tests.support.compile_cuda_ops import facts, launches_of
 
 
 def compiled(arch: int, **shape: Any) -> dict[str, dict[str, Any]]:
-    """Maps each kernel to its use of a multiprocessor and what its code has (`facts`)."""
+    """Maps each kernel to its use of a multiprocessor and properties of its code (`facts`)."""
     return _facts(arch, lambda: _step(**shape, arch=arch))
 
 
 def latents_compiled(arch: int, **shape: Any) -> dict[str, dict[str, Any]]:
-    """Does the same for attention to latents, without the products around it."""
+    """Like `compiled`, for latent attention without the products around it."""
     return _facts(arch, lambda: _latents_step(**shape, arch=arch))
 
 
@@ -45,7 +45,7 @@ def _step(
     group: int,
     dtype: str,
     block_size: int,
-    is_rich: bool,  # with window, softcap and sinks
+    is_rich: bool,  # whether it has window, softcap and sinks
     num_kv_heads: int = 8,
     window: int = 128,
     is_uniform: bool = False,
@@ -53,7 +53,7 @@ def _step(
     has_limits: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Launches a chunk and two decode sequences; tensors without memory, strides of a whole model."""
+    """Launches a chunk and two decode sequences on tensors without memory, with a whole model's strides."""
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
     configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10), bool(pool_dtype))

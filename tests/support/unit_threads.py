@@ -1,4 +1,4 @@
-"""A unit of instances in the test's own process: each a thread, and the exchange of rows a barrier between them."""
+"""A unit of instances in the test's process: each instance is a thread, and rows are exchanged at a barrier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = dict[str, list[TokenOutput]]
 
 
 class Hall:
-    """Lets `size` threads swap values, all at once."""
+    """Lets `size` threads exchange values at a barrier."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._given = threading.Barrier(size, timeout=WAIT_S), [None] * size
@@ -33,12 +33,12 @@ class Hall:
         return found
 
     def leave(self) -> None:
-        """Ends the waits of the others."""
+        """Makes the other threads' waits fail."""
         self._barrier.abort()
 
 
 class ThreadUnit:
-    """One end. `nums_rows`: each member's in the last exchange."""
+    """One member's end. `nums_rows`: each member's number of rows in the last exchange."""
 
     def __init__(self, hall: Hall, rank: int) -> None:
         self._hall, self._rank = hall, rank
@@ -79,9 +79,9 @@ class ThreadUnit:
 def unit(
     folder: Path, size: int, tp_size: int = 1, kind: Callable[[Hall, int], Any] = ThreadUnit, **settings: Any
 ) -> Iterator[list[EngineCore]]:
-    """Yields the members' cores, each to be stepped in a thread of its own.
+    """Yields the members' cores; each must be stepped in its own thread.
 
-    `kind` makes a rank's end of the exchange, for member `rank`; those of one hall meet.
+    `kind` makes an end of the exchange for member `rank`; ends with the same hall exchange rows.
     """
     halls = [Hall(size) for _ in range(tp_size)]
 
@@ -100,7 +100,7 @@ def unit(
 
 
 def run_in_step(cores: Sequence[EngineCore], requests: Sequence[Sequence[Request]]) -> list[Tokens]:
-    """Runs each member's requests, in rounds that all enter; a member without one takes part."""
+    """Runs each member's requests in rounds that all members enter, even those without requests."""
     hall, found = Hall(len(cores)), [Tokens() for _ in cores]
 
     def rounds(rank: int) -> None:

@@ -1,7 +1,7 @@
-"""A simulated unit: its members' loops, the messages between them, and the exchange, by discrete events.
+"""Simulates a unit by discrete events: its members' loops, the messages between them, and the exchange.
 
-Messages between two members arrive late and in order. An exchange knows no rounds, as with gloo: each member's nth call
-belongs to the others' nth. Orders follow from the seed alone.
+Messages between two members arrive late but in order. As with gloo, an exchange has no round number: each member's nth
+call pairs with the others' nth call. The order of events depends only on the seed.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from pd_cluster.errors import InstanceLost
 
 LONGEST_STEP_S = 2.0
 DEAD_AFTER_S = 3.0
-CLOSES_AFTER_S = 0.5  # after the beginning of a drain
+CLOSES_AFTER_S = 0.5  # how long after a drain began no rows arrive
 Counts = list[int]
-Event = int | tuple[int, wire.Body | None]  # rows that arrive; or a message (None: connection down) and its sender
+Event = int | tuple[int, wire.Body | None]  # number of arriving rows; or (sender, message), None: connection lost
 
 
 class SimulatedMember:
-    """One engine's loop: mail in, `enters`, the exchange, `agreed`, computing, the end of the turn."""
+    """One engine's loop: reads mail, calls `enters`, exchanges, calls `agreed`, computes, ends the turn."""
 
     def __init__(self, world: SimulatedUnit, rank: int, kind: type[RoundSync]) -> None:
         self.world, self.rank = world, rank
         self.round_sync = kind(rank, world.size, self._send)
         self.reads_in_exchange = world.random() < 0.5
-        self.budget = 1 + int(world.random() * 3)  # rows a step
+        self.budget = 1 + int(world.random() * 3)  # rows per step
         self.state: Literal["asleep", "exchange", "computing", "ended"] = "asleep"
         self.inbox: deque[Event] = deque()
-        self.num_arrived = 0  # rows
+        self.num_arrived = 0  # number of rows so far
         self.computed: list[int] = []
-        self.rows = range(0)  # of its step
+        self.rows = range(0)  # rows of the current step
         self.num_exchanges = 0
         self.closes_s = math.inf
         self.said: set[wire.Body] = set()
         self.gone: set[int] = set()
         self.ended_s = math.inf
-        self.loss = ""  # the error with which it has ended
+        self.loss = ""  # the error with which it ended, if any
 
     @property
     def has_work(self) -> bool:
@@ -54,13 +54,13 @@ class SimulatedMember:
         return wire.UnitDone() in self.said
 
     def _send(self, body: wire.Body) -> None:
-        assert body not in self.said, f"{body} is said twice"
+        assert body not in self.said, f"{body} is sent twice"
         assert self.has_work or not isinstance(body, wire.UnitWake), "a wake without work"
         self.said.add(body)
         self.world.post(self.rank, body)
 
     def arrive(self, event: Event | None) -> None:
-        """`event` None: time has passed."""
+        """`event` None: a timer expired."""
         if self.state == "ended":
             return
         if event is not None:
@@ -68,7 +68,7 @@ class SimulatedMember:
         if self.state == "asleep":
             self._turn()
         elif self.state == "exchange" and (self.reads_in_exchange or (isinstance(event, tuple) and not event[1])):
-            self._read()  # a loss ends the exchange
+            self._read()  # a lost member ends the exchange
             self._fail_exchange()
 
     def _turn(self) -> None:
@@ -110,7 +110,7 @@ class SimulatedMember:
                 self.round_sync.heard(rank, message)
 
     def _fail_exchange(self) -> None:
-        """A process that is gone has closed its sockets: an exchange that it has not taken part in fails."""
+        """Fails an exchange in which a dead process has not taken part, because the process's sockets are closed."""
         if self.state == "exchange":
             for rank in self.gone:
                 if self.world.members[rank].num_exchanges < self.num_exchanges:
@@ -156,9 +156,9 @@ class SimulatedMember:
 
 
 class SimulatedUnit:
-    """Draws an order of events from the seed; `run` raises AssertionError if the members do not stay in step.
+    """Draws the order of events by the seed; `run` raises AssertionError if the members get out of step.
 
-    `kind`: the policy. `turned`: whether one member gets the counts of the others in another order.
+    `kind`: the policy under test. `turned`: one member gets the counts in another order, a fault that must be found.
     """
 
     def __init__(self, seed: int, kind: type[RoundSync] = RoundSync, turned: bool = False) -> None:
@@ -166,17 +166,17 @@ class SimulatedUnit:
         self.now_s = 0.0
         self.size = 2 + int(self.random() ** 3 * 7)
         self._turned = turned
-        self._slowness_s = 0.05 + 8 * self.random()  # of a message, at most
-        self._lateness_s = 0.05 + 4 * self.random()  # of counts, at most
+        self._slowness_s = 0.05 + 8 * self.random()  # longest delay of a message
+        self._lateness_s = 0.05 + 4 * self.random()  # longest delay of counts
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = itertools.count()
-        self._arrives_s: dict[tuple[int, int], float] = {}  # the last message between two members
+        self._arrives_s: dict[tuple[int, int], float] = {}  # arrival of the last message between two members
         self._cut: set[tuple[int, int]] = set()
         self._calls: dict[int, dict[int, tuple[int, tuple[int, bool], range]]] = {}
         self._agreed: dict[int, tuple[int, bool, Counts]] = {}
-        self._wanted: set[int] = set()  # rounds that a member has woken the others for, or that follow one with rows
+        self._wanted: set[int] = set()  # rounds for which a member woke the others, or that follow one with rows
         self.killed: SimulatedMember | None = None
-        self.was_done = False  # the killed one, when it was
+        self.was_done = False  # whether the killed member was done when it was killed
         self.members = [SimulatedMember(self, rank, kind) for rank in range(self.size)]
         self._mates = [[mate for mate in self.members if mate is not member] for member in self.members]
         self._draw()
@@ -220,7 +220,7 @@ class SimulatedUnit:
             mate.arrive((rank, body))
 
     def cut(self, member: SimulatedMember) -> None:
-        """Ends a member's connections; some lose what is on the way."""
+        """Ends a member's connections; some lose messages in transit."""
         self.killed, self.was_done = member, member.is_done
         for mate in self._mates[member.rank]:
             if self.random() < 0.5:
@@ -228,24 +228,24 @@ class SimulatedUnit:
             self.after(DEAD_AFTER_S * self.random(), mate.arrive, (member.rank, None))
 
     def exchange(self, member: SimulatedMember) -> None:
-        assert member.round_sync.round in self._wanted, "it is in a round alone"
+        assert member.round_sync.round in self._wanted, "a member entered a round that nobody requested"
         calls = self._calls.setdefault(member.num_exchanges, {})
         calls[member.rank] = member.round_sync.round, member.rows
         if len(calls) < self.size:
             return
         ordered = [calls[rank] for rank in range(self.size)]
-        assert len({number for number, _ in ordered}) == 1, "members of one exchange are in several rounds"
+        assert len({number for number, _ in ordered}) == 1, "members of one exchange are in different rounds"
         counts = [len(own) for _, own in ordered]
         rows = [(rank, row) for rank, (_, own) in enumerate(ordered) for row in own]
         if not rows and self.random() < 0.4:
-            self._add_rows(self.random())  # just as all fall asleep
+            self._add_rows(self.random())  # arrives while all are about to sleep
         for each in self.members:
             is_turned = self._turned and each.rank == 1
             told = counts[1:] + counts[:1] if is_turned else counts
             self.after(0.02 + self._lateness_s * self.random() ** 6, each.exchanged, told, rows)
 
     def compare(self, number: int, agreed: tuple[int, bool, Counts]) -> None:
-        """`agreed`: a member's next round, whether it computes this one, and the counts."""
+        """Asserts that members agree on (next round, whether this one is computed, counts)."""
         if number in self._agreed:
             assert self._agreed[number] == agreed, f"members differ after exchange {number}"
             return
@@ -261,16 +261,16 @@ class SimulatedUnit:
 
     def _check(self) -> None:
         waiting = [member.rank for member in self.members if member.state not in ("asleep", "ended")]
-        assert not waiting, f"{waiting} wait for ever"
+        assert not waiting, f"members {waiting} wait forever"
         if self.killed:
             self._check_loss(self.killed)
             return
         rounds = {member.round_sync.round for member in self.members}
-        assert len(rounds) == 1, "members sleep before several rounds"
+        assert len(rounds) == 1, "sleeping members expect different rounds"
         for member in self.members:
-            assert member.computed == list(range(member.num_arrived)), "rows are left, or computed twice"
-            assert not member.loss, "nobody was lost"
-            assert (member.state == "ended") == bool(self.num_drains), "it has ended without the others, or has not"
+            assert member.computed == list(range(member.num_arrived)), "rows are missing, or computed twice"
+            assert not member.loss, "a member reports a loss, but none was lost"
+            assert (member.state == "ended") == bool(self.num_drains), "a member ended without a drain, or did not end"
             assert member.round_sync.num_rounds == member.num_exchanges
 
     def _check_loss(self, killed: SimulatedMember) -> None:
@@ -278,9 +278,9 @@ class SimulatedUnit:
         for member in self._mates[killed.rank]:
             assert member.state == "ended", f"{member.rank} has outlived {killed.rank}"
             if member.loss:
-                assert member.loss.split()[0].rstrip(",") in ended, "it names a member that has not failed"
-                if not self.was_done:  # later it is missed only by those that are not done themselves
+                assert member.loss.split()[0].rstrip(",") in ended, "the error names a member that has not failed"
+                if not self.was_done:  # a done member is missed only by members that are not done
                     assert member.ended_s <= killed.ended_s + DEAD_AFTER_S + LONGEST_STEP_S
             else:
-                assert member.is_done, "it has ended as if nobody was lost"
+                assert member.is_done, "a member that is not done ended without an error"
                 assert member.computed == list(range(member.num_arrived))

@@ -1,4 +1,4 @@
-"""Clusters whose instances share experts: how they are started, and how the members of a unit end and come back."""
+"""Starts clusters whose instances share experts, and checks how a unit's members end and restart."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from tests.support.cluster import LiveCluster, together
 from tests.support.engines import random_prompt
 
-KILLED_S = 4.0  # within which all members name one that was killed
+KILLED_S = 4.0  # time in which all members must report a killed one
 
 
 class UnitShape(NamedTuple):
-    """A unit's members, and the ranks of each."""
+    """The number of a unit's members, and of ranks in each."""
 
     size: int
     tp_size: int = 1
@@ -33,7 +33,7 @@ def members_of(role: str, shape: UnitShape) -> list[str]:
 def unit_settings(
     prefill: UnitShape, decode: UnitShape, own: Callable[[str], Sequence[str]] = lambda _: ()
 ) -> dict[str, Any]:
-    """Returns LiveCluster's settings for a unit of each role. `own`: further flags of a member, by its name."""
+    """Returns LiveCluster's settings for one unit of each role. `own`: member name -> its further flags."""
     shapes = {
         name: shape for role, shape in (("prefill", prefill), ("decode", decode)) for name in members_of(role, shape)
     }
@@ -53,12 +53,12 @@ def unit_cluster(
 
 
 def log_of(cluster: LiveCluster, name: str, start: int = 0) -> str:
-    """Returns what a process has logged from that byte on."""
+    """Returns a process's log from byte `start` on."""
     return cluster.log_file(name).read_bytes()[start:].decode(errors="replace")
 
 
 class Watched:
-    """The members of a unit at the time of a fault: how they end, and how they are started again."""
+    """A unit's members at the time of a fault; checks how they end, and restarts them."""
 
     def __init__(self, cluster: LiveCluster, names: Sequence[str]) -> None:
         self._cluster, self._names = cluster, names
@@ -66,14 +66,14 @@ class Watched:
         self._since_s = time.monotonic()
 
     def log(self, name: str) -> str:
-        """Returns what a member has logged since."""
+        """Returns what a member has logged since the fault."""
         return log_of(self._cluster, name, self._starts[name])
 
     def assert_lost(self, victim: str, within_s: float, but: Sequence[str] = ()) -> None:
-        """Asserts that each member names `victim` in that time, and ends. `but`: those that cannot say so."""
+        """Asserts that each member except those in `but` reports `victim` within `within_s` and ends."""
         others = [name for name in self._names if name not in but]
         rank, size = self._names.index(victim), len(self._names)
-        # The connection's end names the instance; that of the exchange, which may be found first, its rank.
+        # A lost connection reports the instance; a failed exchange, which may be noticed first, reports the rank.
         said = re.compile(rf"({victim}, )?member {rank} of {size} of this unit,? is lost: |{victim}: ")
 
         def named() -> bool:
@@ -86,11 +86,11 @@ class Watched:
 
     @property
     def age_s(self) -> float:
-        """How long ago the fault was."""
+        """Returns the seconds since the fault."""
         return time.monotonic() - self._since_s
 
     def start_again(self) -> None:
-        """Starts all members again once they have ended."""
+        """Restarts all members once they have ended."""
         for name in self._names:
             self._cluster.await_exit(name)
         for name in self._names:
@@ -100,7 +100,7 @@ class Watched:
 def at_random_times(
     cluster: LiveCluster, rng: random.Random, prompts: Sequence[list[int]], limits: Sequence[int], mean_s: float
 ) -> list[list[int]]:
-    """Returns the answers to requests of a Poisson process: now and then members have nothing to compute."""
+    """Returns the answers to requests of a Poisson process, with times when members have nothing to compute."""
     at_s, now_s = [], time.monotonic()
     for _ in prompts:
         now_s += rng.expovariate(1 / mean_s)
@@ -114,7 +114,7 @@ def at_random_times(
 
 
 def numbers(cluster: LiveCluster, prompt: list[int], num_tokens: int) -> Any:
-    """Tokens and logprobs of an answer, as its JSON has them: a float's shortest text names its bits."""
+    """Returns an answer's tokens and logprobs as in its JSON, where a float's text determines its bits."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "logprobs": 4, "ignore_eos": True}
     (choice,) = cluster.ask("/v1/completions", body | {"return_token_ids": True})["choices"]
     assert len(choice["token_ids"]) == num_tokens

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of unlisted types: those that --try-unlisted serves, and those that it refuses."""
+"""Tiny checkpoints of unlisted model types: some that --try-unlisted serves, and some that it rejects."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS
 # model_type -> differences from tests/support/checkpoints.COMMON
 SERVED: dict[str, dict[str, Any]] = {
     "helium": {},
-    "nemotron": {},  # its layers do not pass the batch on
+    "nemotron": {},  # its layers do not pass the batch to attention
     "persimmon": {**NO_GROUPS, "qk_layernorm": True},
     "bitnet": {},
     "iquestcoder": {},
     "mellum": {**MIXED_LAYERS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "granitemoe_swa": {**MIXED_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# ... and the reason, which config.json does not show
+# also the reason, which config.json does not show
 FAILED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "bloom: layer 0 does not call the registered attention"),
     "diffllama": ({}, r"diffllama: layers \[0, 0, 1, 1, 2, 2\] wrote to the KV pool, but each of 3 must do so"),

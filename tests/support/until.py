@@ -1,4 +1,4 @@
-"""Waiting in an event loop for what the test's own process does."""
+"""Waits in an event loop for a condition in the test's own process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 async def until(condition: Callable[[], object], pause_s: float = 0.0) -> None:
-    """Returns once `condition()` is true; the test's own limit ends it otherwise."""
+    """Returns once `condition()` is true; has no deadline except the test's own."""
     while not condition():
         await asyncio.sleep(pause_s)

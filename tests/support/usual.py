@@ -1,4 +1,4 @@
-"""Architectures that stand for the others where a quick run cannot try all of them: the slow one does."""
+"""Selects the architectures that quick runs test; slow runs test all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ USUAL = frozenset({"llama", "gpt2", "qwen3", "gemma2", "mixtral", "gpt_oss", "ph
 
 
 def usual_first(architectures: Iterable[str]) -> list[Any]:
-    """Returns parameters of a test: those that are not usual are slow."""
+    """Returns a test's parameters, with architectures outside USUAL marked slow."""
     return slow_but(USUAL, architectures)
 
 
 def slow_but(quick: Container[str], names: Iterable[str]) -> list[Any]:
-    """Returns parameters of a test: those that are not among `quick` are slow."""
+    """Returns a test's parameters, with names outside `quick` marked slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

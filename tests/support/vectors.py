@@ -1,4 +1,4 @@
-"""Vectors of prompts: from an engine in the test's own process, and from transformers."""
+"""Computes prompts' vectors with an engine in the test's process and with transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pooling_request(name: str, prompt: list[int], pooling: Pooling, arrival_s: f
 
 
 def run_pooling(core: EngineCore, requests: Sequence[Request]) -> dict[str, PooledOutput]:
-    """Runs all requests at once, also those that generate; returns the vectors. Asserts that nothing is held after."""
+    """Runs all requests at once, including generating ones; returns the vectors. Asserts that nothing stays held."""
     for request in requests:
         core.scheduler.add(request)
     found: dict[str, PooledOutput] = {}
@@ -47,7 +47,7 @@ def numbers(pooled: PooledOutput) -> Floats:
 
 
 def embed_all(core: EngineCore, prompts: list[list[int]], pooling: Pooling) -> list[bytes]:
-    """Returns the vectors of all prompts, computed together."""
+    """Returns the vectors of all prompts, computed in one batch."""
     requests = [pooling_request(str(at), prompt, pooling, float(at)) for at, prompt in enumerate(prompts)]
     found = run_pooling(core, requests)
     return [found[str(at)].vector for at in range(len(prompts))]
@@ -59,7 +59,7 @@ def base_model(folder: Path) -> Any:
 
 
 def reference_vector(folder: Path, prompt: list[int], pooling: Pooling) -> Floats:
-    """Returns the vector from transformers' `last_hidden_state`, by torch's own functions."""
+    """Returns the vector from transformers' `last_hidden_state`, by torch's functions."""
     with torch.inference_mode():
         states = base_model(folder)(torch.tensor([prompt])).last_hidden_state[0].double()
     pooled = states[-1] if pooling.kind == "last" else states.mean(dim=0)

@@ -1,4 +1,4 @@
-"""Watches real engines: records each step with its sequences, its tokens and the blocks that it moved."""
+"""Records each step of real engines: its numbers of sequences, tokens and moved blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pd_cluster.model.runner.model_runner import ModelRunner
 
 @dataclass
 class Watched:
-    """One engine's parts. The lists have an entry for each of its steps."""
+    """One engine's parts. The lists have an entry per step."""
 
     scheduler: StepScheduler
     runner: ModelRunner
@@ -28,7 +28,7 @@ class Watched:
 
 @contextmanager
 def watching() -> Iterator[list[Watched]]:
-    """Yields the list of the engines that this process makes within the block."""
+    """Yields a list to which each engine made within the block is added."""
     made: list[Watched] = []
     build_core = build_engine.build_core
 

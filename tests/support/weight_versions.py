@@ -1,4 +1,4 @@
-"""Folders with other weights for a tiny model, as a trainer writes them."""
+"""Makes folders with other weights for a tiny model, like a trainer's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pd_cluster.wire import WeightVersion
 
 
 def make_version(base: Path, folder: Path, seed: int) -> Path:
-    """Copies a model folder with each weight matrix's entries in another order: the same sizes, other answers."""
+    """Copies a model folder with each weight matrix's entries permuted, which keeps sizes and changes answers."""
     shutil.copytree(base, folder)
     generator = torch.Generator().manual_seed(seed)
     for file in folder.glob("*.safetensors"):
@@ -32,7 +32,7 @@ def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 class Trainer:
-    """A trainer's rank 0, in a process of its own: it broadcasts a folder's tensors in the order of their names."""
+    """A trainer's rank 0 in a separate process, which broadcasts a folder's tensors in the order of their names."""
 
     SOURCE = """
 import sys

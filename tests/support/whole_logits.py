@@ -1,6 +1,6 @@
-"""Logits of a whole model beside those of transformers: every row of a prompt in chunks, and of a few decoded tokens.
+"""Compares a model's logits with transformers': every row of a prompt computed in chunks, and a few decoded tokens.
 
-transformers in float32 is the truth. Its own error in the model's precision is the yardstick for ours.
+transformers in float32 is the reference. Our error is compared with transformers' error in the model's precision.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class LogitsError:
-    """Worst rows: 1 - cosine similarity, and the largest difference as a share of the true row's standard deviation."""
+    """Errors of the worst rows: 1 - cosine similarity, and the largest difference over the true row's deviation."""
 
     off_cosine: float
     difference: float
 
     def is_within(self, other: LogitsError) -> bool:
-        """Whether this is at most twice the other; the sums of both have other orders."""
+        """Whether this error is at most twice the other one, because sums are in different orders."""
         return self.off_cosine <= 2 * other.off_cosine + 1e-6 and self.difference <= 2 * other.difference + 1e-4
 
 
 def our_logits(
     folder: Path, device: Device, dtype: str, token_ids: list[int], chunks: list[int], speedups: Sequence[str]
 ) -> torch.Tensor:
-    """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks` are the tokens of each step."""
+    """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks`: number of tokens in each step."""
     model = model_loader.load_model(
         Checkpoint.open(str(folder)), dtype, device, choices=model_loader.KernelChoices(speedups=speedups)
     )
@@ -65,7 +65,7 @@ def their_logits(folder: Path, device: Device, dtype: torch.dtype, token_ids: li
     del model
     gc.collect()
     if device.is_accelerator:
-        reserved_nbytes(device)  # gives the memory back
+        reserved_nbytes(device)  # releases unused memory
     return found
 
 
@@ -90,7 +90,7 @@ def references(
 def errors(
     folder: Path, device: Device, dtype: str, chunks: list[int], speedups: Sequence[str] = ()
 ) -> tuple[LogitsError, LogitsError]:
-    """Returns the error of ours and of transformers in the same precision; `chunks` are the tokens of each step."""
+    """Returns our error and transformers' error in the same precision; `chunks`: number of tokens in each step."""
     token_ids, truth, theirs = references(folder, device, dtype, sum(chunks))
     ours = our_logits(folder, device, dtype, token_ids, chunks, speedups)
     return error_of(ours, truth), error_of(theirs, truth)

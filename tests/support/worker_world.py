@@ -1,4 +1,4 @@
-"""An engine's worker with recorded mail in place of sockets, for the tests of tests/unit/test_worker*.py."""
+"""A worker with a recording mailbox in place of sockets, for tests/unit/test_worker*.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONN = "scheduler-conn"
 
 
 class Post(RecordedMail):
-    """Keeps what the worker sends to its scheduler."""
+    """Records the worker's messages to its scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Post(RecordedMail):
         self.messages: list[tuple[str, wire.Outputs]] = []
 
     def connect(self, *_: object) -> str:
-        raise AssertionError("nobody to connect to")
+        raise AssertionError("the worker must not connect to a peer")
 
     def send(self, conn: str, body: wire.Body) -> None:
         if isinstance(body, wire.CacheKeys):
@@ -75,12 +75,12 @@ class Post(RecordedMail):
 @dataclass
 class Shipped:
     sent: list[wire.Body] = field(default_factory=list)
-    pieces: list[tuple[wire.KVPiece, int]] = field(default_factory=list)  # and the steps that had ended by then
+    pieces: list[tuple[wire.KVPiece, int]] = field(default_factory=list)  # pieces, and the steps ended by then
     ends: list[wire.KVEnd] = field(default_factory=list)
 
 
 class NoLinks:
-    """LaneEnds that must not be used."""
+    """LaneEnds whose use fails the test."""
 
     def send_end(self, *_: object) -> SendEnd:
         raise AssertionError("no link is opened")
@@ -93,7 +93,7 @@ StagesOf = Callable[[StepScheduler, Legs, Callable[[], float]], list[Stage]]
 
 
 class World:
-    """`stages_of` makes stages that hold legs; `go_to_level` lets the engine sleep."""
+    """`stages_of` makes stages that delay legs; `go_to_level` puts the engine to sleep."""
 
     def __init__(
         self,
@@ -138,13 +138,13 @@ class World:
         self.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
 
     def resume(self, name: str, order: RequestSpec, told: dict[int, list[int]]) -> None:
-        """Submits what another worker has begun: the tokens of each sequence that were told."""
+        """Submits a request that another worker began. `told`: sequence -> tokens already sent to the client."""
         resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
         self.mail(wire.Submit(name, 1, f"{name}-1", "hybrid", "", order, 0.0, resumed))
         self.post.tokens[name].update({index: list(token_ids) for index, token_ids in told.items()})
 
     def take_links(self, monkeypatch: pytest.MonkeyPatch) -> Shipped:
-        """Gives its engine a link to every peer, `link`, over which whatever it ships is recorded."""
+        """Gives the engine a link, called `link`, to every peer, and records everything shipped over it."""
         links, shipped = self.worker.handover.out_links.table, Shipped()
         monkeypatch.setattr(links, "link_to", lambda peer: "link")
         monkeypatch.setattr(links, "limits", lambda conn, group: ShipLimits(BLOCK_SIZE, 1 << 20, LAYOUT.num_layers))

@@ -1,4 +1,4 @@
-"""Estimates of clients' patience, and their effect on requests under overload."""
+"""Estimates of how long clients wait before they leave, and their effect on requests under overload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.hall import Hall
 
 
 def told(times: AbandonmentTimes, outcomes: Iterator[tuple[float, bool]]) -> float:
-    """Notes one outcome each 0.1 s."""
+    """Records one outcome per 0.1 s; returns the estimated median."""
     for at, (after_s, has_left) in enumerate(outcomes):
         times.note(at / 10, after_s, has_left)
     return times.median_s(at / 10)
@@ -24,7 +24,7 @@ def told(times: AbandonmentTimes, outcomes: Iterator[tuple[float, bool]]) -> flo
 @pytest.mark.parametrize("timeout_s", [2.0, 10.0, 300.0])
 @pytest.mark.parametrize("answered_share", [0.0, 0.3, 0.9])
 def test_a_timeout_is_found(timeout_s: float, answered_share: float) -> None:
-    """Whether few or most are answered before it."""
+    """A fixed client timeout is estimated whether few or most requests are answered before it."""
     rng = random.Random(0)
     share = answered_share
     outcomes = ((timeout_s * rng.random(), False) if rng.random() < share else (timeout_s, True) for _ in range(500))
@@ -77,7 +77,7 @@ def test_answers_take_as_long_as_they_took_lately_by_their_size() -> None:
 
 
 async def test_a_request_that_would_be_answered_too_late_is_refused_with_a_time_to_come_back() -> None:
-    """At its arrival where that is expected, otherwise when its turn comes."""
+    """Refuses a request on arrival if the expected wait is too long, otherwise when its turn comes too late."""
     hall = Hall()
     client = await hall.room.turn("a", 10, 1)
     hall.room.begun(client)

@@ -1,5 +1,5 @@
-"""Adapters at run time, by the tables of docs/protocol/membership.md: what workers are told, and when a name stands for
-which.
+"""Adapters at run time, by the tables of docs/protocol/membership.md: what workers are told to load, and which adapter
+a name means.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def digest_of(folder: Path) -> str:
 
 
 class BookWorld(ElasticWorld):
-    """Two workers that load what they are told when the test says so."""
+    """Two workers, whose reports on requested adapters the test sends."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(1, 1)
@@ -68,7 +68,7 @@ class BookWorld(ElasticWorld):
         self.published.append(dict(names))
 
     def wanted(self) -> dict[str, set[str]]:
-        """What each worker was told last."""
+        """Returns the adapters that each worker was last told to have."""
         return {
             conn.removeprefix("to-"): {each.digest for each in body.adapters}
             for conn, body in self.mailbox.of(wire.WantedAdapters)
@@ -79,7 +79,7 @@ class BookWorld(ElasticWorld):
         self.membership.on_adapter_states(instance.conn, wire.AdapterStates(have, problems or {}))
 
     async def begin(self, name: str, folder: str, replaces: bool = False) -> asyncio.Task[None]:
-        """A load that both workers have been told of."""
+        """Starts a load; returns once both workers have been told to load the adapter."""
         loading = asyncio.ensure_future(self.book.load(name, folder, replaces))
         async with asyncio.timeout(TIMEOUT_S):
             while not loading.done() and self.digests[folder] not in self.wanted().get("decode-0", set()):
@@ -87,14 +87,14 @@ class BookWorld(ElasticWorld):
         return loading
 
     async def load(self, name: str, folder: str, replaces: bool = False) -> None:
-        """Loads one that both workers can have."""
+        """Loads an adapter that both workers report as loaded."""
         loading = await self.begin(name, folder, replaces)
         for instance in self.membership.instances:
             self.report(instance)
         await asyncio.wait_for(loading, TIMEOUT_S)
 
     def wanted_at(self, now_s: float) -> set[str]:
-        """What the decode instance is told to have at that time."""
+        """Returns the adapters that the decode instance is told to have at that time."""
         self.now_s = now_s
         self.book.tick()
         return self.wanted()["decode-0"]
@@ -154,7 +154,7 @@ async def test_an_unloaded_adapter_goes_when_nobody_has_it_or_at_its_deadline(tm
         assert book.wanted_at(10.0) == one
         if ends:
             book.used = set()
-            assert book.wanted_at(10.0) == one, "one may be about to be routed"
+            assert book.wanted_at(10.0) == one, "a request may be about to be routed"
             assert book.wanted_at(10.0 + GRACE_S) == set()
         else:
             assert (book.wanted_at(29.0), book.wanted_at(30.0)) == (one, set())
@@ -163,7 +163,7 @@ async def test_an_unloaded_adapter_goes_when_nobody_has_it_or_at_its_deadline(tm
 
 
 async def test_a_content_stays_while_a_name_stands_for_it(tmp_path: Path) -> None:
-    """Loaded again before it has gone, under two names, and with a name that moves to another content."""
+    """An adapter stays loaded while any name refers to it, also when one of two names moves to another adapter."""
     book = BookWorld(tmp_path)
     await book.load("a", "one")
     await book.book.unload("a")
@@ -181,7 +181,7 @@ async def test_a_content_stays_while_a_name_stands_for_it(tmp_path: Path) -> Non
 
 
 class FakeKeeper:
-    """Loads as the test says: `hold` keeps it waiting, `problem` makes it fail."""
+    """A fake loader: `hold` delays loading, `problem` makes it fail."""
 
     def __init__(self) -> None:
         self.variants: dict[str, int] = {}
@@ -207,7 +207,7 @@ class WorkerWorld:
         self.has_event = threading.Semaphore(0)
         self.used: set[str] = set()
         self.begun: list[wire.Submit] = []
-        self.left: list[str] = []  # why each of them cannot begin here
+        self.left: list[str] = []  # why each leg cannot begin here
         self.failed: list[str] = []
         self.now_s = 0.0
         source = None
@@ -216,7 +216,7 @@ class WorkerWorld:
         self.adapters = WorkerAdapters(source, self._send, lambda: self.used, lambda: self.now_s)
 
     def pass_on(self) -> None:
-        """Begins what the adapters have released, as a worker does after each event."""
+        """Begins released legs, as a worker does after each event."""
         for leg in self.adapters.released():
             if leg.error:
                 self.failed.append(leg.error)
@@ -250,7 +250,7 @@ class WorkerWorld:
 
 
 def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path) -> None:
-    """It loads an adapter once, however often it is told of it, and keeps one that is wanted again in time."""
+    """A worker loads an adapter once, however often it is told to, and keeps it if it is wanted again in time."""
     keeper, folder = FakeKeeper(), write_adapter(tmp_path / "one", 1)
     world, digest = WorkerWorld(keeper), digest_of(folder)
     keeper.hold.clear()
@@ -270,7 +270,7 @@ def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path
     world.used = {digest}
     world.want()
     world.tick()
-    assert keeper.variants, "a request has it"
+    assert keeper.variants, "a request uses it"
     world.used = set()
     world.tick()
     assert not keeper.variants
@@ -348,7 +348,7 @@ def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_
 
 
 def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
-    """A client that asks for many adapters delays another's one by no more than what is being read already."""
+    """A client that requests many adapters delays another client's adapter only by the one being read already."""
     world = FullWorld(tmp_path, 6, most=1)
     world.held.hold.clear()
     for at in range(4):
@@ -363,14 +363,14 @@ def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_ever_where_all_are_used(tmp_path: Path) -> None:
-    """The one that was asked for least recently is closed to new requests until those that have it have ended."""
+    """The adapter requested least recently accepts no new requests until its running ones have ended."""
     world = FullWorld(tmp_path, 4, most=2)
     world.used = {world.digests[2], world.digests[3]}
     assert world.admits(2, "a")
     assert world.admits(3, "a")
     assert not world.admits(0, "b")
     assert world.admits(3, "c")
-    assert not world.admits(2, "d"), "it comes behind what waits already"
+    assert not world.admits(2, "d"), "it must wait behind earlier requests"
     world.tick()
     assert world.present == [2, 3]
     for used, present, begun in ((3, [0, 3], ["b"]), (0, [0, 2], ["b", "d"])):
@@ -406,7 +406,7 @@ def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_p
 
 
 def test_one_that_cannot_be_read_again_ends_its_legs(tmp_path: Path) -> None:
-    """The worker says that it does not have the adapter: another instance may. Once the folder is back, they begin."""
+    """The worker reports the adapter as missing, so that others can serve it. Once the folder is back, legs begin."""
     world = FullWorld(tmp_path, 2, most=1)
     settings = world.folders[0] / "adapter_config.json"
     settings.rename(tmp_path / "moved")

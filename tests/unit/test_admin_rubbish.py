@@ -1,4 +1,4 @@
-"""Rubbish at the admin port's routes: refused in the shape of errors, never a fault of ours, closed without a token."""
+"""Malformed requests to the admin port get well-formed errors, never a 500, and nothing works without a token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUERIES = ["", "mode=%00", "level=2&level=x", "mode=" + "k" * 5000, "tags=weight
 BODIES = [b"", b"{", b"[]", b'{"request_ids": 5}', b'{"request_ids": ["' + b"x" * 9000 + b'"]}', b"\xff\xfe", b"null"]
 BODIES += [b"[" * 9000, b'{"name": {}}', b'{"timeout_s": 1e400}', b'{"role": "\\ud800"}', b'{"port": -1, "name": "p"}']
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-RUN = ("/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up")  # when nothing is wrong
+RUN = ("/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up")  # succeed if valid
 
 
 async def test_no_rubbish_is_a_fault() -> None:

@@ -1,4 +1,4 @@
-"""Requests wait until there is room, no longer than they may, and are refused early where they would."""
+"""Requests wait for capacity up to their limit, and are refused early if they would wait longer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
 from tests.support.router_world import info_of, ready
 
-# ---- what room means
+# ---- capacity
 
 
 def test_prompts_that_take_long_to_begin_wait() -> None:
-    """Where no other instance of the role has room; an instance always has a prompt and the next one."""
+    """Prompts wait if no instance of the role has capacity; an instance always gets one prompt and the next one."""
     instances = pair()
     assert spare_capacity(instances)[:3] == (True, True, True)
     fill(instances[0], FULL - 1)
@@ -35,7 +35,7 @@ def test_prompts_that_take_long_to_begin_wait() -> None:
 
 
 def test_short_requests_do_not_wait_for_a_long_prompt_that_gives_way_to_them() -> None:
-    """Only long ones do: the instance has more than enough of these."""
+    """Only long prompts wait for an instance that is busy with a long prompt, unless its short ones fill it, too."""
     instances = pair()
     prefill = instances[0]
     prefill.info = info_of("prefill-0", "prefill", max_num_batched_tokens=512)
@@ -45,7 +45,7 @@ def test_short_requests_do_not_wait_for_a_long_prompt_that_gives_way_to_them() -
     room = spare_capacity(instances)
     assert (room.for_prompts, room.longest) == (True, prefill.long_from) == (True, 4096)
     prefill.num_outstanding, prefill.outstanding_tokens = 5, FULL + prefill.long_tokens
-    assert not spare_capacity(instances).for_prompts, "its short ones alone take long"
+    assert not spare_capacity(instances).for_prompts, "its short prompts alone take too long"
 
 
 def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
@@ -65,7 +65,7 @@ def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
         (8, {"num_running": 8, "num_landing": 2}, (True, False, False)),
         (256, {"num_running": 4, "num_waiting": 3}, (True, False, True)),
         (256, {"num_blocks": 100, "num_held_blocks": 90}, (True, True, False)),
-        # What waits for its prompt takes a place, and is no sign of a full instance.
+        # Sequences that wait for their prompt take a place, but do not show that the instance is full.
         (256, {"num_waiting": 40, "num_expected": 40}, (True, True, True)),
         (256, {"num_waiting": 43, "num_expected": 40}, (True, False, True)),
         (32, {"num_waiting": 40, "num_expected": 40}, (True, False, False)),
@@ -86,7 +86,7 @@ def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
 
 
 def test_instances_of_one_kind_or_none() -> None:
-    """One that does both needs room for both; where nobody takes requests, waiting does not help."""
+    """A hybrid needs capacity for both phases; without any instance that takes requests, nothing waits."""
     instances = pair(8, num_running=2)
     assert spare_capacity(instances[1:])[:3] == (True, True, True)
     instances[1].load = wire.Load(num_running=8, num_waiting=4)
@@ -96,7 +96,7 @@ def test_instances_of_one_kind_or_none() -> None:
     assert spare_capacity(instances)[:3] == (True, True, True)
 
 
-# ---- who waits, and how long
+# ---- which requests wait, and how long
 
 
 async def test_who_waits_begins_as_soon_as_there_is_room() -> None:
@@ -111,7 +111,7 @@ async def test_who_waits_begins_as_soon_as_there_is_room() -> None:
     hall.close()
     (third,) = await hall.waiting(1)
     fill(hall.instances[0], 0)
-    hall.heard.set()  # a heartbeat, and nothing has ended
+    hall.heard.set()  # a heartbeat without ended requests
     await third
 
 
@@ -126,7 +126,7 @@ async def test_room_for_one_is_not_given_to_two() -> None:
     hall.open()
     await asyncio.sleep(0)
     assert not second.done()
-    hall.close()  # the former first one
+    hall.close()  # the request that was first before
     hall.room.begun(entry)
     await asyncio.sleep(0)
     assert not second.done()
@@ -144,7 +144,7 @@ async def test_nobody_waits_longer_than_he_may() -> None:
     assert hall.room.num_waiting == 0
     hall = Hall(max_wait_s=100.0)
     hall.close()
-    with pytest.raises(Overloaded, match="has waited for the 100 s"):  # what it has waited before counts
+    with pytest.raises(Overloaded, match="has waited for the 100 s"):  # its earlier wait counts
         await hall.visit(since_s=asyncio.get_running_loop().time() - 100)
 
 
@@ -154,7 +154,7 @@ async def test_who_leaves_takes_no_turn() -> None:
     first, second, third = await hall.waiting(3)
     first.cancel()
     hall.open()
-    second.cancel()  # at the very moment of its turn
+    second.cancel()  # exactly when its turn comes
     await third
     assert hall.room.num_waiting == 0
     assert hall.room.queue.clients["a"].num_begun == 1
@@ -170,8 +170,8 @@ async def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come
     assert told.value.retry_after_s == math.ceil(15 - SAFE * 10)
     with pytest.raises(Overloaded, match="is expected"):
         await hall.visit()
-    hall.room.departs(hall.room.arrives("another", 10), 10)  # which is next
-    for task in tasks[: told.value.retry_after_s]:  # so many are done in that time
+    hall.room.departs(hall.room.arrives("another", 10), 10)  # this request is next
+    for task in tasks[: told.value.retry_after_s]:  # as many as end within that time
         task.cancel()
     while hall.room.num_waiting > 15 - told.value.retry_after_s:
         await asyncio.sleep(0)
@@ -198,7 +198,7 @@ async def test_what_arrives_at_the_same_time_is_counted_before_it_is_read() -> N
 def test_a_pause_does_not_make_what_follows_look_slow() -> None:
     pace = AdmissionRate(0.0)
     pace.passed(3 * MEASURED_S, waited=True)
-    for at in range(10):  # 3,000 tokens/s, after a start that took its time
+    for at in range(10):  # 3,000 tokens/s after a slow start
         pace.passed(3 * MEASURED_S + 0.1 * at, waited=True)
         pace.began(300)
     assert 2500 < pace.tokens_per_s < 4500
@@ -226,7 +226,7 @@ async def test_the_last_places_are_for_who_has_few() -> None:
     hall.room.begun(await hall.room.turn("hog", 10, 4))
     hall.instances[1].load = wire.Load(num_running=7)
     (hogs,) = await hall.waiting(1, "hog")
-    for load in (wire.Load(num_running=7), wire.Load(num_running=12, num_waiting=4)):  # one place left, and none
+    for load in (wire.Load(num_running=7), wire.Load(num_running=12, num_waiting=4)):  # one place left, then none
         hall.instances[1].load = load
         await hall.visit("guest")
         assert not hogs.done()
@@ -236,7 +236,7 @@ async def test_the_last_places_are_for_who_has_few() -> None:
 
 
 async def test_the_sequences_of_a_request_count_before_it_begins() -> None:
-    """A request of many has no more of the last places than so many requests."""
+    """A request with many sequences gets no larger share of the last places than as many single requests."""
     hall = Hall()
     await hall.visit("guest")
     entry = await hall.room.turn("hog", 10, 3)
@@ -264,7 +264,7 @@ async def test_all_that_wait_end_when_the_server_stops() -> None:
 
 
 async def test_prompts_of_one_request_are_let_in_together() -> None:
-    """Places taken by some of them would be wasted, and a retry would do no better."""
+    """All prompts of a request are admitted once one is, because refusing some would waste the others' places."""
     hall, group = Hall(max_wait_s=1.0), PromptGroup()
     hall.close()
     tasks = await hall.waiting(1, num_tokens=1000, group=group)
@@ -283,7 +283,7 @@ async def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_long
     (late,) = await hall.waiting(1, group=group)
     with pytest.raises(Overloaded, match="has waited"):
         await hall.visit(group=PromptGroup())
-    await asyncio.sleep(0.02)  # longer than it may alone
+    await asyncio.sleep(0.02)  # longer than a single request may wait
     assert not late.done()
     hall.open()
     await late
@@ -302,7 +302,7 @@ async def test_where_there_are_priorities_nobody_is_refused_for_what_comes_after
 
 
 async def test_who_would_begin_at_once_is_not_refused_for_those_who_may_not() -> None:
-    """The guest has had more tokens of late than the hog, whose requests wait for places."""
+    """The guest has used more tokens recently than the hog, but the hog's requests wait for places only it lacks."""
     hall = Hall(max_wait_s=1.0)
     hall.room.begun(await hall.room.turn("hog", 10, 4))
     hall.room.ended(await hall.visit("guest", 10_000), 10_000)

@@ -1,4 +1,4 @@
-"""Pools whose layers are all alike: what they send, store and hash stays as it was before layers could differ."""
+"""With identical layers, pools send, store and hash the same bytes as before layers could differ."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RECORDED = {
 
 
 def filled(layout: KVLayout) -> KVPool:
-    """Each block has numbers of its own, written as blocks from elsewhere are."""
+    """Returns a pool whose blocks hold different numbers, written like received blocks."""
     pool = KVPool(layout, 6)
     for block in range(6):
         pool.put_block(block, probe_content(layout, block))

@@ -1,4 +1,4 @@
-"""Guides of `allowed_tools` with auto: whatever they permit, a reader finds no call outside the set in it."""
+"""Guides of `allowed_tools` with mode auto permit no text in which the parser finds a call to another tool."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def goals_of(form: ReplyFormat) -> list[str]:
 
 
 def fragments_of(world: World, form: ReplyFormat, rng: random.Random) -> list[str]:
-    """Whole calls of either tool and pieces of them, marks, and text between."""
+    """Returns whole calls of either tool, pieces of them, markers, and plain text."""
     calls = list(BAD_CALLS.get(form.tool_parser, []))
     for tool in (GOOD, BAD, BAD):
         guide = form.guide([tool], "required", "", 2)

@@ -1,4 +1,4 @@
-"""HTTP answers: choices, logprobs, prompt logprobs and usage, whole and streamed, from scripted tokens."""
+"""Choices, logprobs, prompt logprobs and usage in whole and streamed HTTP answers, from scripted tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def script() -> Script:
 
 @pytest.fixture
 def post(tmp_path: Path, script: Script) -> Post:
-    """`post(route, **fields)` asks a server whose model is the script."""
+    """Returns `post(route, **fields)`, which sends a request to a server whose model is the script."""
     checkpoint = text_checkpoint(tmp_path, RUST)
     service = TextService(cast(Router, script), checkpoint, service_config(max_model_len=1000))
     app = FastAPI()
@@ -110,7 +110,7 @@ TWO: list[tuple[int, int, FinishReason | None, Logprobs | None]] = [
 
 
 def test_choices_of_a_chat_whole_and_streamed(post: Post, script: Script) -> None:
-    """Each choice's role once and first, its finish_reason once and last; one id; the usage at the end."""
+    """Each choice has its role once, first, and its finish_reason once, last; the id is constant; usage comes last."""
     script.lines = TWO
     data = post("/v1/chat/completions", **CHAT, n=2, stop_token_ids=[D]).json()
     assert data["choices"] == [
@@ -226,7 +226,7 @@ def test_logprobs_of_a_chat(post: Post, script: Script) -> None:
     told = [c["choices"][0]["logprobs"] for c in chunks]
     assert [entry for each in told if each is not None for entry in each["content"]] == CHAT_CONTENT
     assert told[0] is None
-    assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "beside their own text"
+    assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "logprobs apart from their text"
 
 
 def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
@@ -245,14 +245,14 @@ def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
 def test_logprobs_of_the_plain_api(post: Post, script: Script) -> None:
     script.lines = LINES
     data = post("/generate", **COMPLETION, logprobs=2).json()
-    in_text = COMPLETION_LOGPROBS | {"text_offset": [2, 3, 3, 4]}  # the text begins with the prompt
+    in_text = COMPLETION_LOGPROBS | {"text_offset": [2, 3, 3, 4]}  # offsets include the echoed prompt
     assert data == {"text": ["hiaé"], "logprobs": [in_text]}
     *frames, _ = post("/generate", **COMPLETION, logprobs=2, stream=True).content.split(b"\0")
     assert json.loads(frames[-1]) == data
     assert all("logprobs" not in json.loads(frame) for frame in frames[:-1])
 
 
-# ---- of prompts
+# ---- logprobs of prompts
 
 
 def test_logprobs_of_an_echo(post: Post, script: Script) -> None:
@@ -278,7 +278,7 @@ def test_logprobs_of_an_echo(post: Post, script: Script) -> None:
 
 
 def test_prompt_logprobs(post: Post, script: Script) -> None:
-    """On a completion's choices, on a chat's answer; the token itself first, then the most likely ones."""
+    """Completions have them in each choice, chats in the answer; the token itself precedes the most likely ones."""
     script.lines = TWO
     h, i = RUST.encode("hi").ids
     script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-math.inf, 3, (h, -0.5), (HALF_1, -1.0))])
@@ -299,4 +299,4 @@ def test_prompt_logprobs(post: Post, script: Script) -> None:
     assert post("/generate", **COMPLETION, prompt_logprobs=2, n=2).json()["prompt_logprobs"] == expected
     script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-0.5, 1, (i, -0.5), (h, -1.0))])
     (_, found) = post("/generate", **COMPLETION, prompt_logprobs=2, n=2).json()["prompt_logprobs"]
-    assert {key: value["rank"] for key, value in found.items()} == {str(i): 1, str(h): 2}, "the token is there once"
+    assert {key: value["rank"] for key, value in found.items()} == {str(i): 1, str(h): 2}, "the token is listed once"

@@ -1,4 +1,4 @@
-"""API keys, CORS and the root path in front of the public port's routes: admitted requests, and refusals."""
+"""API keys, CORS and the root path at the public port: which requests are admitted and which are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ask = Callable[..., Answer]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Ask]:
-    """`make(**settings)` is a server with these settings: `ask(method, path, headers, body)`."""
+    """Returns `make(**settings)`, which returns `ask(method, path, headers, body)` for a server with these settings."""
 
     def build(openai: bool = True, **settings: Any) -> Ask:
         app, _ = make_app(tmp_path, HttpConfig(**{"api_keys": KEYS, **settings}), openai)
@@ -52,7 +52,7 @@ def make(tmp_path: Path) -> Callable[..., Ask]:
         [("Authorization", "Basic sk-first")],
         [("X-Api-Key", "sk-first")],
         [("Authorization", "Bearer caf\xe9")],
-        [("Authorization", "Bearer wrong"), RIGHT],  # a proxy may have looked at the other one
+        [("Authorization", "Bearer wrong"), RIGHT],  # a proxy may have checked the other header
         [RIGHT, RIGHT],
     ],
 )
@@ -61,7 +61,7 @@ def test_without_a_right_key_nothing_is_read_or_served(
 ) -> None:
     answer = make()("POST", "/v1/chat/completions", headers, {"messages": []})
     assert answer.status == 401
-    assert answer.num_received == 0, "the body was read"
+    assert answer.num_received == 0, "the body was read before the key was checked"
     assert answer.headers["www-authenticate"] == "Bearer"
     error = answer.json()["error"]
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
@@ -108,7 +108,7 @@ def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> N
 
 @pytest.mark.parametrize("root_path", ["", "/api", "/health"])
 def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_path: str) -> None:
-    """Whatever gets through without a key is one of the probes."""
+    """Without a key, no spelling of a path reaches anything except the probes."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=KEYS, root_path=root_path))
     pieces = [
         "",
@@ -139,8 +139,8 @@ def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_pat
 
 def test_probes_are_open_under_the_root_path_too(make: Callable[..., Ask]) -> None:
     asked = make(root_path="/api")
-    assert asked("GET", "/api/health").status == asked("GET", "/health").status == 503  # nobody serves the model
-    assert make(root_path="/heal")("GET", "/health").status == 503  # which only begins like it
+    assert asked("GET", "/api/health").status == asked("GET", "/health").status == 503  # there is no instance
+    assert make(root_path="/heal")("GET", "/health").status == 503  # a prefix of the path, but not of whole segments
     for path in ("/apihealth", "/api//health", "/api/api/health", "/api/health/", "/api/v1/models"):
         assert asked("GET", path).status == 401, path
 
@@ -154,7 +154,7 @@ def test_metrics_open_with_their_key_and_nothing_else_does(make: Callable[..., A
         assert asked("GET", path, headers).status == 401
     for other in ("/v1/models", "/docs", "/load/", "/loads"):
         assert asked("GET", other, [metrics_key]).status == 401
-    load = path.replace("metrics", "load")  # a gateway's endpoint picker asks with this key, too
+    load = path.replace("metrics", "load")  # a gateway's endpoint picker uses this key
     assert [asked("GET", load, [key]).status for key in (metrics_key, RIGHT)] == [200, 200]
     assert [asked("GET", load, keys).status for keys in ([], [("Authorization", "Bearer mk-2")])] == [401, 401]
     closed = make(root_path="/api")("GET", path, [RIGHT])
@@ -185,7 +185,7 @@ def test_a_server_that_stops_still_asks_for_the_key_first(tmp_path: Path) -> Non
 
 
 def caller_for(key: str, **settings: Any) -> Caller:
-    """The one that routes see."""
+    """Returns the caller that routes see for a key."""
     seen: list[Caller] = []
 
     async def route(scope: Any, receive: Any, send: Any) -> None:
@@ -198,12 +198,12 @@ def caller_for(key: str, **settings: Any) -> Caller:
 
 
 def test_each_tenant_has_cached_prompts_of_its_own() -> None:
-    """So a rotated key finds what its predecessor cached."""
+    """Tenants share no cached prompts; a rotated key keeps its tenant, and so finds its predecessor's."""
     first, second = (caller_for(key) for key in KEYS)
     salts = [caller.salt(own) for caller in (first, second) for own in (None, "a", "b")]
     assert len({*salts}) == 6
-    assert not any(key in f"{caller} {salts}" for key in KEYS for caller in (first, second)), "keys are told nobody"
-    assert first == caller_for(KEYS[0]), "restarts keep caches"
+    assert not any(key in f"{caller} {salts}" for key in KEYS for caller in (first, second)), "the salt reveals the key"
+    assert first == caller_for(KEYS[0]), "the salt changes with a restart"
     old, new = (caller_for(key, tenants=("team", "team")) for key in KEYS)
     assert old == new
     assert old.salt("mine") == new.salt("mine") != caller_for(KEYS[0], tenants=("team", "other")).salt(None)
@@ -242,11 +242,11 @@ def test_pages_of_allowed_origins_may_ask_and_read_refusals(make: Callable[..., 
     other = asked("GET", "/v1/models", [("Origin", "https://page.example.evil"), RIGHT])
     assert other.status == 200
     assert "access-control-allow-origin" not in other.headers
-    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 400  # POST is not allowed
+    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 400  # this route does not allow POST
 
 
 def test_streams_go_through_piece_by_piece() -> None:
-    """Each piece is sent on before the next one is made."""
+    """Middleware forwards each piece of a stream before the next one is generated."""
     sent: list[bytes] = []
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:

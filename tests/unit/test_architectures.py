@@ -1,4 +1,4 @@
-"""Reasons read from an unlisted type's config.json alone: the true one, with --try-unlisted and without."""
+"""The reasons for refusing an unlisted model type, from config.json only, with and without --try-unlisted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.settings.engine_config import EngineConfig
 from tests.unit.test_checkpoint import make_folder
 
-# As on the Hub, without what says nothing here.
+# As on the Hub, without irrelevant fields.
 STATE = "keeps a state besides keys and values"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "lfm3", "conv_L_cache": 3}, f"{STATE} (conv_L_cache)"),
@@ -83,7 +83,7 @@ def test_the_true_reason(tmp_path: Path, config: dict[str, Any], reason: str) ->
 
 
 def test_one_that_may_be_tried_and_its_defaults(tmp_path: Path) -> None:
-    """`auto_map` does not matter where transformers has the type itself."""
+    """`auto_map` is ignored if transformers itself has the type."""
     folder = make_folder(tmp_path / "model", model_type="helium", auto_map={"AutoConfig": "own.Config"})
     config = json.loads((folder / "config.json").read_text())
     for choice in ({}, {"try_unlisted": ("nemotron",)}):
@@ -92,7 +92,7 @@ def test_one_that_may_be_tried_and_its_defaults(tmp_path: Path) -> None:
         assert message.endswith(f"; docs/models.md lists all {len(SUPPORTED_MODEL_TYPES)}")
     assert opened(folder, try_unlisted=("nemotron", "helium")).is_unproven
     assert not opened(make_folder(folder), try_unlisted=("llama",)).is_unproven
-    # transformers' defaults count; a type that has no length by itself must have one in config.json
+    # uses transformers' defaults; a type without a default length needs one in config.json
     folder = make_folder(tmp_path / "model", {"model_type": "helium", "vocab_size": 7})
     found = opened(folder, try_unlisted=("helium",))
     assert (found.max_position_embeddings, found.config["vocab_size"]) == (4096, 7)
@@ -148,7 +148,7 @@ def test_a_multimodal_model_without_a_listed_text_part(tmp_path: Path) -> None:
 
 
 def test_threads_may_read_architectures_together() -> None:
-    """Syntax trees of CPython 3.11 count the depth of calls for all threads as one, and fail when threads alternate."""
+    """CPython 3.11's ast counts recursion depth over all threads together, and fails when threads alternate."""
     depths = (0, 7, 14, 21)
     gate = threading.Barrier(len(depths))
 

@@ -1,4 +1,4 @@
-"""msmodelslim's W4A16: one or two codes in a byte, or eight in a word."""
+"""msmodelslim's W4A16 formats: one or two codes per byte, or eight per word."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_the_codes_of_every_packing(form: str, group_size: int) -> None:
 
 def test_offsets_and_group_sizes_of_small_codes() -> None:
     parts = read(CODES, weight_offset=torch.tensor([[3.0], [-2.0]]))
-    assert torch.equal(parts["code_zeros"], torch.tensor([[-3.0], [2.0]])), "a weight is (code - zero) * scale"
-    pairs = torch.tensor([[1, 2, 3, 4], [0, 1, 0, 1]], dtype=torch.int8)  # all of them would be codes by themselves
+    assert torch.equal(parts["code_zeros"], torch.tensor([[-3.0], [2.0]])), "expected (code - zero) * scale"
+    pairs = torch.tensor([[1, 2, 3, 4], [0, 1, 0, 1]], dtype=torch.int8)  # each byte would also be a valid single code
     assert read(pairs, 8)["codes"].shape == (2, 8)
     assert read(pairs, 4)["codes"].shape == (2, 4)
 

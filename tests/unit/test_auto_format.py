@@ -1,4 +1,4 @@
-"""The formats that `auto` chooses, by texts of the models' chat templates and by their types."""
+"""The formats that `auto` chooses by the texts in chat templates and by model types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an instance should change its role by itself, on recorded loads."""
+"""When an instance should change its role automatically, on recorded loads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUIET = [prefill("prefill-0", 0), prefill("prefill-1", 0)]
 PROMPTS_WAIT = [prefill("prefill-0", 6), decode("decode-0", 0.1, tokens=9), decode("decode-1", 0.1, tokens=5)]
 POOL_IS_FULL = [prefill("prefill-0", 0), prefill("prefill-1", 1), decode("decode-0", 1.0, num_waiting=3)]
 
-# As `pd-cluster instances` showed them: 40 requests at a time of 700 prompt and 2 output tokens, then of 8 and 600.
+# Recorded from `pd-cluster instances`: 40 concurrent requests of 700 prompt and 2 output tokens, then of 8 and 600.
 LONG_PROMPTS = [
     InstanceReading("prefill-0", "prefill", 19, 1, 44 / 300),
     InstanceReading("prefill-1", "prefill", 18, 1, 88 / 300),
@@ -50,7 +50,7 @@ LONG_ANSWERS = [
     InstanceReading("decode-0", "decode", 11, 9, 204 / 300),
     InstanceReading("decode-1", "decode", 13, 7, 266 / 300),
 ]
-HELD_UP = [  # decode instances are full, and so prefill instances are full of prompts that nobody takes
+HELD_UP = [  # decode instances are full, so prefill instances are full of prompts that none of them takes
     InstanceReading("prefill-0", "prefill", 9, 0, 1.0, num_exporting=20),
     InstanceReading("prefill-1", "prefill", 9, 0, 1.0, num_exporting=20),
     InstanceReading("decode-0", "decode", 58, 4, 1.0),
@@ -67,10 +67,10 @@ HELD_UP = [  # decode instances are full, and so prefill instances are full of p
         (POOL_IS_FULL, ("prefill-1", "decode")),
         ([*QUIET, decode("decode-0", num_waiting=4)], ("prefill-1", "decode")),
         ([*QUIET, decode("decode-0", num_running=64)], ("prefill-1", "decode")),
-        ([prefill("prefill-0", 9), decode("decode-0")], None),  # the last decode instance
-        ([prefill("prefill-0", 9), decode("decode-0", 0.3), decode("decode-1", 0.3)], None),  # 0.6 on one alone
+        ([prefill("prefill-0", 9), decode("decode-0")], None),  # it is the last decode instance
+        ([prefill("prefill-0", 9), decode("decode-0", 0.3), decode("decode-1", 0.3)], None),  # 0.6 for one instance
         ([prefill("prefill-0", 3), decode("decode-0"), decode("decode-1")], None),  # not busy enough
-        ([prefill("prefill-0", 9), decode("decode-0", 1.0), decode("decode-1", 1.0)], None),  # both are
+        ([prefill("prefill-0", 9), decode("decode-0", 1.0), decode("decode-1", 1.0)], None),  # both sides are busy
         ([prefill("prefill-0", 0), decode("decode-0"), decode("decode-1")], None),
         ([], None),
     ],
@@ -84,16 +84,16 @@ def test_it_must_last() -> None:
     assert decide(recorded(*PROMPTS_WAIT, num=11), NEVER, RULES) is not None
     history = recorded(*PROMPTS_WAIT, num=11)
     history[5] = RoleSample(5.0, (prefill("prefill-0", 0), *PROMPTS_WAIT[1:]))
-    assert decide(history, NEVER, RULES) is None, "one quiet second"
-    assert decide([history[0], history[10]], NEVER, RULES) is None, "nobody looked meanwhile"
-    assert decide(recorded(*PROMPTS_WAIT, is_settled=False), NEVER, RULES) is None, "somebody is on its way"
+    assert decide(history, NEVER, RULES) is None, "one quiet second must reset the wait"
+    assert decide([history[0], history[10]], NEVER, RULES) is None, "the load was not checked in between"
+    assert decide(recorded(*PROMPTS_WAIT, is_settled=False), NEVER, RULES) is None, "another one is changing"
     history = recorded(*PROMPTS_WAIT)
-    assert decide(history, 10.0 - 59.9, RULES) is None, "soon after another"
+    assert decide(history, 10.0 - 59.9, RULES) is None, "too soon after another change"
     assert decide(history, 10.0 - 60.0, RULES) is not None
 
 
 def test_one_change_never_calls_for_the_other() -> None:
-    """Whatever the loads are: when one side asks, the same work on the new roles does not ask for the way back."""
+    """After a change, the same work on the new roles must not call for the reverse change, for any loads."""
     for num_prompts in range(30):
         for held in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
             prefills = [prefill(f"prefill-{i}", num_prompts) for i in range(2)]
@@ -107,7 +107,7 @@ def test_one_change_never_calls_for_the_other() -> None:
 
 
 def test_oscillating_load_makes_nothing_flap() -> None:
-    """Prompts come in waves of 6 s; a change must not follow each of them."""
+    """Prompts arrive in waves of 6 s; roles must not follow each wave."""
     world = ElasticWorld(num_prefill=2, num_decode=2)
     auto = AutoRole()
     flips: list[tuple[float, Flip]] = []
@@ -124,7 +124,7 @@ def test_oscillating_load_makes_nothing_flap() -> None:
 
 
 def test_long_phases_are_followed_one_by_one() -> None:
-    """300 s of prompts, then 300 s of decoding, twice: the roles follow, and never faster than the cool-down."""
+    """Roles follow 300 s of prompts and 300 s of decoding, twice, but never faster than the cool-down."""
     world = ElasticWorld(num_prefill=2, num_decode=2)
     auto, flips = AutoRole(), list[tuple[int, Role]]()
     for at in range(1200):
@@ -137,7 +137,7 @@ def test_long_phases_are_followed_one_by_one() -> None:
         if flip := auto.observe(float(at), world.membership.instances):
             flips.append((at, flip.role))
             for each in world.membership.instances:
-                each.load = Load()  # it becomes empty
+                each.load = Load()  # drained
             world.elastic.change_role(flip.name, flip.role)
             world.elastic.tick()
         assert {each.role for each in world.membership.instances} == {"prefill", "decode"}
@@ -149,6 +149,6 @@ def test_only_those_that_take_requests_count() -> None:
     world.elastic.drain("decode-0")
     sample = RoleSample.of(0.0, world.membership.instances)
     assert [each.name for each in sample.instances] == ["prefill-0", "decode-1", "decode-2"]
-    assert sample.is_settled, "a drained one is at rest"
+    assert sample.is_settled, "a drained instance must count as settled"
     world["decode-0"].num_outstanding = 1
     assert not RoleSample.of(0.0, world.membership.instances).is_settled

@@ -1,4 +1,4 @@
-"""Batches from their first state to their last: each custom_id once, whatever ends a process, a disk or a window."""
+"""Batches from first to last state: each custom_id is answered once, despite kills, full disks or expiry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ URL = "/v1/completions"
 
 
 class Answers:
-    """Answers some with an error. `before` is called with the number of answers so far."""
+    """Answers lines, some with errors. `before` is called with the number of answers so far."""
 
     def __init__(self, before: Callable[[int], Any] = lambda number: None) -> None:
         self._before = before
@@ -86,7 +86,7 @@ def execute(store: BatchStore, batch: BatchObject, answers: Answers, most: int =
 
 
 def ids_in(store: BatchStore, batch: BatchObject) -> list[str]:
-    """Returns the custom_ids of both files."""
+    """Returns the custom_ids in the output and error files."""
     found = []
     for file_id in (batch.output_file_id, batch.error_file_id):
         if file_id is not None:
@@ -112,7 +112,7 @@ def test_a_batch_from_its_first_state_to_its_last(store: BatchStore) -> None:
 
 def test_the_counts_of_open_batches_are_those_of_all_owners(store: BatchStore) -> None:
     first, second = create(store, lines(9)), create(store, lines(4), "two")
-    assert store.open_counts() == RequestCounts()  # their files have not been read
+    assert store.open_counts() == RequestCounts()  # their files have not been read yet
     for batch, number in ((first, 9), (second, 4)):
         store.note_begun(batch.id, number)
     store.note_progress(second.id, RequestCounts(4, 1, 2), {})
@@ -153,7 +153,7 @@ def test_an_input_file_with_errors_fails_as_a_whole(store: BatchStore, data: byt
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_ends_a_process_each_request_has_one_line(store: BatchStore, seed: int) -> None:
-    """A killed process leaves a torn line at most; what it answered is not asked again."""
+    """A killed process leaves at most one torn line; its answered requests are not repeated."""
     rng, made = random.Random(seed), create(store, lines(60, bad=5))
     kept = store.load(made.id)
     content, num_asked = Path(store.files.config.folder) / CONTENT, 0
@@ -181,7 +181,7 @@ def test_whatever_ends_a_process_each_request_has_one_line(store: BatchStore, se
     batch = execute(store, made, answers)
     assert batch.status == "completed"
     assert Counter(ids_in(store, batch)) == Counter({f"c{at}": 1 for at in range(60)})
-    assert num_asked + len(answers.asked) <= 60 + 4 * 4, "more than what was under way was asked twice"
+    assert num_asked + len(answers.asked) <= 60 + 4 * 4, "requests that were not in flight were repeated"
 
 
 def test_a_cancelled_batch_keeps_its_answers(store: BatchStore) -> None:
@@ -254,7 +254,7 @@ class _nothing:
 
 
 def test_answers_beyond_the_quota_are_errors(store: BatchStore) -> None:
-    """A batch may fill what its key may keep, and adds short errors beyond."""
+    """A batch fills its key's quota with answers; each further answer becomes a short error."""
 
     class Large(Answers):
         async def answer(self, kept: KeptBatch, entry: BatchEntry) -> LineAnswer:

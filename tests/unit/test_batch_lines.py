@@ -1,4 +1,4 @@
-"""The lines of a batch: valid requests, valid answers, and no kill that loses or repeats one."""
+"""Lines of batch files: valid requests and answers, none lost or repeated when the process is killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def line(custom_id: object, **changes: Any) -> bytes:
 
 
 def test_a_request_line_has_its_id_url_and_body() -> None:
-    """Blank lines and a byte order mark are no requests."""
+    """Blank lines and a byte order mark are skipped."""
     content = b"\xef\xbb\xbf" + line("a") + b"\n  \r\n" + line("b").rstrip()
     found = list(entries_of(io.BytesIO(content)))
     assert [(each.number, each.custom_id, each.url, each.error) for each in found] == [
@@ -103,13 +103,13 @@ def test_the_answers_of_another_program_count_too() -> None:
     assert answered_in(io.BytesIO(other), "out") == ({BatchEntry(9, "a").key}, len(other))
 
 
-PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")  # as str.isprintable() has it
+PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")  # as in str.isprintable()
 ids = st.one_of(st.none(), st.text(PRINTABLE, min_size=1, max_size=8))
 
 
 @st.composite
 def inputs(draw: st.DrawFn) -> bytes:
-    """Good lines, wrong ones, and some without an id; the ids differ."""
+    """Draws valid lines with different ids, invalid lines, and lines without an id."""
     found = draw(st.lists(ids, max_size=12, unique_by=lambda each: object() if each is None else each))
     kinds = draw(st.lists(st.sampled_from([CHAT_URL, "/nowhere"]), min_size=len(found), max_size=len(found)))
     blanks = draw(st.lists(st.sampled_from([b"", b"\n"]), min_size=len(found), max_size=len(found)))
@@ -117,7 +117,7 @@ def inputs(draw: st.DrawFn) -> bytes:
 
 
 def run(source: io.BytesIO, target: Path, rng: random.Random) -> Iterator[None]:
-    """Writes answers in any order, as the command does. It pauses after each, so that it can be killed there."""
+    """Writes answers in random order, as the command does; pauses after each, where the test may kill it."""
     with target.open("a+b") as file:
         file.seek(0)
         answered = answered_in(file, "out")
@@ -136,7 +136,7 @@ def run(source: io.BytesIO, target: Path, rng: random.Random) -> Iterator[None]:
 def test_every_request_is_answered_once_whatever_was_killed(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, seed: int, num_kills: int
 ) -> None:
-    """Each kill comes after some answers, and leaves the output cut off at any byte of the last one or before."""
+    """Each kill comes after some answers and truncates the output anywhere up to the end of the last one."""
     rng, source = random.Random(seed), io.BytesIO(content)
     target = tmp_path_factory.mktemp("batch") / "out.jsonl"
     kept: list[bytes] = []
@@ -152,7 +152,7 @@ def test_every_request_is_answered_once_whatever_was_killed(
     for _ in run(source, target, rng):
         pass
     lines = target.read_bytes().splitlines(keepends=True)
-    assert lines[: len(kept)] == kept  # complete lines are not touched
+    assert lines[: len(kept)] == kept  # complete lines are unchanged
     found = [json.loads(each) for each in lines]
     got = [(each["custom_id"], (each["error"] or {}).get("line")) for each in found]
     wanted = [(e.custom_id, None if e.custom_id else e.number) for e in entries_of(source)]
@@ -180,7 +180,7 @@ def test_an_output_that_takes_no_more_is_told() -> None:
 def test_what_was_written_is_brought_to_the_disk_once_or_the_failure_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system reports it once; lines written later would follow lost ones. A pipe or device has no disk."""
+    """The system reports a failed fsync only once, so the command stops there. Pipes and devices need no fsync."""
     synced, errors = list[int](), list[OSError]()
 
     def fsync(fd: int) -> None:
@@ -190,7 +190,7 @@ def test_what_was_written_is_brought_to_the_disk_once_or_the_failure_is_told(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with opened_target(str(tmp_path / "out.jsonl")) as target:
-        assert len(synced) == 1, "the folder's, which has a new file"
+        assert len(synced) == 1, "the folder must be synced after a new file"
         output = Output(target.fd)
         output.sync()
         output.write(b"a\n")
@@ -205,7 +205,7 @@ def test_what_was_written_is_brought_to_the_disk_once_or_the_failure_is_told(
                 again()
     monkeypatch.undo()
     with opened_target("/dev/null") as target:
-        assert target.file is None, "there is nothing to resume from"
+        assert target.file is None, "nothing can be resumed from a pipe"
         output = Output(target.fd)
         output.write(b"x\n")
         output.sync()
@@ -215,7 +215,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     name = str(tmp_path / "out.jsonl")
     with opened_target(name), pytest.raises(ConfigError, match="another run-batch writes it"), opened_target(name):
         pass
-    with opened_target(name) as target:  # it has ended
+    with opened_target(name) as target:  # the first process has ended
         assert target.file is not None
 
 

@@ -1,4 +1,4 @@
-"""A step's tensors on their way to a device: one copy, and views of it."""
+"""A step's tensors reach the device in one copy, and are views of it."""
 
 from __future__ import annotations
 

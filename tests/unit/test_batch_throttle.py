@@ -1,4 +1,4 @@
-"""When requests of batches begin: all at once while nobody else is there, else a fifth of the prompts' time."""
+"""Batch requests begin all at once if there are no others; otherwise they get a fifth of the prefill time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_alone_they_take_what_there_is() -> None:
         throttle.begins()
         throttle.sent(str(at), at)
         throttle.has_token(str(at), at + 0.5)
-    assert not throttle.may_begin(9.0, FREE), "as many as are allowed"
+    assert not throttle.may_begin(9.0, FREE), "expected as many as are allowed"
     throttle.ends()
     assert throttle.may_begin(9.0, FREE)
     assert not throttle.may_begin(9.0, FREE._replace(is_free=False))
@@ -29,7 +29,7 @@ def test_alone_no_more_prompts_are_sent_than_prefill_instances_begin_soon() -> N
         throttle.begins()
     assert not throttle.may_begin(0.0, FREE)
     assert throttle.may_begin(0.0, FREE._replace(num_prefills=2))
-    throttle.ends()  # without a stream: it was refused
+    throttle.ends()  # ended without a first token: it was refused
     throttle.ends()
     assert throttle.may_begin(0.0, FREE)
 
@@ -42,11 +42,11 @@ def test_beside_others_prompts_take_a_fifth_of_the_time() -> None:
             now_s += 0.001
         throttle.begins()
         throttle.sent(str(at), now_s)
-        assert not throttle.may_begin(now_s, FREE), "one at a time"
+        assert not throttle.may_begin(now_s, FREE), "expected one at a time"
         took_s = rng.uniform(0.01, 0.1)
         busy_s, now_s = busy_s + took_s, now_s + took_s
         throttle.has_token(str(at), now_s)
-        throttle.has_token(str(at), now_s + 9)  # its end changes nothing any more
+        throttle.has_token(str(at), now_s + 9)  # its end has no further effect
         throttle.ends()
     assert busy_s <= now_s / (1 + PAUSE) * 1.01
 

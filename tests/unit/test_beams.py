@@ -1,4 +1,4 @@
-"""Beam search as policy: which hypotheses it keeps, against a search of everything; and the blocks of its groups."""
+"""Beam search: the hypotheses it keeps, against an exhaustive search, and the blocks of its groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def search_params(width: int = 3, **fields: Any) -> Sampling:
 
 
 class Table:
-    """Log-probabilities after any tokens, each a function of all of them. `step` 0.5 makes many of them equal."""
+    """Log-probabilities as a function of all tokens so far. `step` 0.5 makes many of them equal."""
 
     def __init__(self, rng: random.Random) -> None:
         self.seed = rng.random()
@@ -52,7 +52,7 @@ class Table:
         return values if max(values) > -INF else [0.0, *values[1:]]
 
     def candidates(self, tokens: tuple[int, ...], width: int) -> list[Candidate]:
-        """The least that a search is promised."""
+        """Returns the fewest candidates that a search may get."""
         best = sorted((-value, token) for token, value in enumerate(self.row(tokens)) if value > -INF)
         kept = {*best[:width], *[each for each in best if each[1] not in self.ends][:width]}
         return [Candidate(token, -negated, token in self.ends) for negated, token in sorted(kept)]
@@ -88,7 +88,7 @@ def test_the_hypotheses_are_those_of_a_search_through_everything(early_stopping:
 
 
 def test_each_way_to_stop_gives_an_answer_of_its_own() -> None:
-    """Early stopping is not without effect: the three rules differ on the same tables."""
+    """The three rules for early stopping give different answers on the same tables."""
     differ: Counter[str] = Counter()
     for seed in range(100):
         found = []
@@ -193,7 +193,7 @@ def row_after(beam: Request) -> list[Candidate]:
 
 
 def step(scheduler: StepScheduler, answers: dict[str, list[TokenOutput]]) -> StepPlan:
-    """Plans, computes, and lets every beam that caught up grow."""
+    """Plans and computes a step, and extends every beam whose tokens are all computed."""
     plan = scheduler.plan()
     for beam in scheduler.computed(plan):
         change = beam_groups.advance(scheduler, beam, row_after(beam))
@@ -211,7 +211,7 @@ def finish_all(scheduler: StepScheduler) -> dict[str, list[TokenOutput]]:
         if not scheduler.requests:
             assert scheduler.blocks.num_held == scheduler.swap.num_held == 0
             return answers
-    raise AssertionError(f"somebody starves: {[(r.key, r.status) for r in scheduler.requests.values()]}")
+    raise AssertionError(f"requests did not finish: {[(r.key, r.status) for r in scheduler.requests.values()]}")
 
 
 def beam_request(name: str, prompt: int, arrival_s: float = 0.0, width: int = 3, **fields: Any) -> Request:
@@ -223,16 +223,16 @@ def test_beams_share_blocks_and_write_to_copies() -> None:
     scheduler.add(beam_request("a", 10, width=4))
     step(scheduler, {})
     assert [r.index for r in scheduler.running] == [0, 1, 2, 3]
-    assert scheduler.blocks.num_held == 3  # the prompt's, for all four
+    assert scheduler.blocks.num_held == 3  # the prompt's blocks, shared by all four
     plan = step(scheduler, {})
-    assert len(plan.moves) == 3  # all but one copy the third block, which is partly filled
+    assert len(plan.moves) == 3  # all but one copy the third block, which is only partly filled
     assert scheduler.blocks.num_held <= 2 + 4
     scheduler = make(64)
     scheduler.add(beam_request("a", 5, width=2))
     step(scheduler, {})
     first, second = scheduler.running
     for beam in (first, second):
-        beam.num_computed_tokens += 1  # as if the step were computed
+        beam.num_computed_tokens += 1  # as if the step had been computed
         scheduler.park(beam)
     children = beam_groups.regroup(scheduler, [first, second], [Growth(1, 8), Growth(1, 9)])
     assert children == [first, second]
@@ -249,7 +249,7 @@ def test_beams_share_blocks_and_write_to_copies() -> None:
 @pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
 def test_searches_end_however_scarce_everything_is(max_num_seqs: int, caches: bool, swap: int) -> None:
-    """A pool for one sequence and a half, several groups: each gets the answer that it gets alone."""
+    """With blocks for one and a half sequences and several beam groups, each gets the same answer as alone."""
     rng = random.Random(f"{max_num_seqs} {caches} {swap}")
     for _ in range(3):
         scheduler = make(rng.randrange(6, 10), max_num_seqs, rng.choice([1, 3, 16]), caches, swap)

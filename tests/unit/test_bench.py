@@ -1,4 +1,4 @@
-"""Results of the bench: event streams, percentiles, goals, the JSON file."""
+"""Results of the benchmark: event streams, percentiles, goals and the JSON file."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_times_of_a_stream() -> None:
     assert sample.error is None
     assert sample.ttft_s == pytest.approx(0.5)
     assert sample.itl_s == pytest.approx([0.2, 0.6])
-    assert sample.tpot_s == pytest.approx(0.8 / 4)  # five tokens by the server's count
+    assert sample.tpot_s == pytest.approx(0.8 / 4)  # the server's usage counts five tokens
     assert sample.e2e_s == pytest.approx(1.5)
     assert (sample.num_prompt_tokens, sample.num_output_tokens, sample.text) == (5, 5, "abcd")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_split_of_the_bytes_gives_the_same_text(seed: int) -> None:
-    """The split may be within a character, or at Unicode's line separators, which do not end lines in this format."""
+    """The bytes may be split inside a character or at Unicode line separators, which do not end lines here."""
     text = ["né", "\u2028", "\x85", "日本", "\r\n", "data: [DONE]"]
     stream = b": a comment\r\n\n" + b"".join(map(piece, text)) + DONE
     rng = random.Random(seed)
@@ -72,7 +72,7 @@ def test_any_split_of_the_bytes_gives_the_same_text(seed: int) -> None:
 
 
 def test_tokens_that_came_with_the_first_are_not_timed() -> None:
-    """Token ids tell how many came at once, and count as an arrival without text too."""
+    """Token ids show how many tokens arrived together, and count as an arrival even without text."""
     recorder = Recorder(0.0)
     recorder.feed(event({"choices": [{"text": "ab", "token_ids": [1, 2, 3]}]}), 1.0)
     recorder.feed(event({"choices": [{"text": "", "token_ids": [4]}]}), 1.5)

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses and /v1/messages from scripted tokens: failures before and after the first event, cuts."""
+"""Answers of /v1/responses and /v1/messages from scripted tokens: failures before and after the first event, aborts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LOST = InstanceLost("its worker died")
 
 @cache
 def event_type() -> TypeAdapter[Any]:
-    from openai.types.responses import ResponseStreamEvent  # takes a second, as its adapter does
+    from openai.types.responses import ResponseStreamEvent  # imported here because it takes a second
 
     return TypeAdapter(ResponseStreamEvent)
 
 
 class Script:
-    """A router that gives these tokens, and then fails or ends."""
+    """A router that yields these tokens, and then fails or ends."""
 
     def __init__(self, tokens: list[int], end: FinishReason | PdClusterError, logprobs: Logprobs | None = None) -> None:
         self.membership = SimpleNamespace(instances=[])
@@ -124,7 +124,7 @@ def test_a_failure_before_anything_is_a_status(
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_response_is_kept_before_its_client_learns_of_it(tmp_path: Path, reason: FinishReason) -> None:
-    """Of every way to answer: the file has what was sent."""
+    """A response is stored before it is sent, whole or streamed, and the stored one equals the sent one."""
     app = app_of(tmp_path, Script([A, B, C], reason))
     whole = ask(app, "POST", "/v1/responses", [], BODIES["/v1/responses"]).json()
     streamed = events_of(ask(app, "POST", "/v1/responses", [], {**BODIES["/v1/responses"], "stream": True}))[-1]
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path) -> None:
 
 
 def test_logprobs_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a text that a call follows, in the middle of a stream."""
+    """Covers a text that is followed by a call in the middle of a stream."""
     built: list[int] = []
     chat = LogprobsFormat.chat
 

@@ -1,4 +1,4 @@
-"""The block pool: all or nothing, counted holders, and a check that notices."""
+"""The block pool: takes all blocks or none, counts holders, and detects corruption in `check()`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_taking_is_all_or_nothing_and_releasing_counts() -> None:
 
 
 def test_a_block_rests_after_its_release_or_comes_again_at_once() -> None:
-    """On CPU, a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
+    """Without `rests`, a released block is reused at once, so a prefill instance on CPU reuses memory in its caches."""
     pool = BlockPool(3)
     (first,) = pool.take(1)
     pool.release([first])
@@ -46,7 +46,7 @@ def test_a_block_rests_after_its_release_or_comes_again_at_once() -> None:
 
 
 def test_contents_are_forgotten_whoever_holds_them() -> None:
-    """A cached block is free at once, a held one when it is released; followers hear of both."""
+    """A cached block becomes free at once, a held one when released; followers are notified of both."""
     pool = BlockPool(4)
     held, cached, plain = pool.take(3)
     pool.remember(held, b"h" * 32)
@@ -59,7 +59,7 @@ def test_contents_are_forgotten_whoever_holds_them() -> None:
     assert pool.find([b"h" * 32]) == pool.find([b"c" * 32]) == []
     assert pool.changes() == {b"h" * 32: None, b"c" * 32: None}
     pool.check([[held, plain]])
-    pool.remember(plain, b"h" * 32)  # what was forgotten may be computed again
+    pool.remember(plain, b"h" * 32)  # forgotten content may be computed again
     pool.release([held, plain])
     pool.check([])
     assert (pool.num_cached, pool.find([b"h" * 32])) == (1, [plain])

@@ -1,4 +1,4 @@
-"""Continuations of beams, from rows of logits: against a sort of the whole vocabulary."""
+"""Continuations of beams from rows of logits, against a sort of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ends_of(row: SamplingRow) -> set[int]:
 
 
 def expected(logits: torch.Tensor, row: SamplingRow) -> list[tuple[int, float, bool]]:
-    """The `beam_width` best of all and of those that do not end, of equals the lowest id first."""
+    """Returns the `beam_width` best of all tokens and of those that do not end; equal ones by lowest id."""
     width, ends = row.request.sampling.beam_width, ends_of(row)
     values = logits.double().log_softmax(-1).tolist()
     ranked = sorted((-value, token) for token, value in enumerate(values) if value > -math.inf)
@@ -55,7 +55,7 @@ def test_the_best_and_the_best_that_go_on(vocab_size: int) -> None:
         for _ in range(12)
     ]
     logits = torch.randn(len(rows), vocab_size) * 3
-    logits[4:8] = logits[4:8].round()  # many equal ones
+    logits[4:8] = logits[4:8].round()  # makes many logits equal
     at = [rng.randrange(len(rows)) for _ in rows]
     kept = logits.clone()
     for found, row, i in zip(sampler.candidates(logits, rows, at), rows, at, strict=True):
@@ -73,7 +73,7 @@ def test_masks_come_before_the_choice_and_clients_see_the_models_own_logits() ->
     (found,) = sampler.candidates(logits, [row_for(logit_bias=((3, 50.0),))], [0])
     assert (found[0].token_id, found[0].ends) == (3, True)
     (found,) = sampler.candidates(logits, [row_for(allowed_token_ids=(4,), bad_words=((4,),))], [0])
-    assert [candidate.token_id for candidate in found] == [4], "where all is forbidden, one of the allowed"
+    assert [candidate.token_id for candidate in found] == [4], "if all are forbidden, expected an allowed token"
     logits[0, 5] = math.nan
     (found,) = sampler.candidates(logits, [row_for()], [0])
     assert len(found) == 5

@@ -1,4 +1,4 @@
-"""A graph's first run comes after all earlier launches, and nothing else is captured with it."""
+"""A graph's first run follows all earlier launches, and no other work is captured with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.model.lora.prompt_adapters import PromptAdapters
 from pd_cluster.model.lora.tensor_placement import TensorPlacement
 from tests.support.fake_device import FakeModule, Stream, install
 
-POOL_SIZE = 4  # torch's has 32
+POOL_SIZE = 4  # torch's pool has 32 streams
 
 
 def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: 
     found: list[float] = []
 
     def synchronize(index: int) -> None:
-        """Runs the newest stream first; it waits for others only where the code asks for it."""
+        """Runs streams from newest to oldest, so that one waits for another only if the code says so."""
         for stream in reversed(gpu.streams):
             stream.run(stream.num_launched)
         found.append(read.item())
@@ -42,7 +42,7 @@ def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there were before: torch hands out the few that it has in turn."""
+    """torch reuses its few streams in turn, so after enough copies one could get the captured stream."""
     gpu = install(monkeypatch)
     _add_graphs(gpu, monkeypatch)
     pools: dict[int, itertools.cycle[Stream]] = {}
@@ -69,7 +69,7 @@ def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypa
 
 
 def test_loading_an_adapter_waits_for_launches_but_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for all of the device invalidates a graph that the engine's thread captures meanwhile."""
+    """A device-wide wait would invalidate a graph that the engine's thread is capturing."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(gpu, "synchronize", lambda index: pytest.fail("the device is synchronized"), raising=False)
     done: list[str] = []

@@ -33,7 +33,7 @@ def test_what_is_near_comes_first_and_what_is_far_is_left_out() -> None:
     assert "tests/unit/test_block_pool.py" in chosen("pd_cluster/kv/block_pool.py", durations=times_s, budget_s=2.0)
     name = "tests/cluster/test_up.py"
     assert name in chosen(name, durations={name: 1e6}, budget_s=0.0)
-    assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py"), "helpers of tests count"
+    assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py"), "changes of test helpers count"
 
 
 def test_a_commit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_commit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_durations_are_those_of_the_newest_cache(tmp_path: Path) -> None:
-    """Each half of scripts/test.sh has its own, and pytest by hand one more."""
+    """Each half of scripts/test.sh has its own cache of durations, and pytest run by hand has another."""
     for at_s, (name, found) in enumerate(
         {".": {"a": 1.0, "b": 1.0, "c": 1.0}, "one-process": {"a": 2.0, "b": 2.0}, "clusters": {"b": 3.0}}.items()
     ):

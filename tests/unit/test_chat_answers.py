@@ -1,4 +1,4 @@
-"""Chat answers with reasoning and calls in them: whole and streamed say the same."""
+"""Chat answers with reasoning and calls are the same whole and streamed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(tmp_path: Path) -> Service:
 
 
 async def asked(service: TextService, streams: bool, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """An answer's only part, or all of a stream's."""
+    """Returns an answer as a list of one, or all chunks of a stream."""
     hello = [{"role": "user", "content": "hello"}]
     request = ChatCompletionRequest(**{"messages": hello, "n": 2, "seed": 1, **fields})
     answer = ChatAnswer(request, "x", service, await service.chat(request))
@@ -69,7 +69,7 @@ async def asked(service: TextService, streams: bool, fields: dict[str, Any]) -> 
 
 
 def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
-    """Choices, after whole and streamed were compared."""
+    """Returns the choices, after comparing the whole answer with the streamed one."""
 
     async def both() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         found = await asked(service, False, fields), await asked(service, True, fields)
@@ -83,7 +83,7 @@ def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
 
 
 def plain(choice: dict[str, Any]) -> dict[str, Any]:
-    """Returns an answer without the fields that differ from one to the next."""
+    """Returns a choice without the fields that differ between answers."""
     message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
     calls = [call["function"] for call in message.pop("tool_calls", [])]
     logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
@@ -113,7 +113,7 @@ def accumulated(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
 
 
 def test_calls_are_read_after_reasoning_and_content(make: Service) -> None:
-    """The markers are special tokens here, and so are not shown; the text between them is."""
+    """The markers are special tokens, so they are omitted; the text between them is shown."""
     service, router = make(THOUGHT + "Let me see." + CALL + "\n" + SECOND + "<eos>")
     router.last_reason, router.logprobs = "stop", {0: -1.0, 1: -1.0}
     for choice in answers(service, tools=TOOLS, logprobs=True):
@@ -189,7 +189,7 @@ def test_usage_in_every_chunk_begins_at_none(make: Service) -> None:
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
 def test_tokens_of_hidden_reasoning_are_hidden(make: Service, reasoning: str) -> None:
-    """Whole and streamed, with the ids of tokens, their logprobs or both; what is shown wrote the content."""
+    """With token ids, logprobs or both, whole and streamed, only the tokens of shown content are returned."""
     secret, shown = "see crêt\nof it", "So … <b> it is."
     text = f"<think>\n{secret}\n</think>\n\n{shown}"
     if reasoning == "openai_gptoss":
@@ -209,7 +209,7 @@ def test_tokens_of_hidden_reasoning_are_hidden(make: Service, reasoning: str) ->
 
 
 def listed(service: TextService, streams: bool, **fields: Any) -> list[list[int]]:
-    """Returns all lists of tokens in the choices: their ids, and those by the texts of their logprobs."""
+    """Returns all token lists in the choices: the ids, and those given by the texts of logprobs."""
     found: dict[tuple[int, str], list[int]] = {}
     by_bytes = {service.tokenizer.token_bytes(at): at for at in range(VOCAB_SIZE)}
     parts = asyncio.run(asked(service, streams, fields))
@@ -235,7 +235,7 @@ def listed(service: TextService, streams: bool, **fields: Any) -> list[list[int]
 def test_the_last_mark_of_the_generation_prompt_counts(
     make: Service, generation_prompt: str, reasoning: str, is_reasoning: bool
 ) -> None:
-    """Whatever text the template has behind it, and whatever marks messages have."""
+    """Text after the marker in the template, and markers in messages, make no difference."""
     ends = "{% if add_generation_prompt %}" + generation_prompt + "{% else %}<|end|>{% endif %}"
     service, _ = make("aaa</think>bbb", reasoning=reasoning, template="{{ messages[0].content }} " + ends)
     (choice,) = answers(service, n=1, messages=[{"role": "user", "content": "a </think> <think> b"}])

@@ -1,4 +1,4 @@
-"""`pd-cluster chat` on a terminal: a real process behind a pseudo-terminal, a scripted server in front of it."""
+"""`pd-cluster chat` as a real process on a pseudo-terminal, with a scripted server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAKE_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys
 
 
 class Server(ThreadingHTTPServer):
-    """Answers a chat as scripted; `asked` has the bodies of requests, `left` an item for each client that went away."""
+    """Answers chats as scripted; `asked`: request bodies; `left`: an item for each client that disconnected."""
 
     daemon_threads = True
 
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Terminal:
-    """A chat in a terminal: what a person types, and what they see."""
+    """A chat in a terminal: types keys and reads the screen."""
 
     def __init__(self, url: str) -> None:
         self._fd, child_fd = pty.openpty()
@@ -110,13 +110,13 @@ class Terminal:
 
     @property
     def _shows(self) -> bool:
-        """Whether something new is on the screen, within a tenth of a second."""
-        poller = select.poll()  # select() takes no descriptor above 1,023
+        """Whether new output appears within a tenth of a second."""
+        poller = select.poll()  # select() fails for descriptors above 1,023
         poller.register(self._fd, select.POLLIN)
         return bool(poller.poll(100))
 
     def read_until(self, text: str) -> str:
-        """Returns what is new on the screen, up to and with `text`."""
+        """Returns the new output up to and including `text`."""
         seen, until_s = b"", time.monotonic() + WAIT_S
         while text.encode() not in seen:
             assert time.monotonic() < until_s, seen
@@ -125,12 +125,12 @@ class Terminal:
         return seen.decode()
 
     def interrupt(self) -> None:
-        """Presses Ctrl-C until the program ends: Python misses one that comes between two keys that it reads."""
+        """Presses Ctrl-C until the program ends, because Python misses one that arrives between two key reads."""
         seen, until_s, press_s = b"", time.monotonic() + WAIT_S, 0.0
         while self.process.poll() is None:
             now_s = time.monotonic()
             assert now_s < until_s, (seen, Path(f"/proc/{self.process.pid}/status").read_text())
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 if now_s >= press_s:
                     self.type("\x03")
                     press_s = now_s + 1.0
@@ -159,14 +159,14 @@ def terminal(server: Server) -> Iterator[Terminal]:
 
 
 def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, terminal: Terminal) -> None:
-    long = "a long line " * 500  # a terminal without an editor cuts a line at 4,096 bytes
+    long = "a long line " * 500  # without a line editor, a terminal cuts lines at 4,096 bytes
     terminal.read_until(PROMPT)
     terminal.type(f"{long}\r")
     assert f"{len(long.strip())} characters" in terminal.read_until(f"]\r\n{PROMPT}")
-    terminal.type("é中🙂\x7f\x7f\r")  # each byte by itself; erased by characters
+    terminal.type("é中🙂\x7f\x7f\r")  # sent byte by byte; backspaces erase whole characters
     assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
     terminal.type("tricks\r")
-    assert "\ufffd[2J\t" in terminal.read_until("fine\u200d"), "shown, and not obeyed"
+    assert "\ufffd[2J\t" in terminal.read_until("fine\u200d"), "control sequences must be shown, not executed"
     terminal.read_until(f"]\r\n{PROMPT}")
     terminal.type("/new\r")
     terminal.read_until(PROMPT)
@@ -177,15 +177,15 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     server.left.get(timeout=WAIT_S)
     terminal.type("die\r")
     assert "half an ans" in terminal.read_until(f"]\r\n{PROMPT}")
-    terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # the fifth line from the last
+    terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # the fifth-last line
     assert "1 characters" in terminal.read_until(f"]\r\n{PROMPT}")
-    assert [each["content"] for each in server.asked[-1]["messages"]] == ["é"], "what failed is forgotten"
+    assert [each["content"] for each in server.asked[-1]["messages"]] == ["é"], "a failed message must be forgotten"
     assert {each["model"] for each in server.asked} == {"the-first"}
     terminal.type("unfinished")
-    # Ctrl-C discards keys that were polled but not yet read: readline would then wait for one, deaf to signals.
+    # Ctrl-C discards keys that were polled but not read; readline would then wait for a key and ignore signals.
     terminal.read_until("unfinished")
     terminal.interrupt()
-    # The second: a press that came while the interpreter was ending. Shells call both 130.
+    # -SIGINT results from a press while the interpreter was ending. Shells report both as 130.
     assert terminal.process.returncode in (130, -signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""Reading a model folder; every fault names the file and the way out."""
+"""Reading a model folder; every error names the file and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA_NBYTES = 4 * SAMPLE_NBYTES
 
 
 def make_folder(folder: Path, config: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A folder that looks like a llama; the weights are zeros."""
+    """Writes a folder that looks like a llama's; the weights are zeros."""
     folder.mkdir(exist_ok=True)
     settings = {"model_type": "llama", "max_position_embeddings": 512, "eos_token_id": 2, **changes}
     (folder / "config.json").write_text(json.dumps(settings if config is None else config))
@@ -157,7 +157,7 @@ def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expect
 
 
 def test_a_stretch_that_is_asked_for_lengthens_the_context(folder: Path) -> None:
-    """The refusal of a longer one names it, with a factor that reaches far enough."""
+    """The error for a longer length suggests a rope scaling factor that is large enough."""
     with pytest.raises(ModelError) as refused:
         Checkpoint.open(str(folder)).max_model_len(1500)
     found = re.search(r"--rope-scaling (\{.*\})$", str(refused.value))
@@ -174,7 +174,7 @@ def test_a_stretch_that_is_asked_for_lengthens_the_context(folder: Path) -> None
 
 
 def test_what_ends_a_sequence(folder: Path) -> None:
-    """`generation_config.json` counts before `config.json`."""
+    """`generation_config.json` takes precedence over `config.json`."""
     cases: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
         ({}, {}, set()),
         ({"eos_token_id": [3, 4]}, {}, {3, 4}),
@@ -216,7 +216,7 @@ def test_another_content_is_another_identity(folder: Path, tmp_path: Path) -> No
         check()
     (folder / "zz.safetensors").write_bytes(weights)
     check()
-    for form in ("gptq", "gptq_v2"):  # which says how zero points are read
+    for form in ("gptq", "gptq_v2"):  # checkpoint_format decides how zero points are read
         (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": form}))
         check()
 
@@ -225,7 +225,7 @@ def test_another_content_is_another_identity(folder: Path, tmp_path: Path) -> No
 
 
 def w4a8(weights: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any] | None = None) -> dict[str, Any]:
-    """compressed-tensors' settings of four bits with int8 activations, beside weights of another kind."""
+    """Returns compressed-tensors' config for four-bit weights with int8 activations, beside other groups."""
     groups: dict[str, Any] = {
         "group_0": {
             "weights": {"num_bits": 4, "type": "int", **weights},
@@ -238,7 +238,7 @@ def w4a8(weights: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any]
 
 
 def w8a8(*inputs: dict[str, Any]) -> dict[str, Any]:
-    """compressed-tensors' settings of int8 weights with these activations."""
+    """Returns compressed-tensors' config for int8 weights with these activations."""
     groups = {str(i): {"weights": {"num_bits": 8}, "input_activations": each} for i, each in enumerate(inputs)}
     return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
 
@@ -247,7 +247,7 @@ DYNAMIC, STATIC = {"dynamic": True, "strategy": "token"}, {"dynamic": False, "st
 
 
 def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nbytes: int = 0) -> None:
-    """name -> (dtype, bytes)."""
+    """`tensors`: name -> (dtype, number of bytes)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (dtype, nbytes) in tensors.items():
@@ -360,13 +360,13 @@ def test_the_first_name_of_compressed_tensors_field(folder: Path) -> None:
     ],
 )
 def test_a_quantized_tensor_is_refused_by_name(folder: Path, tensor: str, dtype: str) -> None:
-    """Without any description: read as they are, they would be numbers without their scales."""
+    """Without a quantization config, the tensors would be read as numbers without their scales."""
     write_weights(folder, {"model.norm.weight": ("BF16", 8), tensor: (dtype, 8)})
     assert fault(folder).startswith(f"{folder / 'model.safetensors'}: {tensor} ({dtype}): quantized weights")
 
 
 def test_buffers_of_integers_are_none(folder: Path) -> None:
-    """GPT-2's masks, which old files have."""
+    """Old GPT-2 files contain integer masks, which are not weights and are ignored."""
     tensors = {"transformer.h.0.attn.bias": ("U8", 16), "transformer.h.0.attn.c_attn.weight": ("F32", 16)}
     write_weights(folder, {**tensors, "logit_scale": ("F32", 4), "position_ids": ("I64", 8)})
     assert Checkpoint.open(str(folder))

@@ -1,4 +1,4 @@
-"""Children of a process that serves leave signals to it: a drain and a SIGHUP of all do not end what they check."""
+"""A server's child processes ignore its signals: a drain or a SIGHUP to the group does not end their checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignored(pid: int) -> int:
-    """The mask of the signals that a process ignores."""
+    """Returns the mask of the signals that a process ignores."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:")]
     return int(line.split()[1], 16)
 
@@ -40,7 +40,7 @@ def test_a_child_that_checks_ignores_what_reaches_all(module: str) -> None:
             theirs.close()
             ours.shutdown(socket.SHUT_WR)
             process.wait(START_S)
-            assert process.returncode > 0, "it ends for want of settings, and of no signal"
+            assert process.returncode > 0, "expected an exit for missing settings, not by a signal"
         finally:
             process.kill()
             process.wait()

@@ -1,5 +1,5 @@
-"""Every field that OpenAI's and Anthropic's own clients can send is honoured, refused by name, or known to say nothing
-about the answer. At any depth: our schemas let unknown fields pass, so one that is missing there is missed silently.
+"""Every field that OpenAI's and Anthropic's clients can send is honoured, refused by name, or listed as irrelevant to
+the answer, at any depth. Our schemas accept unknown fields, so a missing one would be ignored silently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequ
 from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
 from pd_cluster.service.schema.tagged_types import TaggedTypes
 
-REQUESTS: dict[str, type[BaseModel]] = {  # by the client's types, whose packages take seconds to import
+REQUESTS: dict[str, type[BaseModel]] = {  # names of the clients' types, because importing the packages takes seconds
     "openai.types.completion_create_params.CompletionCreateParamsBase": CompletionRequest,
     "openai.types.chat.completion_create_params.CompletionCreateParamsBase": ChatCompletionRequest,
     "openai.types.responses.response_create_params.ResponseCreateParamsBase": ResponsesRequest,
@@ -38,12 +38,12 @@ REQUESTS: dict[str, type[BaseModel]] = {  # by the client's types, whose package
     "anthropic.types.message_count_tokens_params.MessageCountTokensParams": MessagesPrompt,
     "anthropic.types.beta.message_count_tokens_params.MessageCountTokensParams": MessagesPrompt,
 }
-TO_TEMPLATES = r"messages\.\w+\.(name|tool_call_id|tool_calls)"  # fields of messages, which chat templates get
-OBFUSCATION = "include_obfuscation"  # asks for padding, which clients drop
+TO_TEMPLATES = r"messages\.\w+\.(name|tool_call_id|tool_calls)"  # fields of messages that are passed to chat templates
+OBFUSCATION = "include_obfuscation"  # requests padding, which clients discard
 
 
 def leaves(hint: Any) -> Iterator[Any]:
-    """Yields the types that a value, or what is in it, may have."""
+    """Yields all types that a value or its elements may have."""
     if get_origin(hint) is Literal or not get_args(hint):
         yield hint
     else:
@@ -57,9 +57,9 @@ def types_of(hint: Any) -> set[str]:
 
 
 def missed(theirs: Any, ours: type[BaseModel], place: str, seen: frozenset[Any] = frozenset()) -> Iterator[str]:
-    """Yields the fields of a client's type that a schema of ours does not have, and those within its fields.
+    """Yields the fields of a client's type that our schema lacks, including nested ones.
 
-    `seen`: the client's types around this one, which may be in themselves.
+    `seen`: the enclosing client types, because types may be recursive.
     """
     known = {field.alias or name: field for name, field in ours.model_fields.items()}
     for name, hint in get_type_hints(theirs).items():
@@ -79,12 +79,12 @@ def missed(theirs: Any, ours: type[BaseModel], place: str, seen: frozenset[Any] 
                 yield from missed_kinds(inner, kinds, types, within, seen | {inner})
             for model in schemas:
                 field = model.model_fields.get("type")
-                if field is None or not types or types & types_of(field.annotation):  # others are refused by type
+                if field is None or not types or types & types_of(field.annotation):  # others are refused by `type`
                     yield from missed(inner, model, within, seen | {inner})
 
 
 def missed_kinds(theirs: Any, kinds: TaggedTypes, types: set[str], place: str, seen: frozenset[Any]) -> Iterator[str]:
-    """The same for an object that is read by its type. One that nobody knew when the schema was made is missed, too."""
+    """Like `missed`, for an object that is selected by `type`; also yields types that the schema does not know."""
     for each in sorted(types):
         if each in kinds.served:
             yield from missed(theirs, kinds.served[each], place, seen)
@@ -93,7 +93,7 @@ def missed_kinds(theirs: Any, kinds: TaggedTypes, types: set[str], place: str, s
 
 
 def kinds_in(field: FieldInfo) -> TaggedTypes | None:
-    """Returns what says, beside a field's type or within it, which objects are in the field."""
+    """Returns the annotation, on a field's type or within it, that lists the objects in the field by type."""
     found = (*field.metadata, *marks(field.annotation))
     return next((each for each in found if isinstance(each, TaggedTypes)), None)
 
@@ -117,7 +117,7 @@ def test_every_field_of_the_clients_is_known(name: str) -> None:
 
 def members(union: str) -> dict[str, Any]:
     """Returns the types of a client's union by their values of `type`."""
-    sent = [each for each in leaves(resolve_name(union)) if hasattr(each, "__total__")]  # others are those of answers
+    sent = [each for each in leaves(resolve_name(union)) if hasattr(each, "__total__")]  # others occur only in answers
     return {kind: each for each in sent for kind in types_of(get_type_hints(each).get("type"))}
 
 
@@ -149,7 +149,7 @@ def test_a_block_that_is_not_served_is_refused_by_its_type(role: str) -> None:
             chat_of_messages(MessagesPrompt(messages=turns), frozenset(), False)
 
 
-CHAT_PARTS: dict[str, set[str]] = {  # served type -> the fields that are read, or known to say nothing
+CHAT_PARTS: dict[str, set[str]] = {  # served type -> fields that are read or known to be irrelevant
     "text": {"type", "text", "prompt_cache_breakpoint"},
     "refusal": {"type", "refusal"},
     "image_url": {"type", "image_url", "prompt_cache_breakpoint"},

@@ -1,4 +1,4 @@
-"""The files that make processes one cluster: their writers and readers, and the error of a launch without them."""
+"""The credential files of a cluster: their writers and readers, and the error of a launch without them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_public_keys_of_both_implementations_agree() -> None:
 
 
 def test_tables_are_written_where_no_key_can_be_made(tmp_path: Path) -> None:
-    """Neither pyzmq nor openssl; and nothing of the keys is half there for `pd-ranktable keys` to stumble over."""
+    """Without pyzmq and openssl, tables are written and no partial key files are left for `pd-ranktable keys`."""
     command = [sys.executable, "-c", WITHOUT_ZMQ + RUN, "gen", *GEN, *WHOLE]
     made = subprocess.run([*command, "--save-dir", tmp_path], env={"PATH": ""}, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
@@ -80,7 +80,7 @@ def test_tables_are_written_where_no_key_can_be_made(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in NAMES)
 
 
-# ---- who writes them
+# ---- writers
 
 
 def test_one_machine_gets_all_three_and_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_one_machine_gets_all_three_and_keeps_them(tmp_path: Path, capsys: pytes
     before = [(tmp_path / name).read_bytes() for name in NAMES]
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in NAMES} == {0o600}
     assert read_secret(tmp_path / NAMES[0]).schedulers == (public_key(read_scheduler_key(tmp_path / NAMES[1])),)
-    gen(tmp_path, "--decode-server-list", "2")  # a cluster that grows
+    gen(tmp_path, "--decode-server-list", "2")  # the cluster grows
     assert [(tmp_path / name).read_bytes() for name in NAMES] == before
     gen(tmp_path / "another")
     others = [(tmp_path / "another" / name).read_bytes() for name in NAMES]
@@ -152,7 +152,7 @@ def test_up_writes_its_own_and_keeps_it(tmp_path: Path) -> None:
         assert [m.name for m in members if any(private in word for word in m.command)] == ["scheduler"]
 
 
-# ---- who reads them
+# ---- readers
 
 
 def test_a_worker_has_no_private_key(tmp_path: Path) -> None:

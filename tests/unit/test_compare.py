@@ -1,4 +1,4 @@
-"""`bench compare`: what a spec may say, the order of rounds, ratios, and how servers are started."""
+"""`bench compare`: specs, the order of rounds, ratios, and how servers are started."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_json_says_the_same_as_toml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(file.name for file in EXAMPLES.glob("*.toml")))
 def test_examples_are_specs(name: str, tmp_path: Path) -> None:
-    """With the files that they name in their places."""
+    """The example specs are valid, given the files that they name."""
     folder, build = tmp_path / "benchmarks" / "compare", tmp_path / "build"
     (build / "vllm" / "bin").mkdir(parents=True)
     (build / "model-125m").mkdir()
@@ -160,15 +160,15 @@ def test_a_round_has_prompts_of_its_own_that_share_what_they_should(tmp_path: Pa
         assert len({each.hash_ids[:2] for each in long}) == 1
         starts += [prompt_of(load[0], 0, 256)[:16], prompt_of(long[0], 0, 256)[:16]]
     ids = [{each for arrival in load for each in arrival.hash_ids} for load in loads.values()]
-    assert sum(map(len, ids)) == len(set().union(*ids)), "two loads share a block"
+    assert sum(map(len, ids)) == len(set().union(*ids)), "two loads share a cached block"
     slow, fast = loads[0, 1.0], loads[0, 4.0]
     assert [each.at_s / 4 for each in slow] == pytest.approx([each.at_s for each in fast])
-    assert [each.at_s for each in loads[1, 1.0]] != [each.at_s for each in slow], "another round draws other times"
-    assert spec.arrivals(0, 1.0) == slow, "each server has the same"
+    assert [each.at_s for each in loads[1, 1.0]] != [each.at_s for each in slow], "each round must draw its times"
+    assert spec.arrivals(0, 1.0) == slow, "each server must get the same load"
 
 
 def test_rounds_go_there_and_back() -> None:
-    """Every server is as often before each other one as behind it, and has the same mean place."""
+    """Every server precedes each other server as often as it follows it, and all have the same mean position."""
     names = ["a", "b", "c"]
     assert [order_of(names, at) for at in range(3)] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
     places = {name: [order_of(names, at).index(name) for at in range(4)] for name in names}
@@ -181,7 +181,7 @@ def test_rounds_go_there_and_back() -> None:
 def run_of(
     server: str, round_: int, ttft_s: float, gap_s: float, constant_s: float = 1.0, level: float = 1.0
 ) -> ComparedRun:
-    """Ten answers of 11 tokens, one of them late, one failed; goals are 1 s and 50 ms."""
+    """Returns a run of ten answers of 11 tokens, one late and one failed; the goals are 1 s and 50 ms."""
     outcomes = [
         Outcome(
             request_id=f"{at}",
@@ -200,7 +200,7 @@ def run_of(
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    """The second round is three times as slow for all: ratios of medians over rounds would say something else."""
+    """The second round is three times slower for all servers, so ratios of medians over rounds would differ."""
     times = [(0.1, 0.01), (0.3, 0.03), (0.1, 0.01)]
     runs = [run_of("base", at, ttft_s, gap_s) for at, (ttft_s, gap_s) in enumerate(times)]
     runs += [run_of("other", at, factor * times[at][0], 0.5 * times[at][1]) for at, factor in enumerate((2, 3, 4))]
@@ -216,12 +216,12 @@ def test_a_ratio_is_taken_within_a_round() -> None:
     assert found["base", "ttft_p50"].ratio is None
     goodput = found["base", "goodput"].value
     assert goodput is not None
-    assert goodput.middle == pytest.approx(8 / 20), "one answer was late, one failed"
+    assert goodput.middle == pytest.approx(8 / 20), "expected one late and one failed answer"
     assert {each.name: each.value for each in results(runs)}["other / base: ttft_p50"] == pytest.approx(3.0)
 
 
 def test_nothing_is_divided_by_nothing() -> None:
-    late = [run_of("base", at, 2.0, 0.01) for at in range(2)]  # none within its goals
+    late = [run_of("base", at, 2.0, 0.01) for at in range(2)]  # no answer within the goals
     found = {(e.server, e.name): e for e in compared([*late, *(run_of("other", at, 0.1, 0.01) for at in range(2))])}
     assert found["other", "goodput"].ratio is None
     value = found["base", "goodput"].value
@@ -236,9 +236,9 @@ def test_the_range_of_many_rounds_is_that_of_the_median() -> None:
         found = MedianRange.of(values)
         assert found is not None
         assert found.middle == median(values)
-        assert min(values) < found.low < found.middle < found.high < max(values), "outliers do not widen it"
+        assert min(values) < found.low < found.middle < found.high < max(values), "outliers must not widen the interval"
         num_inside += found.low <= 2.0 <= found.high
-    assert num_inside >= 34, "about 95 % have the true median inside"
+    assert num_inside >= 34, "about 95 % of intervals must contain the true median"
     assert MedianRange.of([3.0, 1.0, 2.0]) == MedianRange(2.0, 1.0, 3.0, 3)
     assert MedianRange.of([]) is None
 
@@ -284,7 +284,7 @@ def test_what_cannot_be_compared_is_said_before_anything_starts(server: str, lin
     spec = spec_of(f'{GOOD}[[server]]\nname = "x"\n{server}\n', tmp_path)
 
     async def never(*arguments: object) -> LoadRun:
-        raise AssertionError("a load was sent")
+        raise AssertionError("a load was sent before the check")
 
     with pytest.raises(ConfigError, match=f"^spec.toml: {line}") as raised:
         asyncio.run(run_comparison(spec, "spec.toml", never))
@@ -301,7 +301,7 @@ def test_vllm_gets_the_same_cores_and_says_how_its_threads_wait(tmp_path: Path) 
     environment = vllm_environment(spec, vllm, {"PATH": "/bin", "VLLM_API_KEY": "secret"})
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == str(min(host.cores()))
     assert environment["OMP_NUM_THREADS"] == "1"
-    assert "VLLM_API_KEY" not in environment, "otherwise it would refuse the client"
+    assert "VLLM_API_KEY" not in environment, "otherwise the server would refuse the client"
     assert vllm_command(spec, vllm, 80)[-1] == "--dtype=bfloat16"
     assert "spin" in waits_of(vllm, {})
     assert waits_of(vllm, {"OMP_WAIT_POLICY": "passive"}) == "OMP_WAIT_POLICY=passive"
@@ -329,7 +329,7 @@ def test_cpu_time_is_that_of_a_process_and_its_children() -> None:
     code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'sum(range(9_000_000)); print(1); input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()  # the child has computed, and waits
+        parent.stdout.readline()  # the child has used CPU time, and waits
         found_s = cpu_s(parent.pid)
         children = [pid for pid in family(parent.pid) if pid != parent.pid]
         assert len(children) == 1

@@ -1,4 +1,4 @@
-"""D confirms a landed transfer on the thread that lands it: neither waits for a step of the engine."""
+"""D confirms a landed transfer on the landing thread, without waiting for an engine step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE = dataclasses.replace(LAYOUT, block_size=1, rule="state", layers=(1,))
 
 @dataclass
 class End:
-    """Both D's end of a lane and everything that its link calls; `log` has what others learn, in order."""
+    """D's end of a lane and everything that its link calls; `log` records all messages in order."""
 
     log: list[object] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
@@ -74,7 +74,7 @@ def landed(token_id: int = 5) -> Landed:
 
 
 def test_the_engine_learns_of_a_landing_before_its_peer_can_answer() -> None:
-    """Otherwise it would read `Confirmed` of a transfer that it takes to be landing still."""
+    """Otherwise the engine would read `Confirmed` for a transfer that it believes to be still landing."""
     end = opened_link(1)
     end.reports[0](landed())
     assert end.log == [landed(), "landing complete", ("c", wire.Confirm("t"))]
@@ -88,7 +88,7 @@ def test_only_a_landing_over_all_lanes_is_confirmed() -> None:
     end.reports[1](landed())
     assert end.log == [Landed("t", landed().first_tokens, 40), "landing complete", ("c", wire.Confirm("t"))]
     end = opened_link(2, (LAYOUT, STATE))
-    for report in end.reports[:3]:  # all of the keys and values, and half of the state
+    for report in end.reports[:3]:  # all keys and values, and half of the state
         report(landed())
     assert end.log == []
     end.reports[3](landed())

@@ -1,4 +1,4 @@
-"""Admission of connections, without sockets and with the test's own clock; random ones against recomputed counts."""
+"""Admission of connections, without sockets and with the test's clock; random ones against recounted totals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pd_cluster.errors import Overloaded, Unavailable
 from pd_cluster.settings.routing_settings import ConnectionLimits
 
 NUM_SPARE = ConnectionLimits().spare
-MANY = 1 << 20  # descriptors
+MANY = 1 << 20  # number of descriptors
 
 
 class LimitedConnection:
@@ -60,7 +60,7 @@ def test_the_longest_idle_makes_room_and_nobody_when_all_are_busy() -> None:
     limiter.begin_request(entered[1][1], is_probe=True)
     enter(limiter)
     assert [connection.was_evicted for connection, _ in entered[:4]] == [False, False, True, False]
-    limiter.end_request(entered[1][1])  # now it is the last to have become idle
+    limiter.end_request(entered[1][1])  # it becomes idle last
     for _ in range(NUM_SPARE - 2):
         enter(limiter)
     assert [at for at, (connection, _) in enumerate(entered) if not connection.was_evicted] == [0, 1]
@@ -81,7 +81,7 @@ def test_descriptors_and_addresses_have_limits() -> None:
     limiter.begin_request(high, is_probe=True)
     assert limiter.admit(LimitedConnection(), "a", 100) is None
     limiter.end_request(high)
-    assert limiter.admit(LimitedConnection(), "a", 100) is not None, "an idle one has made room"
+    assert limiter.admit(LimitedConnection(), "a", 100) is not None, "an idle connection must make room"
     assert limiter.num_open == 2
     limiter = ConnectionLimiter(ConnectionLimits(total=100, per_host=2), MANY)
     for _ in range(2):
@@ -94,15 +94,15 @@ def test_descriptors_and_addresses_have_limits() -> None:
         enter(limiter, "hog")
     assert not first.was_evicted
     assert limiter.num_open == 2 + NUM_SPARE_PER_HOST + 2
-    for _ in range(5):  # connections without an address have no such limit
+    for _ in range(5):  # connections without an address are not limited per address
         limiter.begin_request(enter(limiter, "")[1], is_probe=False)
     share = ConnectionLimits(total=10, per_host=6).share(4)
-    assert (share.total, share.per_host) == (2, 1), "processes share the whole"
+    assert (share.total, share.per_host) == (2, 1), "processes must share the limit"
     assert ConnectionLimits(total=3, per_host=0).share(8) == ConnectionLimits(total=1, per_host=0)
 
 
 def test_a_crowd_without_requests_has_the_low_descriptors() -> None:
-    """A request on a high one is served in the place of the connection that has been idle longest."""
+    """A request on a high descriptor is served; the connection that has been idle longest is closed for it."""
     limiter = ConnectionLimiter(ConnectionLimits(num_kept_descriptors=28), 128)  # probes: 88 to 99
     crowd = [enter(limiter, descriptor=at)[0] for at in range(10, 88)]
     for number, descriptor in enumerate((88, 99), 1):

@@ -1,6 +1,6 @@
-"""Two constraints on one output: every pair of masks, ends, biases, budgets and guides, in the engine.
+"""Pairs of constraints on one output (masks, ends, biases, budgets, guides), in the engine.
 
-The tokens that a guide needs are never forbidden by the others, so each request must succeed and keep to all of them.
+No constraint forbids tokens that a guide needs, so each request must succeed and satisfy all constraints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def byte_level(text: str) -> str:
 
 
 class Ends(ToyRunner):
-    """A model of the toy's logits with these end tokens."""
+    """The toy model with these end tokens."""
 
     def __init__(self, num_blocks: int, eos_token_ids: frozenset[int]) -> None:
         super().__init__(num_blocks, 4)
@@ -49,7 +49,7 @@ class Ends(ToyRunner):
 
 
 class Outcome(NamedTuple):
-    """`output` lacks the token that ends it."""
+    """`output` excludes the end token."""
 
     output: list[int]
     reason: str
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 class World:
-    """Letters, bytes of two longer characters, and marks of reasoning; `B` is an end token, and text."""
+    """A vocabulary of letters, bytes of two longer characters, and reasoning markers; `B` is an end token and text."""
 
     def __init__(self, folder: Path) -> None:
         texts = [byte_level(text) for text in TEXTS]
@@ -82,7 +82,7 @@ class World:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def run(self, samplings: Sequence[Sampling], known: Sequence[list[int]] | None = None) -> list[Outcome]:
-        """`known`: the whole outputs, for drafts of all kinds."""
+        """`known`: the whole outputs, from which right and wrong drafts are made."""
         scheduler = StepScheduler([LayerGroup(BlockPool(1024))], StepSizes(4, 64, 256), PrefixScope("toy", Numerics()))
         drafting = None
         if known is not None:
@@ -154,7 +154,7 @@ def test_every_pair_with_every_guide_and_every_budget(world: World, name: str, b
         assert failure == "", told
         if budget is not None:
             num_thought = output.index(CLOSE) if CLOSE in output else len(output)
-            assert num_thought <= budget + 2, told  # at most the rest of a character
+            assert num_thought <= budget + 2, told  # at most the remaining bytes of a character
             if guide is not None and CLOSE in output:
                 assert "\ufffd" not in world.text_of(output[:num_thought]), told
             output = output[num_thought + 1 :]
@@ -165,7 +165,7 @@ def test_every_pair_with_every_guide_and_every_budget(world: World, name: str, b
 
 @pytest.mark.parametrize("ends", [{}, {"stop_token_ids": "B"}, {"min_tokens": 3}, {"ignore_eos": True}])
 def test_an_end_token_within_the_guide_is_text(world: World, ends: dict[str, Any]) -> None:
-    """Every choice can be written, whichever the model prefers; a token that would end free text ends none of them."""
+    """Every choice can be generated, whichever the model prefers; an end token inside a choice does not end it."""
     sampling = {**ends, "stop_token_ids": (world.id_of("B"),)} if "stop_token_ids" in ends else ends
     for choice in json.loads(CHOICES.text):
         bias = tuple((token_id, 50.0) for token_id in world.tokenizer.encode(choice[0]).ids)
@@ -188,7 +188,7 @@ def test_an_end_beyond_the_tokenizer_refuses_no_guide(world: World, ends: set[in
 
 @pytest.mark.parametrize("inner", [CHOICES, None], ids=["guided", "free"])
 def test_a_budget_closes_at_the_next_character(world: World, inner: Guide | None) -> None:
-    """Whatever the budget, and wherever it ends within `…é`; the mark is what a grammar of the whole reply accepts."""
+    """For any budget, also one that ends inside a character; the closing marker fits a grammar of the whole reply."""
     form = ReplyFormat("", "deepseek_r1")
     thought = world.tokenizer.encode("a…é… …éb…").ids
     for budget in range(len(thought) + 1):

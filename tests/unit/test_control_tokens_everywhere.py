@@ -1,6 +1,6 @@
-"""A control token in each string of a request, found by walking the requests' types: none becomes a control token.
+"""Control tokens written into any string of a request stay text; the strings are found by walking the requests' types.
 
-The template writes everything that it is given: messages with all their fields, tools, documents, and variables.
+The template renders everything that it gets: messages with all fields, tools, documents and variables.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 class Planted(NamedTuple):
-    """A value with ATTACK in one place of it."""
+    """A value with ATTACK in one place."""
 
     place: str
     value: Any
@@ -76,7 +76,7 @@ class Planted(NamedTuple):
         return Planted(f"{place}{self.place}", value)
 
 
-# Fields that types do not declare, because any are passed on to the template.
+# Undeclared fields, all of which are passed to the template.
 UNDECLARED: dict[type[BaseModel], tuple[Planted, ...]] = {
     ChatMessage: (
         *(Planted(f".{name}", {**HELLO, name: ATTACK}) for name in ("name", "tool_call_id", "reasoning", "further")),
@@ -121,7 +121,7 @@ FURTHER = [
 
 
 def planted(hint: Any) -> Iterator[Planted]:
-    """Yields examples of a type that have ATTACK in one of their strings: each of them once, at whatever depth."""
+    """Yields examples of a type with ATTACK in one string each, for every string at any depth."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         for kinds in (mark for mark in args[1:] if isinstance(mark, TaggedTypes)):
@@ -221,10 +221,10 @@ async def of_reranking(service: TextService, body: bytes) -> list[list[int]]:
     return ids(*await service.scorer.generations(ScoreInput(pairs=request.pairs(), instruction=request.instruction)))
 
 
-# Each type of requests that a template writes, with fields that it needs.
+# Each request type that a template renders, with its required fields.
 CHAT = {"messages": [HELLO]}
 PAIR = {"queries": "a", "documents": ["b"]}
-# The set: places that are among those in which ATTACK reaches the prompt, as text.
+# Places at which ATTACK must reach the prompt as text.
 OF_ALL = {".chat_template_kwargs.further", ".chat_template_kwargs.bos_token"}
 OF_CHAT = OF_ALL | {".tools[].function.description", ".tools[].*", ".documents[]{}", ".documents[]{key}"}
 OF_MESSAGE = {".name", ".*", ".content", ".tool_call_id", ".tool_calls.id", ".tool_calls.name", ".tool_calls.object"}
@@ -250,12 +250,12 @@ REQUESTS: dict[type[BaseModel], tuple[Prompts, dict[str, Any], set[str]]] = {
     ScoreRequest: (of_scores, PAIR, OF_PAIRS | {".queries[]"}),
     RerankRequest: (of_reranking, {"query": "a", "documents": ["b"]}, OF_PAIRS | {".query"}),
 }
-# Requests that no template writes: their prompts are the client's own, tokens or text, as the model shall see them.
+# Requests without a template: their prompts are exactly the client's tokens or text.
 AS_GIVEN = {
     *(GenerationRequest, CompletionRequest, GenerateRequest, TokensRequest, TokensCompletionRequest),
     *(PoolingRequest, InputRequest, EmbeddingRequest, TaskRequest, ClassifyRequest),
 }
-# Types of which those of requests are made, and one that has another's fields.
+# Base types of requests, and one with another type's fields.
 PARTS = {ChatFields, MessagesPrompt, PairsRequest}
 
 
@@ -263,7 +263,7 @@ PARTS = {ChatFields, MessagesPrompt, PairsRequest}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     rust = RustTokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
-    rust.add_tokens(["yes", "no"])  # a judge's answers are one token each
+    rust.add_tokens(["yes", "no"])  # reranking needs answers of one token
     rust.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -315,4 +315,4 @@ def test_no_string_of_a_request_becomes_a_control_token(
 
     wrong, taken = asyncio.run(walk())
     assert not wrong
-    assert taken >= must_be_taken, "the walk proves nothing of places that are refused"
+    assert taken >= must_be_taken, "a refused request does not test its place"

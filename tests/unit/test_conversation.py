@@ -1,4 +1,4 @@
-"""Chat requests to prompts: a template's input, fields that it lacks, and templates sent by clients."""
+"""From chat requests to prompts: a template's input, missing fields, and templates sent by clients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_roles_are_the_api_s_and_the_template_s() -> None:
         assert error.param == "messages"
         assert str(error).startswith(f"messages[1].role: {role[:5]!r}"[:-1])
         assert str(error).endswith("give one of system, developer, user, assistant, tool, function")
-    bot = request_of({"role": "bot", "content": "a"})  # which the server's own answers have
+    bot = request_of({"role": "bot", "content": "a"})  # a field that the server's own answers have
     conversation_of(bot, frozenset(), ChatConfig(response_role="bot"))
 
 
@@ -166,7 +166,7 @@ def test_what_a_template_has_no_place_for_is_refused(name: str, value: Any) -> N
     assert refused(template=plain, **{name: value}).param == name
     rendered(template=plain, **{name: []})
     error = refused(chat_template_kwargs={name: []})
-    assert error.param == "chat_template_kwargs", "variables do not replace fields"
+    assert error.param == "chat_template_kwargs", "variables must not replace fields"
     assert name in str(error)
 
 
@@ -177,7 +177,7 @@ def test_an_effort_is_honoured_or_refused() -> None:
     for effort in get_args(get_args(ReasoningEffort)[0]):
         assert rendered(template=levels, reasoning_effort=effort) == effort
     assert rendered(reasoning_effort="none") == "^[user]hello[assistant]quiet"
-    assert rendered(reasoning_effort="high") == rendered(), "this template knows thinking or none"
+    assert rendered(reasoning_effort="high") == rendered(), "this template can only switch thinking on or off"
     assert rendered(template=plain, reasoning_effort="none") == rendered(template=plain)
 
 

@@ -1,4 +1,4 @@
-"""Homes of steps: which cores they are, and when steps leave them; by the kernel's own word where it can be asked."""
+"""A rank's home cores: which they are, and when steps leave them; tested against the kernel where possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pd_cluster.devices.core_affinity import (
 
 ALL = frozenset(os.sched_getaffinity(0))
 OWN = frozenset({min(ALL)})
-MISSING = frozenset({max(ALL) + 4000})  # no machine has such a core
+MISSING = frozenset({max(ALL) + 4000})  # exists on no machine
 DEADLINE_S = 60.0
 
 needs_counts = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no waiting")
@@ -42,7 +42,7 @@ def cores_as_before() -> Iterator[None]:
 class Time:
     now_s: float = 100.0
     waited_s: float = 0.0
-    is_told: bool = True  # by the kernel: how long a thread has waited
+    is_told: bool = True  # whether the kernel reports threads' waiting times
 
     def waited(self, thread: int) -> float:
         if not self.is_told:
@@ -64,7 +64,7 @@ def here() -> frozenset[int]:
 
 
 def step(home: CoreAffinity, at: Time, took_s: float, waited_s: float = 0.0) -> frozenset[int]:
-    """Computes a step with the rank's own share; returns the cores that it was allowed."""
+    """Runs a step with the rank's share of threads; returns the cores on which it was allowed to run."""
     home.begin()
     home.take(len(home.cores))
     allowed = here()
@@ -78,7 +78,7 @@ def step(home: CoreAffinity, at: Time, took_s: float, waited_s: float = 0.0) -> 
 
 
 def make_machine(folder: Path, places: dict[int, tuple[int, int, int]]) -> Path:
-    """Writes the kernel's files for cores at (node, package, physical core)."""
+    """Writes the kernel's topology files: core -> (node, package, physical core)."""
     for core, (node, package, physical) in places.items():
         topology = folder / f"cpu{core}" / "topology"
         topology.mkdir(parents=True)
@@ -89,18 +89,18 @@ def make_machine(folder: Path, places: dict[int, tuple[int, int, int]]) -> Path:
 
 
 def test_neighbours_share_a_core_then_a_package_then_a_memory(tmp_path: Path) -> None:
-    """Two packages of two cores with two threads each, numbered as Linux does: the second threads come last."""
+    """Neighbours on two packages of two cores with two threads, numbered like Linux, with second threads last."""
     places = {core: (core // 2 % 2, core // 2 % 2, core % 2) for core in range(8)}
     folder = make_machine(tmp_path, places)
     assert in_order(range(8), folder) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert in_order({7, 0, 5, 2}, folder) == [0, 5, 2, 7], "of those that a process may use"
+    assert in_order({7, 0, 5, 2}, folder) == [0, 5, 2, 7], "only cores that the process may use"
 
 
 def test_memory_decides_before_packages(tmp_path: Path) -> None:
-    """A package with two memories: its halves are neighbours only within."""
+    """In a package with two memory nodes, only cores of the same node are neighbours."""
     places = {0: (1, 0, 0), 1: (0, 0, 1), 2: (1, 0, 2), 3: (0, 0, 3)}
     assert in_order(range(4), make_machine(tmp_path, places)) == [1, 3, 0, 2]
-    assert in_order({3, 1, 2}, tmp_path / "none") == [1, 2, 3], "a kernel that names nothing"
+    assert in_order({3, 1, 2}, tmp_path / "none") == [1, 2, 3], "a kernel without topology files"
 
 
 def test_homes_of_a_host_are_disjoint() -> None:
@@ -114,7 +114,7 @@ def test_homes_of_a_host_are_disjoint() -> None:
 
 @needs_two_cores
 def test_weights_belong_on_the_memory_of_the_home(tmp_path: Path) -> None:
-    """A model is read into one of two memories, or into both if the home has cores of both."""
+    """A model is read into the memory node of its home, or into both nodes if the home has cores of both."""
     cores = sorted(ALL)
     half = len(cores) // 2
     folder = make_machine(tmp_path, {core: (at // half, at // half, at) for at, core in enumerate(cores)})
@@ -136,7 +136,7 @@ def test_cores_are_written_as_the_kernel_does() -> None:
     assert [as_list(cores) for cores in ({0}, {3, 1, 2, 8}, {0, 1, 4, 5})] == ["0", "1-3,8", "0-1,4-5"]
 
 
-# ---- when steps are there
+# ---- when steps use their home
 
 
 @needs_two_cores
@@ -147,14 +147,14 @@ def test_a_step_is_at_home_and_roams_with_more_threads(at: Time) -> None:
         home.begin()
         for num_threads in steps:
             home.take(num_threads)
-            assert here() == (OWN if num_threads == 1 else ALL), "a second thread runs on a core of others"
+            assert here() == (OWN if num_threads == 1 else ALL), "a second thread needs another rank's core"
         home.end()
         assert here() == ALL
 
 
 @needs_two_cores
 def test_other_threads_of_the_process_run_anywhere(at: Time) -> None:
-    """Also those that start while the home's thread is between steps."""
+    """Other threads are not bound, also those that start while the bound thread is between steps."""
     seen: list[frozenset[int]] = []
     home = home_with(at)
     step(home, at, 0.1)
@@ -174,13 +174,13 @@ def test_other_threads_of_the_process_run_anywhere(at: Time) -> None:
 def test_a_home_that_others_use_is_left_for_a_while(at: Time) -> None:
     home = home_with(at)
     assert step(home, at, 0.3, waited_s=0.1) == OWN
-    assert step(home, at, 0.3, waited_s=0.1) == OWN, "the first half second is not over before this step ends"
-    assert step(home, at, 0.3, waited_s=0.0) == ALL, "0.2 of 0.6 seconds were waited"
+    assert step(home, at, 0.3, waited_s=0.1) == OWN, "the first half second ends during this step"
+    assert step(home, at, 0.3, waited_s=0.0) == ALL, "the thread waited 0.2 of 0.6 seconds"
     at.now_s += AWAY_S - 0.4
     assert step(home, at, 0.2) == ALL
-    assert step(home, at, 0.3, waited_s=0.1) == OWN, "10 s later"
+    assert step(home, at, 0.3, waited_s=0.1) == OWN, "the home is used again after AWAY_S"
     assert step(home, at, 0.3, waited_s=0.07) == OWN
-    assert step(home, at, 0.1) == OWN, "0.17 of 0.6 seconds are not too much"
+    assert step(home, at, 0.1) == OWN, "waiting 0.17 of 0.6 seconds is acceptable"
 
 
 @needs_two_cores
@@ -200,7 +200,7 @@ def test_waits_away_from_home_do_not_count(at: Time) -> None:
 @needs_two_cores
 @needs_counts
 def test_a_program_on_the_same_core_is_noticed() -> None:
-    """By the kernel's own count, with a process that takes half of the home."""
+    """Uses the kernel's counts, with a real process that takes half of the home core."""
     home = CoreAffinity(OWN, ALL, ALL, waited_by)
     command = f"import os; os.sched_setaffinity(0, {set(OWN)}); print('on', flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) as other:
@@ -223,7 +223,7 @@ def test_a_program_on_the_same_core_is_noticed() -> None:
 
 @needs_counts
 def test_waiting_is_told_by_thread() -> None:
-    """A thread that has ended waits for nothing."""
+    """The kernel counts waiting time per thread; for an ended thread it is 0."""
     assert waited_by(threading.get_native_id()) > 0 or time.thread_time() > 0
     done = threading.Event()
     sleeper = threading.Thread(target=done.wait, args=(DEADLINE_S,))
@@ -239,16 +239,16 @@ def test_waiting_is_told_by_thread() -> None:
 
 @needs_two_cores
 def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
-    """The others sleep until it has done its part. With many threads, some steps are measured."""
+    """The thread that waits most counts, because its team waits for it. Of many threads, each step measures some."""
     threads = list(range(1000, 1000 + 8 * MEASURED_AT_ONCE))
     waited = dict.fromkeys(threads, 0.0)
     asked: list[int] = []
 
     def waited_of(thread: int) -> float:
         asked.append(thread)
-        return waited.get(thread, 0.0)  # the first step is measured before its team is known
+        return waited.get(thread, 0.0)  # a step's team may be unknown when it is measured first
 
-    cores = OWN | {max(ALL) + 4000 + core for core in range(len(threads) - 1)}  # the kernel leaves these out
+    cores = OWN | {max(ALL) + 4000 + core for core in range(len(threads) - 1)}  # the kernel ignores missing cores
     home = CoreAffinity(cores, ALL, ALL, waited_of, lambda num_threads, cores: threads[:num_threads], lambda: at.now_s)
     steps = 0
     while home.clock() >= home._away_until_s:
@@ -265,7 +265,7 @@ def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
 
 @needs_two_cores
 def test_a_home_is_used_only_while_it_may_be(at: Time) -> None:
-    """As when another rank of the host is not seen here."""
+    """A home is used only while `may_bind` allows it; it does not if a rank of the host cannot be seen."""
     home = home_with(at)
     home.may_bind = lambda: at.now_s >= 101
     assert [step(home, at, 0.5) for _ in range(3)] == [ALL, ALL, OWN]
@@ -317,7 +317,7 @@ def test_a_team_that_cannot_be_bound_ends_the_binding(at: Time) -> None:
 
 
 def test_a_model_is_read_near_its_home(at: Time) -> None:
-    """By the calling thread, and by those that it starts."""
+    """While a model is read, the calling thread and those that it starts run on the home's memory node."""
     seen: list[frozenset[int]] = []
     home = CoreAffinity(OWN, ALL, OWN, lambda thread: 0.0)
     with home.loading():

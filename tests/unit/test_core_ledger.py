@@ -1,4 +1,4 @@
-"""The ledger of cores, with real processes: who computes, and what remains of one that ends or stands still."""
+"""The ledger of cores with real processes: which ranks compute, and what happens when one ends or is stopped."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ for line in sys.stdin:
 """
 
 
-TIMES_S = itertools.count(100.0)  # of what ranks are asked, unless a test says otherwise: every rest is a long one
+TIMES_S = itertools.count(100.0)  # default times of ranks' calls, 1 s apart, so that every pause is a long one
 
 
 class Rank:
-    """A rank in a process of its own, which does as it is asked."""
+    """A rank in a separate process that executes the test's calls."""
 
     def __init__(self, path: Path, index: int, size: int) -> None:
         self.process = subprocess.Popen(
@@ -53,7 +53,7 @@ class Rank:
         assert self._line() == "open"
 
     def ask(self, what: str, at_s: float | None = None) -> int:
-        """Asks for `begin`, `end` or `num_threads`; returns the threads that it may use then."""
+        """Calls `begin`, `end` or `num_threads` in the process; returns the number of threads that it may use."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} {next(TIMES_S) if at_s is None else at_s}\n")
         self.process.stdin.flush()
@@ -95,13 +95,13 @@ def start(path: Path) -> Iterator[Start]:
 
 def test_a_rank_that_rests_lends_its_cores_until_it_computes(start: Start) -> None:
     one = start(0)
-    assert one.ask("begin") == NUM_CORES // 2, "cores of a rank that was never here are not lent"
+    assert one.ask("begin") == NUM_CORES // 2, "cores of a rank that never started must not be lent"
     one.ask("end")
     other = start(1)
     assert one.ask("begin") == NUM_CORES
     assert other.ask("begin") == NUM_CORES // 2
     assert one.ask("num_threads") == NUM_CORES // 2
-    assert one.ask("end") == NUM_CORES // 2  # the other computes
+    assert one.ask("end") == NUM_CORES // 2  # the other rank computes
     assert other.ask("num_threads") == NUM_CORES
     one.stand_still()
     assert other.ask("begin") == NUM_CORES
@@ -121,7 +121,7 @@ def test_a_rank_that_pauses_between_steps_keeps_its_cores(start: Start) -> None:
 
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_a_killed_rank_computes_no_more(start: Start, stands_still: bool) -> None:
-    """The kernel drops its lock, also while it stands still. Its cores are its successor's, which may not lend any."""
+    """The kernel releases a killed rank's lock, even if it was stopped. Its cores then belong to its successor."""
     one, other = start(0), start(1)
     one.ask("begin")
     assert other.ask("begin") == NUM_CORES // 2
@@ -148,7 +148,7 @@ def test_a_rank_that_stands_still_in_a_step_keeps_its_share_and_no_more(start: S
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start, computes: bool) -> None:
-    """Whether it computes or rests: while its successor computes, nobody borrows these cores."""
+    """A predecessor may still compute or rest; while its successor computes, no rank borrows the successor's cores."""
     before, other = start(0), start(1)
     if computes:
         before.ask("begin")
@@ -167,7 +167,7 @@ def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start, compu
 def test_a_ledger_that_fails_later_ends_the_lending_alone(
     path: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a network file system whose server lost its locks: the rank computes on with its share."""
+    """If the lock fails later, as on a network file system, lending ends and the rank continues with its share."""
     ranks = [CoreLedger(path, index, 2, NUM_CORES, lambda: next(TIMES_S)) for index in range(2)]
     for rank in ranks:
         rank.open()
@@ -190,8 +190,8 @@ def test_a_ledger_that_fails_later_ends_the_lending_alone(
 
 
 def test_random_orders_divide_the_cores(path: Path) -> None:
-    """Any ranks compute: each may use the cores divided by their number, and at least its share."""
-    rng, size = random.Random(5), 9  # one more than cores
+    """Each computing rank may use the cores divided by the number of computing ranks, but at least its share."""
+    rng, size = random.Random(5), 9  # one rank more than cores
     ranks = [CoreLedger(path, index, size, NUM_CORES, lambda: next(TIMES_S)) for index in range(size)]
     for rank in ranks:
         rank.open()

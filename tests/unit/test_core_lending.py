@@ -1,4 +1,4 @@
-"""Whether steps of few tokens use lent cores: it follows what they took, and is tried again now and then."""
+"""Whether small steps use lent cores depends on measured times, and both ways are measured again regularly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.model.runner.core_lending import MOST_TOKENS, NUM_TRIED, TRIED_A
 
 
 class Steps:
-    """Runs steps whose time is a function of whether they borrow."""
+    """Runs steps whose duration depends on whether they borrow."""
 
     def __init__(self, took_s: Callable[[bool], float]) -> None:
         self.borrowing = CoreLending()
@@ -19,7 +19,7 @@ class Steps:
         self.now_s = 1000.0
 
     def one(self, num_tokens: int = 8, offered: tuple[bool, ...] = (True, True)) -> bool:
-        """Returns whether the step borrowed, at its last question."""
+        """Runs a step; returns whether it borrowed at its last opportunity."""
         self.borrowing.begin(num_tokens, self.now_s)
         taken = [self.borrowing.takes(each) for each in offered]
         self.now_s += self.took_s(taken[-1])
@@ -32,14 +32,14 @@ class Steps:
 
 @pytest.mark.parametrize(("with_lent_s", "borrows"), [(0.010, True), (0.013, True), (0.0145, False), (0.030, False)])
 def test_the_faster_way_is_taken(with_lent_s: float, borrows: bool) -> None:
-    """A tenth of the time must be gained, for cores that others could use."""
+    """Borrowing must save a tenth of the time, because other ranks could use the cores."""
     steps = Steps(lambda lent: with_lent_s if lent else 0.015)
     assert steps.many(2 * NUM_TRIED) == [True] * NUM_TRIED + [False] * NUM_TRIED
     assert steps.many(100) == [borrows] * 100
 
 
 def test_both_ways_are_tried_again_for_each_size() -> None:
-    """Another program that used the lent cores has ended, and begins again."""
+    """The choice follows when another program on the lent cores ends and starts again, separately for each size."""
     is_busy = True
     steps = Steps(lambda lent: (0.03 if is_busy else 0.01) if lent else 0.015)
     steps.many(2 * NUM_TRIED)
@@ -47,9 +47,9 @@ def test_both_ways_are_tried_again_for_each_size() -> None:
     is_busy = False
     steps.now_s += TRIED_AGAIN_S
     assert steps.many(2 * NUM_TRIED) == [True] * NUM_TRIED + [False] * NUM_TRIED
-    assert all(steps.many(50)), "what was measured before counts no more"
+    assert all(steps.many(50)), "earlier measurements must be forgotten"
     is_busy = True
-    assert sum(steps.many(20)) < 10, "what is found while borrowing counts at once"
+    assert sum(steps.many(20)) < 10, "measurements while borrowing must count at once"
     steps = Steps(lambda lent: 0.01 if lent else 0.02)
     assert all(steps.many(2 * NUM_TRIED + 10)[2 * NUM_TRIED :])
     steps.took_s = lambda lent: 0.02 if lent else 0.01
@@ -59,23 +59,23 @@ def test_both_ways_are_tried_again_for_each_size() -> None:
 
 
 def test_few_steps_are_trials_and_long_ones_always_borrow() -> None:
-    """They are slow ones, so they must be less than a hundredth of all."""
+    """Trials are slower, so they must be under 1 % of all steps; long steps borrow without trials."""
     steps = Steps(lambda lent: 0.03 if lent else 0.015)
     steps.many(2 * NUM_TRIED)
     assert sum(steps.many(5_000)) < 40
     steps = Steps(lambda lent: 1.0 if lent else 0.1)
     assert all(steps.many(50, num_tokens=MOST_TOKENS + 1))
-    assert steps.one(MOST_TOKENS + 1, (False, True)), "as soon as cores are lent"
+    assert steps.one(MOST_TOKENS + 1, (False, True)), "a long step must borrow as soon as cores are lent"
 
 
 def test_steps_that_share_the_memory_do_not_count() -> None:
-    """One beside another instance's step shares the memory with it, so its time says nothing."""
+    """A step that runs beside another instance's step shares memory bandwidth, so its time is not measured."""
     steps = Steps(lambda lent: 0.01 if lent else 0.02)
     for offered in ((False, False), (True, False), (False, True)):
         for _ in range(20):
             steps.one(offered=offered)
     assert steps.many(2 * NUM_TRIED) == [True] * NUM_TRIED + [False] * NUM_TRIED
-    # A lender that computes now and then: its cores are used in between
+    # A lender that computes sometimes; its cores are used in between
     steps = Steps(lambda lent: 0.1 if lent else 0.2)
     taken = [steps.one(offered=(False, True)) for _ in range(200)]
     assert taken.count(True) > 150

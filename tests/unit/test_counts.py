@@ -1,4 +1,4 @@
-"""The routes that count a prompt's tokens refuse what the routes refuse that compute it, in the same words."""
+"""Routes that count a prompt's tokens refuse the same requests as the computing routes, with the same messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_refused_is_not_counted(app: FastAPI, route: str, fields: dict[s
 
 @pytest.mark.parametrize("route", COUNTS)
 def test_what_is_valid_is_counted(app: FastAPI, route: str) -> None:
-    """Nobody serves the model here: a valid request to compute is a 503."""
+    """Valid requests are counted; to compute them would be a 503, because there is no instance."""
     assert ask(app, "POST", route, [], GOOD[route]).status == 503
     told = ask(
         app, "POST", COUNTS[route], [], {**GOOD[route], "max_tokens": None} if route == MESSAGES else GOOD[route]
@@ -67,7 +67,7 @@ def test_what_is_valid_is_counted(app: FastAPI, route: str) -> None:
 
 @pytest.mark.parametrize("route", COUNTS)
 def test_a_prompt_beyond_the_context_is_counted(app: FastAPI, route: str) -> None:
-    """A client asks in order to know how much to leave out."""
+    """Clients count tokens of a too long prompt in order to shorten it."""
     long = "hello " * MAX_MODEL_LEN
     body = {"input": long} if route == RESPONSES else GOOD[route] | {"messages": [{"role": "user", "content": long}]}
     assert "too long" in ask(app, "POST", route, [], body).json()["error"]["message"]

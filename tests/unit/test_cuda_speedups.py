@@ -1,4 +1,4 @@
-"""Speed-ups that no GPU has measured: where they can be had, and that their numbers have names."""
+"""Optional speed-ups not yet measured on GPUs: where they are available, and that they are part of the numerics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's sessions, guards and files, over the admin app itself."""
+"""The dashboard's sessions, access checks and files, over the real admin app."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def client_of(logs: Path) -> httpx.AsyncClient:
 
 
 async def begin(client: httpx.AsyncClient) -> dict[str, str]:
-    """Makes a session; returns the headers of its commands."""
+    """Starts a session; returns the headers for its commands."""
     made = (await client.post("/dashboard/codes", headers=BEARER)).json()
     assert made["path"] == f"/dashboard/#code={made['code']}"
     answer = await client.post("/dashboard/api/session", json={"code": made["code"]}, headers=ORIGIN)
@@ -97,7 +97,7 @@ async def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
             answer = await client.get(f"/dashboard/api{path}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "no_session")
         assert (await client.get("/dashboard/api/session")).json()["command_token"] is None
-        assert (await client.post("/dashboard/codes")).status_code == 401, "codes are for those who have the token"
+        assert (await client.post("/dashboard/codes")).status_code == 401, "a code requires the token"
         for code in ("", "x", "a" * 500):
             answer = await client.post("/dashboard/api/session", json={"code": code}, headers=ORIGIN)
             assert answer.status_code == 401
@@ -105,7 +105,7 @@ async def test_nothing_is_read_without_a_session(tmp_path: Path) -> None:
 
 
 async def test_the_dashboard_answers_under_the_port_s_names_only(tmp_path: Path) -> None:
-    """Even to a session: a page whose name resolves to this port must not read with whatever cookie it got."""
+    """Even with a session: a page whose name resolves to this address must not use the session's cookie."""
     async with client_of(tmp_path) as client:
         headers = await begin(client)
         cookie = client.cookies[COOKIE]
@@ -131,7 +131,7 @@ async def test_a_session_reads_and_its_cookie_opens_nothing_else(tmp_path: Path)
         assert [each["instance_id"] for each in overview["instances"]]
         logs = (await client.get("/dashboard/api/instances/prefill-0/logs")).json()
         assert logs["lines"] == ["one line with Bearer [hidden]"]
-        # outside of /dashboard the cookie means nothing, even if somebody sends it there
+        # the cookie is ignored outside /dashboard
         cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
         drained = await client.post("/instances/prefill-0/drain", json={}, headers={**headers, **cookie})
         assert drained.status_code == 401
@@ -175,7 +175,7 @@ async def test_files_are_closed_compressed_and_kept(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         page = (await client.get("/dashboard/")).text
         named = re.findall(r'(?:src|href)="([^"#]+)"', page)
-        assert sorted(name.rpartition(".")[2] for name in named) == ["css", "js", "svg"], "one of each"
+        assert sorted(name.rpartition(".")[2] for name in named) == ["css", "js", "svg"], "expected one of each kind"
         for path in ("/dashboard/", *(f"/dashboard/{name}" for name in named)):
             answer = await client.get(path)
             assert answer.status_code == 200

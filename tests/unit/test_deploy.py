@@ -1,4 +1,4 @@
-"""deploy/: the files fit together, and pd-cluster accepts them. No container engine is used."""
+"""The files in deploy/ are consistent, and pd-cluster accepts them. Uses no container engine."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ MOUNTED_TABLES = "/etc/pd-cluster/"
 
 
 def compose(**env: str) -> dict[str, Any]:
-    """compose.yaml with its variables filled in as Compose does it, from `env` or their defaults."""
+    """Returns compose.yaml with its variables replaced as by Compose, from `env` or their defaults."""
 
     def fill(match: re.Match[str]) -> str:
         name, default = match.group(1), match.group(2)
@@ -119,7 +119,7 @@ def test_a_service_is_started_with_known_flags(name: str) -> None:
 
 @contextmanager
 def answering(status: int) -> Iterator[int]:
-    """A server that answers everything with `status`; yields its port."""
+    """Runs a server that answers every request with `status`; yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -141,7 +141,7 @@ def answering(status: int) -> Iterator[int]:
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
 def test_the_healthcheck(status: int, code: int) -> None:
-    """A proxy in the environment is for others."""
+    """The health check ignores a proxy in the environment."""
     with answering(status) as port:
         env = {"HEALTH_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
         script = str(DEPLOY / "healthcheck.py")
@@ -153,7 +153,7 @@ def test_the_healthcheck(status: int, code: int) -> None:
 
 
 def verified(tmp_path: Path, unit: str, *drop_ins: Path) -> str:
-    """Returns systemd's own complaints about the unit, started under a name; empty if there are none."""
+    """Returns systemd-analyze's complaints about the unit, installed under a name; empty if there are none."""
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not installed")

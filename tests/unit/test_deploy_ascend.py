@@ -1,4 +1,4 @@
-"""docs/ascend.md: its command lines are this project's own."""
+"""The command lines in docs/ascend.md match this project's commands."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def lines() -> list[str]:
 
 
 def commands(pattern: str) -> list[list[str]]:
-    """The words after what `pattern` finds, in each line that begins with it."""
+    """Returns the words after `pattern` in each line that begins with it."""
     found = [re.match(rf"{pattern} (.*)", line) for line in lines()]
     return [shlex.split(match[1], comments=True) for match in found if match]
 
@@ -49,7 +49,7 @@ def test_start_lines_have_known_flags_and_commands_exist() -> None:
 def test_a_rank_table_line_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the page's order, on a machine whose cards have addresses; with another machine's table beside."""
+    """Runs the page's lines in order, on a machine whose cards have addresses, beside another machine's table."""
     monkeypatch.chdir(tmp_path)
     cards = [f"--device-ip={card}=10.1.0.{card}" for card in (4, 5, 6, 7)]
     here = ["--server-ip", "10.0.0.18", "--device", "npu", *cards]
@@ -93,7 +93,7 @@ def test_a_worker_s_container_has_hccn_conf_and_two_cards_of_its_own() -> None:
     assert not re.search(r"-v \S*:/home/ma-user", PAGE)
 
 
-# Each docker run line for a worker in the guide has these, besides the cards and one's own folder.
+# Devices in the guide's docker run lines for workers, besides the cards.
 DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 MOUNTS = (
     "/etc/localtime:/etc/localtime",
@@ -106,7 +106,7 @@ MOUNTS = (
 
 
 def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
-    """On the page, and in the Compose file, where what is only read is mounted so."""
+    """Checks the page and the Compose file, which mounts the driver's files read-only."""
     for line in [line for line in lines() if line.startswith("docker run -itd ")][:2]:
         assert all(f"--device={device} " in line for device in DEVICES)
         assert all(f"-v {mount}" in line for mount in MOUNTS)
@@ -117,7 +117,7 @@ def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
 
 
 def test_the_table_making_container_has_what_npu_smi_needs_and_no_card() -> None:
-    # The container that checks the network comes after it, and has all cards.
+    # A later docker line, for the network check, has all cards.
     line, _ = [line for line in lines() if line.startswith("docker run --rm -it ")]
     given = re.findall(r"--device=(\S+)", line)
     assert given == ["/dev/davinci_manager", "/dev/hisi_hdc"]

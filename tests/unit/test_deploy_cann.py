@@ -1,4 +1,4 @@
-"""start_servers.sh sources CANN's environment where it is installed, once, in whichever shell it runs."""
+"""start_servers.sh sources an installed CANN's environment once, in any shell."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ("PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
 LASTING = ("PD_CLUSTER_SERVE_RESUME_WINDOW", "PD_CLUSTER_SERVE_RESUME_SCHEDULER_ONLY")
 SHOWN = ("TOOLKIT", "ATB", "LD_LIBRARY_PATH", *DEFAULTS, *LASTING)
-# As CANN's scripts are: they do not know `set -eu`, their last status means nothing, and that of ATB is for bash only.
+# Like CANN's scripts: they break under `set -eu`, their exit status is meaningless, and ATB's needs bash.
 TOOLKIT = """\
 export ASCEND_TOOLKIT_HOME={home}
 export LD_LIBRARY_PATH=$ASCEND_TOOLKIT_HOME/lib64:$LD_LIBRARY_PATH
@@ -30,7 +30,7 @@ fi
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """start_servers.sh in a tree whose `pd-cluster` shows its arguments and what its environment has."""
+    """Returns start_servers.sh in a tree whose `pd-cluster` prints its arguments and environment."""
     for name in ("scripts/start_servers.sh", "deploy/ascend_env.sh"):
         (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -43,7 +43,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def install(root: Path, folder: str = "ascend-toolkit") -> Path:
-    """A made-up CANN with ATB; its toolkit's home."""
+    """Installs a fake CANN with ATB; returns the toolkit's home."""
     home = root / folder / "latest"
     home.mkdir(parents=True)
     (root / folder / "set_env.sh").write_text(TOOLKIT.format(home=home, name=folder))
@@ -81,7 +81,7 @@ def test_nothing_is_sourced_where_it_is_absent(script: Path) -> None:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
 def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, inside: bool) -> None:
-    """Set, but not sourced: its set_env.sh comes before that of ASCEND_ROOT."""
+    """The set_env.sh of ASCEND_TOOLKIT_HOME takes precedence over that of ASCEND_ROOT."""
     install(tmp_path / "Ascend")
     home = install(tmp_path / "elsewhere", "mine")
     if inside:

@@ -1,4 +1,4 @@
-"""compose.yaml and its overrides for GPUs and NPUs: Compose's schema, its parser where it is, what they change."""
+"""compose.yaml and its overrides for GPUs and NPUs: Compose's schema, its parser if installed, and their changes."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_the_files_keep_to_the_compose_specification_s_schema() -> None:
 
 
 def filled(name: str, **env: str) -> dict[str, Any]:
-    """The file with its variables filled in as Compose does it, from `env`, ENV or their defaults."""
+    """Returns the file with its variables replaced as by Compose, from `env`, ENV or their defaults."""
 
     def fill(match: re.Match[str]) -> str:
         variable, has_default, default = match.group(1), match.group(2) == "-", match.group(3)
@@ -48,7 +48,7 @@ def filled(name: str, **env: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_an_override_gives_each_worker_one_device_and_the_scheduler_none(kind: str) -> None:
-    """There are as many as in the table, so that a device is found whatever its number on the host."""
+    """Each worker gets one device, as in its table, so that it is found whatever its number on the host."""
     services = loaded(f"compose.{kind}.yaml")["services"]
     given = {name: _devices(service) for name, service in services.items()}
     assert given["scheduler"] == []
@@ -57,7 +57,7 @@ def test_an_override_gives_each_worker_one_device_and_the_scheduler_none(kind: s
 
 
 def test_the_npus_file_is_on_the_host_s_network_with_the_tables_that_gen_makes(tmp_path: Path) -> None:
-    """As deploy/README.md makes them; every service finds its own, and the scheduler the workers' ports."""
+    """With the tables of deploy/README.md, every service finds its own, and the scheduler finds the workers' ports."""
     cards = [f"--device-ip={card}=10.1.0.{card}" for card in (4, 12)]
     lists = ["--prefill-server-list", "4", "--decode-server-list", "12", "--api-server"]
     given = ["gen", "--device", "npu", "--server-ip", "10.0.0.18", *lists, *cards, f"--save-dir={tmp_path}"]
@@ -66,7 +66,7 @@ def test_the_npus_file_is_on_the_host_s_network_with_the_tables_that_gen_makes(t
     ports = {}
     for name, service in services.items():
         assert service["network_mode"] == "host"
-        assert not {"networks", "ports"} & service.keys()  # Compose refuses them beside a host's network
+        assert not {"networks", "ports"} & service.keys()  # Compose rejects them together with network_mode: host
         assert f"{tmp_path}:/etc/pd-cluster:ro" in service["volumes"]
         whole, own = (
             tmp_path / Path(service["environment"][f"{each}RANK_TABLE_FILE_PATH"]).name for each in ("GLOBAL_", "")

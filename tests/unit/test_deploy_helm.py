@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own library; deploy/kubernetes is what it makes of its files of values.
+"""The Helm chart, rendered by Helm's own library; deploy/kubernetes is its output for the example values.
 
 Needs the extra `helm`. `python tests/unit/test_deploy_helm.py --fix` writes deploy/kubernetes again.
 """
@@ -51,13 +51,13 @@ MODELS = [
     {"source": "download", "repository": "org/model", "tokenSecret": "hub"},
 ]
 DOWNLOAD: dict[str, Any] = {"source": "download", "repository": "org/model"}
-DOWNLOADS: list[dict[str, Any]] = [  # the first two make the same Job
+DOWNLOADS: list[dict[str, Any]] = [  # the first two give the same Job
     {"model": DOWNLOAD},
     {"model": DOWNLOAD, "roles": {"decode": {"replicas": 5}}},
     {"model": {**DOWNLOAD, "repository": "org/other"}},
     {"model": DOWNLOAD, "image": {"tag": "next"}},
 ]
-SERVICES: list[tuple[dict[str, Any], bool]] = [  # values -> whether clients may come without a key
+SERVICES: list[tuple[dict[str, Any], bool]] = [  # values, whether clients need no key
     ({"type": "ClusterIP"}, True),
     ({"type": "NodePort"}, False),
     ({"type": "LoadBalancer"}, False),
@@ -86,7 +86,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def values_of(*files: str) -> dict[str, Any]:
-    """Returns values as `helm -f A -f B` merges them: objects merge, lists replace."""
+    """Merges values as `helm -f A -f B` does: objects are merged, lists replaced."""
     found: dict[str, Any] = {}
     for file in files:
         _merge(found, yaml.safe_load((CHART / file).read_text(encoding="utf-8")))
@@ -136,7 +136,7 @@ def rendered() -> list[Any]:
 
 
 def files() -> dict[str, str]:
-    """Returns what the chart makes of deploy/kubernetes, by file."""
+    """Returns the contents of deploy/kubernetes as rendered by the chart, by file."""
     found = {}
     for (file, (_, _, templates)), texts in zip(MADE.items(), rendered(), strict=False):
         parts = [next(text for name, text in texts.items() if name.endswith(f"/{each}.yaml")) for each in templates]
@@ -182,7 +182,7 @@ def test_a_download_that_changes_is_another_job() -> None:
     for one in found:
         (job,) = (each for each in one if each["kind"] == "Job")
         (container,) = job["spec"]["template"]["spec"]["containers"]
-        assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container["env"], "images say that the hub is never asked"
+        assert {"name": "HF_HUB_OFFLINE", "value": "0"} in container["env"], "the images must disable access to the hub"
 
 
 def test_hosts_outside_of_the_cluster_need_a_key() -> None:
@@ -196,7 +196,7 @@ def test_hosts_outside_of_the_cluster_need_a_key() -> None:
 
 @pytest.mark.parametrize("at", range(len(SEVERAL)))
 def test_several_schedulers_have_one_lease_and_the_right_to_it(at: int, tmp_path: Path) -> None:
-    """And kustomize's component makes the same of the one scheduler."""
+    """They share one lease and the permission for it; kustomize's component gives the same result."""
     folder, _, count = SEVERAL[at]
     start = len(MADE) + 1 + len(MODELS) + len(DOWNLOADS) + len(SERVICES)
     found = by_name(objects(rendered()[start + at]))
@@ -296,7 +296,7 @@ def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]
 
 
 def in_order(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns it with flags and variables sorted: a patch adds its own behind the others."""
+    """Returns the object with flags and variables sorted, because a patch appends its own."""
     for container in found["spec"].get("template", {}).get("spec", {}).get("containers", []) if "spec" in found else []:
         container["args"] = [*container["args"][:2], *sorted(container["args"][2:])]
         container["env"] = sorted(container["env"], key=lambda each: str(each["name"]))

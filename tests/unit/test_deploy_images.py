@@ -1,4 +1,4 @@
-"""The container images: what is copied and installed, where it ends up, and how scripts/ builds them."""
+"""The container images: what they copy and install, where it is, and how scripts/ builds them."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 KINDS = ("cpu", "cuda", "npu")
-GUIDE_TOOLS = "AscendCloud-LLM/llm_tools"  # where the deployment guide has scripts/
+GUIDE_TOOLS = "AscendCloud-LLM/llm_tools"  # the deployment guide's place of scripts/
 SHELL_FILES = sorted([*ROOT.glob("scripts/*.sh"), *DEPLOY.rglob("*.sh")])
 
 
@@ -24,7 +24,7 @@ def dockerfile(kind: str) -> str:
 
 
 def instructions(kind: str, name: str) -> list[str]:
-    """The arguments of every such instruction of the Dockerfile, continued lines joined."""
+    """Returns the arguments of every instruction of this kind in a Dockerfile, with continued lines joined."""
     lines = dockerfile(kind).replace("\\\n", " ").splitlines()
     return [line.partition(" ")[2].strip() for line in lines if line.startswith(f"{name} ")]
 
@@ -46,7 +46,7 @@ def requirements() -> ModuleType:
 
 
 def test_the_images_copy_what_is_there_and_not_ignored() -> None:
-    """One list for three images, in three files, since each Dockerfile reads its own."""
+    """All copied files exist and none is ignored. The three .dockerignore files, one per Dockerfile, are equal."""
     ignore = [(DEPLOY / f"Dockerfile.{kind}.dockerignore").read_text(encoding="utf-8").split() for kind in KINDS]
     assert ignore[0] == ignore[1] == ignore[2]
     sources = set().union(*map(copied, KINDS))
@@ -100,7 +100,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | Non
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """deploy/ and scripts/ as an image has them, with a start_servers.sh that tells its arguments."""
+    """Returns a tree with deploy/ and scripts/ as in an image, and a start_servers.sh that prints its arguments."""
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "start_servers.sh").write_text('echo "serve $*; $CANN; $LD_LIBRARY_PATH"\n')
@@ -109,7 +109,7 @@ def installed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ascend(tmp_path: Path) -> dict[str, str]:
-    """An environment with a CANN whose script breaks under set -u, as scripts of that kind do."""
+    """Returns an environment with a fake CANN whose script fails under set -u, like the real one."""
     root = tmp_path / "Ascend"
     for folder in ("ascend-toolkit", "driver/lib64/driver", "driver/lib64/common"):
         (root / folder).mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_flags_start_an_instance_in_cann_s_environment(installed: Path, ascend: 
 
 
 def test_the_guide_s_rank_table_lines_work_in_the_image_s_layout(tmp_path: Path) -> None:
-    """From another folder, with nothing installed: LLM_TOOLS_PATH is a link to scripts/."""
+    """Run from another folder with nothing installed; LLM_TOOLS_PATH is a link to scripts/."""
     link = re.search(r"ln -sfn /opt/pd-cluster/(\S+) \S*/(AscendCloud-LLM/llm_tools) ", dockerfile("npu"))
     assert link is not None
     assert link[2] == GUIDE_TOOLS
@@ -147,7 +147,7 @@ def test_the_guide_s_rank_table_lines_work_in_the_image_s_layout(tmp_path: Path)
 
 
 def test_the_guide_s_start_line_works_in_the_image_s_layout(tmp_path: Path) -> None:
-    """It comes as far as `pd-cluster serve`, which reads the variables."""
+    """The guide's line reaches `pd-cluster serve`, which reads the variables."""
     (tmp_path / "AscendCloud-LLM").mkdir()
     (tmp_path / GUIDE_TOOLS).symlink_to(ROOT / "scripts")
     line = ["sh", f"{GUIDE_TOOLS}/PD_separate/start_servers.sh", "--model=/model", "--port=8088"]

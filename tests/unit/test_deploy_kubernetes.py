@@ -1,4 +1,4 @@
-"""deploy/kubernetes: Kubernetes' own schemas, what belongs together, and what kustomize makes of it."""
+"""deploy/kubernetes: Kubernetes' schemas, consistency between files, and kustomize's output."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from tests.support.manifests import KUSTOMIZE, NEWEST, OLDEST, ROOT, built, chec
 from tests.unit.test_deploy import parse_serve
 
 README = ROOT / "deploy" / "README.md"
-OVERLAYS = {  # folder -> tag of its images, the name of its devices, their number
+OVERLAYS = {  # folder -> tag of its images, resource name and number of its devices
     "base": ("cpu", "", 1),
     "overlays/cuda": ("cuda", "nvidia.com/gpu", 1),
     "overlays/npu": ("npu", "huawei.com/Ascend910", 2),
@@ -21,7 +21,7 @@ OVERLAYS = {  # folder -> tag of its images, the name of its devices, their numb
 KINDS = {"Deployment": 1, "StatefulSet": 2, "Service": 4, "NetworkPolicy": 3, "PodDisruptionBudget": 2}
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "scheduler")
-NOT_OF_A_REPLICA = ("metadata.name", "status.podIP")  # the only facts of a pod itself that its command line has
+NOT_OF_A_REPLICA = ("metadata.name", "status.podIP")  # the only fields of the pod that its command line uses
 
 overlays = pytest.mark.parametrize("overlay", OVERLAYS)
 roles = pytest.mark.parametrize("role", ROLES)
@@ -86,7 +86,7 @@ def test_objects_of_operators_keep_to_theirs(file: str) -> None:
             check_schema({**each, "spec": {**each["spec"], "replicas": 1}})
 
 
-# ---- what belongs together
+# ---- consistency
 
 
 @overlays
@@ -106,7 +106,7 @@ def test_services_and_workloads_select_the_pods(overlay: str, role: str) -> None
 def test_workers_register_where_the_scheduler_listens(overlay: str, role: str) -> None:
     join = of(overlay, "Service", "join")["spec"]
     scheduler = serve_options(overlay, "scheduler")
-    assert (join["clusterIP"], join["publishNotReadyAddresses"]) == ("None", True), "found before it is ready"
+    assert (join["clusterIP"], join["publishNotReadyAddresses"]) == ("None", True), "must be found before it is ready"
     assert join["selector"] == labels(overlay, "scheduler")
     options = serve_options(overlay, role)
     assert (options["role"], scheduler["role"]) == (role, "scheduler")
@@ -117,7 +117,7 @@ def test_workers_register_where_the_scheduler_listens(overlay: str, role: str) -
 @pytest.mark.parametrize("overlay", ["base", "overlays/npu-cce"])
 @pytest.mark.parametrize("role", WORKERS)
 def test_a_pod_of_a_role_does_not_depend_on_the_number_of_pods(overlay: str, role: str) -> None:
-    """So scaling a role restarts no pod: StatefulSets replace pods only when the template changes."""
+    """StatefulSets replace pods when the template changes, so scaling a role must not change it."""
     spec = workload(overlay, role)["spec"]
     assert spec["podManagementPolicy"] == "Parallel"
     sources = [each["valueFrom"] for each in container(overlay, role)["env"] if "valueFrom" in each]
@@ -134,7 +134,7 @@ def test_a_pod_is_started_with_known_flags(overlay: str, role: str) -> None:
     options, mounts = serve_options(overlay, role), container(overlay, role)["volumeMounts"]
     paths = [mount["mountPath"] for mount in mounts]
     assert options["host"] == "0.0.0.0"
-    shipped = "/opt/pd-cluster/pd_cluster/models/tiny-chat"  # in every image
+    shipped = "/opt/pd-cluster/pd_cluster/models/tiny-chat"  # this path exists in every image
     assert options["model"] in (shipped, *paths)
     (secret,) = [volume["secret"] for volume in pod(overlay, role)["volumes"] if volume["name"] == "secret"]
     names = ["cluster.secret", "scheduler.key", "admin.token"] if role == "scheduler" else ["cluster.secret"]
@@ -145,13 +145,13 @@ def test_a_pod_is_started_with_known_flags(overlay: str, role: str) -> None:
     assert container(overlay, role)["image"] == f"pd-cluster:{tag}"
     assert role == "scheduler" or options["tensor_parallel_size"] == num_devices
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod(overlay, role)["volumes"]}
-    assert {"/tmp", "/dev/shm"} <= {*paths}, "the only places that can be written"
+    assert {"/tmp", "/dev/shm"} <= {*paths}, "only these places may be writable"
     assert container(overlay, role)["workingDir"] == "/tmp"
 
 
 @overlays
 def test_the_network_lets_through_what_is_needed_and_nothing_else(overlay: str) -> None:
-    """The admin port is on loopback. Workers' data ports are the system's choice, so workers may reach all of them."""
+    """The admin port is on loopback. The system chooses workers' data ports, so workers may reach all ports."""
     peers = {role: {"podSelector": {"matchLabels": labels(overlay, role)}} for role in ROLES}
     for role in WORKERS:
         options, policy = serve_options(overlay, role), of(overlay, "NetworkPolicy", role)["spec"]
@@ -204,7 +204,7 @@ def test_an_overlay_of_one_s_own_is_what_the_readme_has(overlay: str, tmp_path: 
 
 @pytest.mark.parametrize("others", [[], ["schedulers"]])
 def test_with_an_autoscaler_the_manifests_have_no_numbers(others: list[str], tmp_path: Path) -> None:
-    """Those of the roles, that is: the number of schedulers is nobody else's."""
+    """With an autoscaler the roles have no replica counts; the number of schedulers stays."""
     folder = tmp_path / "kubernetes"
     shutil.copytree(KUSTOMIZE, folder)
     own = folder / "own" / "kustomization.yaml"

@@ -1,4 +1,4 @@
-"""Alert rules, dashboard and autoscaling ask for metrics and labels that /metrics really has."""
+"""Alert rules, dashboard and autoscaling use only metrics and labels that /metrics has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.router_world import ready
 ALERTS, DASHBOARD = CHART / "files" / "alerts.yaml", CHART / "files" / "dashboard.json"
 METRIC = re.compile(r"((?:vllm|pd_cluster):\w+)(?:\{([^}]*)\})?")
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
-ADDED = {"le"}  # of buckets
+ADDED = {"le"}  # label of buckets
 
 
 def rules() -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def expressions() -> Iterator[str]:
 
 
 def exported() -> dict[str, dict[str, set[str]]]:
-    """Returns name -> label -> its values, of a cluster of two in which a request has ended in each way."""
+    """Returns metric -> label -> values for a cluster of two in which requests have ended in every way."""
     stats = RequestStats()
     reasons: list[FinishReason] = ["stop", "length", "abort", "error"]
     for reason in reasons:

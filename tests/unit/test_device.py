@@ -1,4 +1,4 @@
-"""The device of a rank, with a torch that reports what the test sets."""
+"""The choice of a rank's device, with a torch that reports the devices set by the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def npus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine of the driver's files /dev/davinci0…, and no GPU; torch-npu finds so many devices."""
+    """Simulates a machine with the driver's files /dev/davinci0… and no GPU; the list sets torch-npu's device count."""
     count = [2]
     monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
     monkeypatch.setattr(device, "npu_files", lambda: [f"/dev/davinci{i}" for i in range(count[0])])
@@ -38,7 +38,7 @@ def test_cards_are_taken_by_number_or_counted_from_0(visible: list[int]) -> None
     visible[0] = 8
     assert [bind("cuda", ["5", "4"], rank).index for rank in (0, 1)] == [4, 5]
     visible[0] = 12
-    assert bind("cuda", ["10", "9"], 0).index == 9  # by number, not by letters
+    assert bind("cuda", ["10", "9"], 0).index == 9  # sorted as numbers
     assert bind("cpu", ["0"], 0) == CPU
     visible[0] = 0
     assert bind("auto", ["0"], 0) == CPU

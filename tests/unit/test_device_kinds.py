@@ -1,4 +1,4 @@
-"""A kind of device is one row; nothing outside of devices/ compares kinds."""
+"""A kind of device is one table row; only devices/ compares kinds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_kind_has_its_row() -> None:
 
 @pytest.mark.parametrize("package", ["kv", "transport", "model", "engine"])
 def test_nobody_asks_which_kind_a_device_is(package: str) -> None:
-    """Names are for logs and messages; what follows from a kind is a field of its row."""
+    """Code outside devices/ reads the row's fields instead of comparing the kind's name."""
     for file in (PACKAGE / package).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if not isinstance(node, ast.Compare):

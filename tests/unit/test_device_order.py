@@ -1,4 +1,4 @@
-"""Pools on a device that does nothing before it is waited for: every wait of the handover exists."""
+"""Pools on a fake device that computes only when waited for, so that a missing wait in the handover fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ P_WROTE, D_WROTE = 3.0, 5.0
 
 
 class Way(NamedTuple):
-    """The requested transport, the devices of P and D, the chosen transport."""
+    """The requested transport, P's and D's devices, and the transport that must be chosen."""
 
     asked: str
     devices: tuple[int | None, int | None]
@@ -74,11 +74,11 @@ def test_a_transfer_lands_whole_between_work_of_both_engines(way: Way, gpu: Fake
     link.close()
 
 
-# ---- hazards, each with what must be true for all that the device does late
+# ---- hazards: what must hold although the device computes late
 
 
 def written_late(link: Link, gpu: FakeModule) -> None:
-    """P's kernels have been launched, not run, when their layers are shipped."""
+    """P ships layers whose kernels are launched but have not run yet."""
     link.receive.begin("written late", [7, 8, 9], 0, 12)
     for layer in range(2):
         part = slice(layer, layer + 1)
@@ -90,7 +90,7 @@ def written_late(link: Link, gpu: FakeModule) -> None:
 
 
 def used_late(link: Link, gpu: FakeModule) -> None:
-    """D's landing blocks were another request's, whose last kernels have been launched, not run."""
+    """D's landing blocks belonged to another request, whose last kernels have not run yet."""
     gpu.launch(link.target.device.index, lambda: fill(link.target, slice(4, 6), D_WROTE))
     link.transfer([1, 2], [4, 5], "used late")
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
@@ -113,7 +113,7 @@ def drained_late(link: Link, gpu: FakeModule) -> None:
     """D reuses landing blocks as soon as the drain is acknowledged."""
     link.receive.begin("drained late", [7, 8], 0, 8)
     link.send.ship("drained late", 0, blocks([1, 2]))
-    link.send.ship_end(wire.KVEnd("other", 0, 0, [TOKEN]))  # behind it: when this has come, the chunk has, too
+    link.send.ship_end(wire.KVEnd("other", 0, 0, [TOKEN]))  # sent after the chunk, so it arrives later
     await_received(link, 2 * LAYOUT.block_nbytes)
     link.receive.forget("drained late")
     assert link.events.get(timeout=WAIT_S) == Drained("drained late")
@@ -123,7 +123,7 @@ def drained_late(link: Link, gpu: FakeModule) -> None:
 
 
 def filled_again_late(link: Link, gpu: FakeModule) -> None:
-    """More payloads than staging buffers, each of another content."""
+    """Sends more payloads than there are staging buffers, each with different content."""
     for at in range(12):
         fill(link.source, slice(at, at + 1), at + 1)
     link.receive.begin("filled", list(range(12)), 0, 48)
@@ -135,13 +135,13 @@ def filled_again_late(link: Link, gpu: FakeModule) -> None:
 
 
 def await_received(link: Link, nbytes: int) -> None:
-    """Asks the link's thread, which answers in order."""
+    """Waits until the link's thread has received `nbytes`."""
     for _ in range(1000):
         link.receive.forget("nobody")
         assert link.events.get(timeout=WAIT_S) == Drained("nobody")
         if link.receive.received_nbytes >= nbytes:
             return
-    raise AssertionError(f"{link.receive.received_nbytes} of {nbytes} bytes came")
+    raise AssertionError(f"{link.receive.received_nbytes} of {nbytes} bytes arrived")
 
 
 Hazard = Callable[[Link, FakeModule], None]
@@ -167,11 +167,11 @@ def test_a_link_lets_go_of_memory_only_when_nothing_reads_it(gpu: FakeModule) ->
     pair.close()
 
 
-# ---- a device that does not get on
+# ---- a device that hangs
 
 
 class Never(Marker):
-    """Behaves like an event of a hung device; `error` is raised by its query."""
+    """Behaves like an event of a hung device; its query raises `error`, if set."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__(None)
@@ -180,7 +180,7 @@ class Never(Marker):
     def wait(self, timeout_s: float | None = None) -> bool:
         if self._error:
             raise RuntimeError(self._error)
-        assert timeout_s is not None, "nobody may wait for this without an end"
+        assert timeout_s is not None, "a wait without a limit"
         return False
 
 
@@ -221,6 +221,6 @@ def test_payloads_of_a_device_are_large_and_have_no_checksum(gpu: FakeModule) ->
         assert pair.sender.prepare(blocks([1])).checksum == 0
         assert pair.sender.max_payload_nbytes >= 32 << 20
         pair.close()
-    pair = Pair("dist", kind="cuda")  # over host memory, where it costs little
+    pair = Pair("dist", kind="cuda")  # through host memory, which is cheap
     assert pair.sender.prepare(blocks([1])).checksum != 0
     pair.close()

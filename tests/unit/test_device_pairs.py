@@ -1,4 +1,4 @@
-"""Groups of two ranks over device memory, NCCL's and HCCL's; and what passes between pools of different kinds."""
+"""NCCL and HCCL groups of two ranks over device memory, and transfers between pools of different kinds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_payload_that_does_not_come_aborts_the_pair(group: Group) -> None:
 
 
 def test_a_device_keeps_the_memory_of_an_aborted_payload_until_it_has_ended_it(group: Group) -> None:
-    """HCCL does not say that a task it has begun is over, and may still write when the communicator is gone."""
+    """HCCL may write to an aborted call's buffer even without the communicator, so it is kept until the call ends."""
     pair = group.pair()
     receiver = next(each for each in FakeGroup.made if each.rank == RECEIVER)
     buffer = torch.zeros(4)
@@ -78,7 +78,7 @@ def test_a_device_keeps_the_memory_of_an_aborted_payload_until_it_has_ended_it(g
     assert receiver.aborted.is_set()
 
     def is_kept() -> bool:
-        group.pair().close()  # looks after what earlier pairs have left
+        group.pair().close()  # closing a pair releases what earlier pairs left
         return any(each is buffer for _, kept in transport_pair._quarantine for each in kept)
 
     pair.close()
@@ -102,8 +102,8 @@ def test_a_peer_that_dies_fails_the_link_and_not_the_process(group: Group, monke
 def test_a_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(group: Group) -> None:
     pair = group.pair()
     pair.move(blocks([1]), [2])
-    pair.receiver.close()  # received work has been waited for
-    pair.sender.close()  # sent work has not
+    pair.receiver.close()  # its work has been waited for
+    pair.sender.close()  # its work has not
     ends = sorted((each.is_shut_down, each.aborted.is_set()) for each in FakeGroup.made)
     assert ends == [(False, True), (True, False)]
 
@@ -111,29 +111,29 @@ def test_a_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(group: Group
 def test_hccl_gets_groups_that_are_nobody_elses(gpu: FakeModule) -> None:
     pairs = [Pair("hccl", kind="npu") for _ in range(2)]
     options = [group.options for group in FakeGroup.made]
-    assert len({each.group_id for each in options}) == 2, "both ends of a pair have one name, and no other pair has it"
-    assert all(each.global_ranks_in_group == [0, 1] for each in options), "none of them is the global one"
+    assert len({each.group_id for each in options}) == 2, "a pair's ends must share a name that no other pair has"
+    assert all(each.global_ranks_in_group == [0, 1] for each in options), "a group must not be the global one"
     assert {each.hccl_config["hccl_buffer_size"] for each in options} == {PAIR_BUFFER_MB}
     for pair in pairs:
         pair.close()
 
 
 def test_an_hccl_pair_whose_other_end_does_not_come_waits_no_longer_than_it_may(gpu: FakeModule) -> None:
-    """HCCL itself would: the next transport is tried all the same."""
+    """HCCL itself would wait without a limit; here the pair fails in time, so the next transport is tried."""
     pool = put_on(random_pool(1), 0, "npu")
     sender = DistSender(place_of(pool, connect_s=0.05), CHECKSUM, lambda key, value: None, "hccl")
     with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not connect within 0\.1 s") as caught:
         sender.open(LAYOUT)
     assert caught.value.retry
     sender.close()
-    assert not FakeGroup.made[0].aborted.is_set(), "nothing is done to a communicator that is being made"
+    assert not FakeGroup.made[0].aborted.is_set(), "a communicator under construction must not be aborted"
     FakeGroup.meetings["0"].abort()
 
 
 def test_an_hccl_pair_that_fails_at_one_end_keeps_the_other_from_nothing(
     gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P is not found waiting for the group when D has gone on to the next transport."""
+    """If D fails and continues with the next transport, P must not remain waiting for the group."""
     meet = FakeHccl.allreduce
 
     def fails(self: FakeHccl, tensors: list[torch.Tensor], options: object) -> object:
@@ -149,12 +149,12 @@ def test_an_hccl_pair_that_fails_at_one_end_keeps_the_other_from_nothing(
 
 
 def test_at_either_end_hccl_is_called_once_a_payload_in_order(gpu: FakeModule) -> None:
-    """It pairs sends with receives by their order alone: whatever was dropped on the way was received all the same."""
+    """HCCL matches sends with receives by order only, so even dropped payloads must be received."""
     link = Link("dist", devices=(1, 0), kind="npu")
     assert link.await_ready().transport == "hccl"
     link.transfer([1, 2, 3], [7, 8, 9])
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    link.send.ship("nobody's", 0, blocks([4]))  # comes off the wire, and is dropped
+    link.send.ship("nobody's", 0, blocks([4]))  # received, then dropped
     link.transfer([4, 5], [0, 1], "t2")
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
     link.close()

@@ -1,4 +1,4 @@
-"""A device's choices equal the host's."""
+"""Sampling on the device chooses the same tokens as on the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EOS = frozenset({0})
 
 
 def random_changes(rng: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Masks, biases and penalties, senseless ones among them."""
+    """Draws masks, biases and penalties, including meaningless ones."""
     ids = [-3, vocab_size + 2, *range(vocab_size)]
     some = [tuple(rng.choices(ids, k=rng.randrange(1, 8))) for _ in range(4)]
     values = [5.0, -5.0, 0.1, 1e-7, 100.0, -math.inf, math.inf, math.nan, 3e38]
@@ -43,7 +43,7 @@ def random_changes(rng: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def random_tokens(rng: random.Random, num: int, vocab_size: int) -> list[int]:
-    """Few of which are different."""
+    """Draws tokens with few different values."""
     return [rng.randrange(min(5, vocab_size)) for _ in range(num)]
 
 
@@ -66,7 +66,7 @@ def sequences(rng: random.Random, num: int, vocab_size: int, share_changed: floa
 
 
 def knowing(requests: list[Request], last_ids: torch.Tensor | None) -> list[SamplingRow]:
-    """Returns the host's choice with the last tokens known."""
+    """Returns the host's rows with the last tokens filled in."""
     rows = []
     for i, request in enumerate(requests):
         last = [] if last_ids is None else [int(last_ids[i])]
@@ -76,7 +76,7 @@ def knowing(requests: list[Request], last_ids: torch.Tensor | None) -> list[Samp
 
 
 def random_logits(rng: random.Random, seed: int, vocab_size: int) -> torch.Tensor:
-    """[12, vocab_size]; often many are equal, and sometimes no distribution follows from some."""
+    """Returns [12, vocab_size] logits; often many are equal, and some rows define no distribution."""
     logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(seed)) * rng.choice([0.5, 3.0, 20.0])
     if seed % 3 == 0:
         logits = logits.round()
@@ -90,7 +90,7 @@ def random_logits(rng: random.Random, seed: int, vocab_size: int) -> torch.Tenso
 @pytest.mark.parametrize("vocab_size", [5, 1000, 4099])
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_the_device_chooses_what_the_host_chooses(vocab_size: int, is_ahead: bool, share_changed: float) -> None:
-    """And tells of it what the host tells, to the last bit."""
+    """The device chooses the host's tokens and reports the same logprobs, to the last bit."""
     rng = random.Random(vocab_size)
     sampler = Sampler(vocab_size, EOS)
     for seed in range(22 if vocab_size < 1000 else 8):
@@ -105,7 +105,7 @@ def test_the_device_chooses_what_the_host_chooses(vocab_size: int, is_ahead: boo
 
 @pytest.mark.parametrize("vocab_size", [5, 300])
 def test_rows_whose_last_token_is_known_and_others_share_a_step(vocab_size: int) -> None:
-    """As where a prompt ends beside sequences that decode: position, counts and bans are each row's own."""
+    """Position, counts and bans are per row, as when a prompt ends beside decoding sequences."""
     rng = random.Random(vocab_size)
     sampler = Sampler(vocab_size, EOS)
     for seed in range(15):
@@ -122,7 +122,7 @@ def test_rows_whose_last_token_is_known_and_others_share_a_step(vocab_size: int)
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_an_accelerator_gets_all_numbers_in_one_copy(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And chooses the same by them."""
+    """All parameters reach the accelerator in one copy, and give the same choices."""
     requests = sequences(random.Random(5), 40, 300, share_changed=0.8)
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(5))
     last_ids = torch.arange(40) % 5 if is_ahead else None
@@ -137,7 +137,7 @@ def test_an_accelerator_gets_all_numbers_in_one_copy(is_ahead: bool, monkeypatch
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_nothing_waits_for_the_device(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors have no numbers: reading one raises an error."""
+    """Uses tensors without data, so that reading one raises an error."""
 
     def nowhere(arrays: Mapping[str, NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array).to("meta") for name, array in arrays.items()}

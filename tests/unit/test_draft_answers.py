@@ -1,4 +1,4 @@
-"""Answers from steps with drafts: one event for the tokens of a step, ends within a step, what is told of drafts."""
+"""Answers from steps with drafts: one event per step, ends within a step, and reports on drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREDICTION = {"type": "content", "content": "x"}
 
 
 class Server:
-    """A model that says `text`: one token, then `num_together` in each step."""
+    """A model that generates `text`: one token, then `num_together` per step."""
 
     def __init__(self, folder: Path, text: str, num_together: int = 1, metrics: DraftMetrics = "none", **more: Any):
         self.router = Playback(RUST.encode(text, add_special_tokens=False).ids)
@@ -81,7 +81,7 @@ def texts_of(chunks: list[dict[str, Any]]) -> list[str]:
 
 
 def logprobs_of(chunks: list[dict[str, Any]]) -> list[Any]:
-    """The logprobs of all tokens, field by field for completions."""
+    """Returns the logprobs of all tokens; for completions, field by field."""
     told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
     if all("content" in each for each in told):
         return [entry for each in told for entry in each["content"]]
@@ -107,7 +107,7 @@ def test_a_step_is_one_event_and_the_answer_is_the_same(tmp_path: Path, path: st
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("text", ["abcdefghij", "abcde"], ids=["within the answer", "in its last step"])
 def test_what_a_step_gave_behind_a_stop_string_is_dropped(tmp_path: Path, path: str, text: str) -> None:
-    """It is in no text, logprobs or usage, and in no count of tokens; two of the prediction's four are not either."""
+    """Tokens after a stop string are in no text, logprobs, usage or count; nor are two of the four predicted ones."""
     server = Server(tmp_path, text, 4)
     server.report((4, DraftReport(3, 1)))
     asked = {"stop": "bc", "prediction": PREDICTION}
@@ -128,7 +128,7 @@ def test_what_a_step_gave_behind_a_stop_string_is_dropped(tmp_path: Path, path: 
 
 @pytest.mark.parametrize("stop", [None, "ef"])
 def test_a_stream_that_may_resume_has_a_piece_for_each_token(tmp_path: Path, stop: str | None) -> None:
-    """Its events are counted, and another reader, which reads tokens one by one, must count the same."""
+    """Events are numbered, and a resuming reader, which reads tokens one by one, must count the same events."""
 
     async def pieces(num_together: int) -> list[Any]:
         server = Server(tmp_path, "abcdefgh", num_together)
@@ -148,7 +148,7 @@ def test_a_stream_that_may_resume_has_a_piece_for_each_token(tmp_path: Path, sto
 
 
 def test_reasoning_has_as_many_tokens_as_without_drafts(tmp_path: Path) -> None:
-    """The first token after it may come together with its last ones; then steps are read as wholes."""
+    """The count stays right when one step has the last reasoning tokens and the first one after them."""
     text = "<think>\nhm, so be it\n</think>\n\nabcdefghijklmnop"
 
     async def read(num_together: int) -> tuple[int, str, int]:
@@ -201,7 +201,7 @@ def test_the_summary_of_drafts(tmp_path: Path) -> None:
     none = drafts_of([], 2, is_detailed=True)
     assert (none.mean_acceptance_length, none.draft_acceptance_rate, none.acceptance_histogram) == (1.0, 0.0, [0, 0, 0])
     assert (none.per_step_accepted, none.per_step_drafted) == ([], [])
-    more = drafts_of([(5, 4)], 2, is_detailed=False)  # of an instance that drafts more than this process knows
+    more = drafts_of([(5, 4)], 2, is_detailed=False)  # from an instance that drafts more than this process expects
     assert (more.acceptance_histogram, more.num_spec_tokens) == ([0, 0, 0, 0, 1, 0], 2)
 
     async def beside_times() -> AnswerMetrics | None:

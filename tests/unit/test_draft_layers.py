@@ -1,4 +1,4 @@
-"""A draft head's layers behind the model's own: what travels to whom, and what is found where nothing came."""
+"""A draft head's layers after the model's layers: which peers get them, and what a pool holds without them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def with_head(layout: KVLayout, draft_head: str) -> KVLayout:
 
 
 def filled(layout: KVLayout, seed: int) -> KVPool:
-    """All blocks hold something, as after many requests."""
+    """Returns a pool with random content in all blocks, as after many requests."""
     pool = KVPool(layout, NUM_BLOCKS)
     for block in range(NUM_BLOCKS):
         pool.put_block(block, probe_content(layout, 100 * seed + block))
@@ -80,7 +80,7 @@ def filled(layout: KVLayout, seed: int) -> KVPool:
 
 
 def test_a_layout_says_which_layers_are_a_heads() -> None:
-    """Also where the head lacks a plane that layers of the model have."""
+    """Covers a head that lacks one of the model's planes."""
     heads = LayerCache(2, keys_and_values(8))
     assert layout_of((heads, heads), 4, "float32") == OWN
     assert layout_of((heads, heads, heads), 4, "float32", "a") == with_head(OWN, "a")
@@ -127,14 +127,14 @@ def test_pools_are_a_pair_by_the_layers_that_travel() -> None:
 
 
 def tokens_of(pool: KVPool, table: Sequence[int], layer: int) -> list[torch.Tensor]:
-    """Returns the prompt's tokens of each plane, [NUM_TOKENS, heads, stored width]."""
+    """Returns the prompt's content in each plane, [NUM_TOKENS, heads, stored width]."""
     size = pool.layout.block_size
     rows = [(table[at // size], at % size) for at in range(NUM_TOKENS)]
     return [torch.stack([plane[row] for row in rows]) for plane in pool.memory.planes(layer)]
 
 
 def ship(link: Link, table: list[int], into: list[int], num_layers: int) -> None:
-    """Sends eight tokens at once, the others layer by layer."""
+    """Sends eight tokens at once and the others layer by layer."""
     at = 8 // link.source.layout.block_size
     pieces = [KVPiece(0, 8, 0, num_layers, table[:at])]
     pieces += [KVPiece(8, NUM_TOKENS - 8, layer, 1, table[at:]) for layer in range(num_layers)]
@@ -189,7 +189,7 @@ def test_heads_layers_travel_between_equal_heads_and_are_cleared_otherwise(
         others = [block for block in range(NUM_BLOCKS) if block not in into]
         for layer in range(target.num_layers):
             for plane, was in zip(pool.memory.planes(layer), before[layer], strict=True):
-                assert torch.equal(plane[others], was[others]), "a block beside the landing has changed"
+                assert torch.equal(plane[others], was[others]), "a block outside the landing has changed"
                 assert was[into].any()
                 assert bool(plane[into].any()) == (layer < num_layers)
 
@@ -211,7 +211,7 @@ def test_layers_of_pools_that_lie_layer_by_layer_are_cleared_too() -> None:
 
 
 class Ports:
-    """P's links to instances with its head and without it; each lands in a real Lander."""
+    """P's links to instances with and without its head; each delivers to a real Lander."""
 
     route: PoolRoute
     name: wire.TransportName = "local"
@@ -220,7 +220,7 @@ class Ports:
         self.num_layers = {"with": 3, "without": 2, "without, late": 2}
         self.shipped: dict[str, list[tuple[int, int, int, int]]] = {conn: [] for conn in self.num_layers}
         self.events: dict[str, list[object]] = {conn: [] for conn in self.num_layers}
-        self.chunks: list[wire.KVChunk] = []  # of "with"
+        self.chunks: list[wire.KVChunk] = []  # chunks sent to "with"
         self.copies = Copies(CPU)
         self.landers = {conn: Lander(self, Geometry(most, 4, 4)) for conn, most in self.num_layers.items()}  # type: ignore[arg-type]
 
@@ -248,7 +248,7 @@ class Ports:
 
 
 def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> None:
-    """The head's layer is late: a peer that wants it has all else by then, and takes no end without it."""
+    """A peer with the head accepts no end before the head's layer, which comes last; others end at the model's last."""
     ports = Ports()
     scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 32))
     sizes = ShipSizes((ShipGroup(4, 64),), 1)
@@ -295,7 +295,7 @@ def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> N
 
 
 def test_a_tier_of_files_gives_no_block_to_another_head(tmp_path: Path) -> None:
-    """The block's hash would be the same: the seal alone keeps them apart, also where the sizes are equal."""
+    """Block hashes do not include the head, so the tier's seal must separate heads, also for equal block sizes."""
     content, block = b"c" * 32, memoryview(bytearray(b"x" * with_head(OWN, "a").block_nbytes))
 
     def opened(folder: Path, draft_head: str) -> DiskStore:
@@ -317,7 +317,7 @@ def test_a_tier_of_files_gives_no_block_to_another_head(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_heads_weights_counts_for_tiers(tmp_path: Path) -> None:
-    """A head's identity samples its files."""
+    """A head's identity only samples its files, but a tier's origin must depend on every byte."""
     weights, alone = tmp_path / "model.safetensors", EngineConfig(model=str(Path(models.__path__[0]) / "tiny-chat"))
     config = msgspec.structs.replace(alone, speculation=Speculation(methods=("eagle3",), model=str(tmp_path)))
     runner: Any = SimpleNamespace(device=CPU)

@@ -1,4 +1,4 @@
-"""How many drafts a step verifies, on simulated machines whose steps take what a function of their rows says."""
+"""How many drafts a step verifies, on simulated machines whose step time is a function of the number of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cost = Callable[[int], float]
 
 
 def knee(at: int) -> Cost:
-    """Flat up to so many rows, then in proportion to them."""
+    """Returns a cost that is flat up to `at` rows, then proportional."""
     return lambda num_rows: max(1.0, num_rows / at)
 
 
@@ -31,7 +31,7 @@ MACHINES: dict[str, Cost] = {
 
 
 def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_steps: int = 700) -> float:
-    """Returns tokens a second by those of plain decoding; steps take up to 5 % more than they should."""
+    """Returns the speedup over plain decoding; step times have up to 5 % of noise."""
     rng, size = random.Random(3), DraftSize()
     requests = [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(num_seqs)]
     num_tokens, took_s = 0, 0.0
@@ -54,7 +54,7 @@ def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_s
 
 
 def best(cost: Cost, num_seqs: int, chance: float) -> float:
-    """Returns the best speedup by any constant number of drafts for each sequence."""
+    """Returns the best speedup of any constant number of drafts per sequence."""
     gains = [(1 + sum(chance**at for at in range(1, num + 1))) / cost(num_seqs * (1 + num)) for num in range(MOST + 1)]
     return max(gains) * cost(num_seqs)
 
@@ -64,7 +64,7 @@ def best(cost: Cost, num_seqs: int, chance: float) -> float:
 )
 def test_it_comes_near_the_best_constant_number(machine: str, num_seqs: int, chance: float) -> None:
     found, most = speedup(MACHINES[machine], num_seqs, chance), best(MACHINES[machine], num_seqs, chance)
-    assert found >= 0.97, "drafts cost more than they bring"
+    assert found >= 0.97, "drafts cost more than they save"
     assert found >= 0.85 * most, f"{found:.2f} of {most:.2f}"
 
 
@@ -73,10 +73,10 @@ def test_a_machine_that_changes_is_measured_again() -> None:
     for _ in range(50):
         costs.took(1, 1.0)
         costs.took(8, 8.0)
-    assert costs.step_s(4) == pytest.approx(4.0)  # on the line between
+    assert costs.step_s(4) == pytest.approx(4.0)  # interpolated
     for _ in range(600):
         costs.took(1, 1.0)
-    assert costs.step_s(8) == NEVER  # forgotten; what is twice as large as the largest known one is tried
+    assert costs.step_s(8) == NEVER  # forgotten; only sizes up to twice the largest known one are tried
     assert costs.step_s(2) == 1.0
 
 
@@ -89,12 +89,12 @@ def test_estimates_are_of_all_sizes() -> None:
         assert all(each > 0 for each in costs.estimates())
 
 
-DRAFT_S = 0.1  # of a draft for each of any number of sequences
+DRAFT_S = 0.1  # time of one draft step, for any number of sequences
 
 
 @pytest.mark.parametrize(("machine", "num_seqs", "chance"), pairwise(["16", "1"], [1, 4], [0.0, 0.1, 0.5, 0.8, 1.0]))
 def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chance: float) -> None:
-    """Near the best constant number, as above; a model that is wrong is tried again, which may cost a little."""
+    """Including the draft model's cost, comes near the best constant number; retrying a bad model costs little."""
     rng, cost, size, draft_costs = random.Random(3), MACHINES[machine], DraftSize(), StepCosts()
     requests = [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(num_seqs)]
     num_tokens, took_s, num_steps = 0, 0.0, 1500
@@ -130,7 +130,7 @@ def test_nobody_catches_up_for_drafts_whose_verification_cannot_pay(row_s: float
 
 
 def test_first_measurements_are_believed_for_a_short_time() -> None:
-    """Three late steps of a size at first: it is measured again soon, and what is confirmed is kept for longer."""
+    """If a size's first three steps are slow, it is measured again soon; confirmed values last longer."""
     costs = StepCosts()
     num_steps: list[int] = []
     for _ in range(6):

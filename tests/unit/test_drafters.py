@@ -1,4 +1,4 @@
-"""Drafts from the sequence itself and from predictions are those of scans, and no step waits for a long prompt."""
+"""Drafts from the sequence and from predictions equal those of plain scans, and long prompts delay no step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request_of(prompt: Sequence[int], predicted: Sequence[int] = (), variant: st
 
 
 def change(rng: random.Random, request: Request, num_symbols: int) -> None:
-    """Appends a few tokens, or replaces the output as a resumed request does: by a shorter or another one."""
+    """Appends a few tokens, or replaces the output by a shorter or different one, as a resumed request does."""
     output = request.output_token_ids
     if rng.random() < 0.03:
         del output[rng.randrange(len(output) + 1) :]
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_indexed_in_slices_newest_part_first(monkeypatch: pytes
         left.append(kept.num_unindexed)
         spans = [(index.first, index.stop) for index in text.indexes]
         assert spans[-1][1] == text.end
-        assert all(stop == start for (_, stop), (start, _) in pairwise(spans[1:]))  # only the first one has a gap
+        assert all(stop == start for (_, stop), (start, _) in pairwise(spans[1:]))  # only the first may follow a gap
         assert spans[0][1] <= spans[1][0]
     assert all(0 < before - after <= per_call for before, after in pairwise(left))
     assert text.tokens[5 : text.end].tolist() == request.token_ids(0, request.num_tokens)
@@ -148,7 +148,7 @@ def test_reported_bytes_are_those_allocated_and_go_with_the_request() -> None:
 
 
 class ScannedPrediction:
-    """What PredictionDrafter documents, by scans."""
+    """Implements PredictionDrafter's contract by scans."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
         self.prediction = prediction
@@ -183,7 +183,7 @@ class ScannedPrediction:
 
 
 def edited(rng: random.Random, tokens: Sequence[int], share: float, num_symbols: int) -> list[int]:
-    """Returns the tokens with so large a share of them deleted, replaced or preceded by others; a block may move."""
+    """Deletes, replaces or inserts tokens with probability `share`; may also move a block."""
     found: list[int] = []
     for token_id in tokens:
         kind = rng.choice(["delete", "insert", "replace"]) if rng.random() < share else ""
@@ -199,7 +199,7 @@ def test_a_prediction_is_followed_as_by_scans() -> None:
     rng = random.Random(5)
     for case in range(60):
         num_symbols = rng.choice([4, 20, 500])
-        # Pairs of few symbols have more places than are compared, unless there are few tokens.
+        # With few symbols a pair occurs at more places than are compared, so keep the prediction short.
         predicted = tuple(rng.randrange(num_symbols) for _ in range(rng.randrange(1, 60 if num_symbols == 4 else 400)))
         answer = edited(rng, predicted, rng.choice([0, 0.05, 0.3]), num_symbols)
         request = request_of([1, 2], predicted)
@@ -236,7 +236,7 @@ def test_places_of_pairs_are_those_of_a_scan_over_all_parts(monkeypatch: pytest.
 
 def test_a_prediction_with_edits_takes_few_steps() -> None:
     rng = random.Random(6)
-    predicted = [rng.randrange(3000) for _ in range(12000)]  # more than one part of the index
+    predicted = [rng.randrange(3000) for _ in range(12000)]  # needs several parts of the index
     answer = edited(rng, predicted, 0.05, 3000)
     request, drafter = request_of([1], predicted), PredictionDrafter()
     num_steps = 0
@@ -246,7 +246,7 @@ def test_a_prediction_with_edits_takes_few_steps() -> None:
         num_right = next((i for i, (a, b) in enumerate(zip(drafts, rest, strict=False)) if a != b), len(drafts))
         request.output_token_ids += rest[: num_right + 1]
         num_steps += 1
-    assert len(answer) / num_steps > 6  # 12 drafts and one token; at most 20 tokens lie between edits
+    assert len(answer) / num_steps > 6  # a step gives up to 12 drafts and one token; edits are at most 20 tokens apart
     assert drafter.draft(request_of([1]), 4) == ()
 
 

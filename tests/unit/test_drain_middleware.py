@@ -1,4 +1,4 @@
-"""A server that stops: running requests end, new ones are refused, and it is known when nothing runs any more."""
+"""A draining server finishes running requests, refuses new ones, and reports when none runs any more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.api.middleware.drain_middleware import Drain, DrainMiddleware
 
 
 class Served:
-    """An app behind a gate; its requests run until `release`."""
+    """An app behind the drain middleware; its requests run until `release`."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.release = asyncio.Event()
@@ -34,7 +34,7 @@ class Served:
     async def ask(
         self, path: str = "/v1/completions", body: tuple[bytes, ...] = (b"{}",), comes: bool = True
     ) -> tuple[int, Any, Any]:
-        """Status, headers, body."""
+        """Returns status, headers and body."""
         parts = [{"type": "http.request", "body": part, "more_body": True} for part in body]
         parts[-1]["more_body"] = False
         sent: list[Any] = []
@@ -46,7 +46,7 @@ class Served:
             sent.append(message)
 
         await self._gate({"type": "http", "method": "POST", "path": path}, receive, send)
-        assert not parts or not comes or sent[0]["status"] == 200, "a refused request's body is read"
+        assert not parts or not comes or sent[0]["status"] == 200, "a refused request's body must not be read"
         return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 

@@ -1,4 +1,4 @@
-"""The admin port's commands for instances: tokens, ports, and what is refused."""
+"""The admin port's commands for instances: tokens, ports and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVIL = ("evil.example:9001", "localhost.evil.example", "127.0.0.1.evil.example",
 
 
 async def test_the_port_is_read_under_its_own_names_only() -> None:
-    """A page whose name resolves to 127.0.0.1 sends its own name; the token opens under any."""
+    """Without the token, a Host header other than the port's own is refused, as from a page that rebinds its name."""
     access = AdminAccess(TOKEN, True, frozenset({"pd.example", "[fd00::5]"}))
     app = admin_app(ElasticWorld().elastic, LocalTimelines(ElasticWorld().router.timelines), access)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

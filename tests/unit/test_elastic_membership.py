@@ -26,7 +26,7 @@ def pairs(world: ElasticWorld) -> set[str]:
     return {f"{p.name} {d.name}" for p, d in linked_pairs(world.membership.instances)}
 
 
-# ---- the list of another scheduler
+# ---- another scheduler's list
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def test_a_name_at_another_place_is_another_worker(world: ElasticWorld) ->
     assert [one is other for one, other in zip(before, after, strict=True)] == [False, False, True]
     assert (after[0].host, world.membership.host_of(after[0])) == ("127.0.0.2", "127.0.0.2")
     assert (after[1].device_ids, after[1].state) == (["77"], "unreachable")
-    assert before[0].conn == "", "the old connection is given up"
+    assert before[0].conn == "", "the old connection must be closed"
     world.elastic.follow(members)
     assert world["decode-0"] is after[0]
 
@@ -160,7 +160,7 @@ def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told(world: 
     world.elastic.tick()
     roles = {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "decode"}
     assert world.told() == dict.fromkeys(roles, roles)
-    assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1"}, "no link leads there yet"
+    assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1"}, "there is no link to it yet"
     world.link()
     assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1", "prefill-0 prefill-1"}
 
@@ -179,7 +179,7 @@ def test_a_change_can_be_called_off_and_leaves_a_drained_instance_drained(world:
     with pytest.raises(Refused, match="decode-0 is the last"):
         world.elastic.change_role("decode-0", "prefill")
     world["decode-0"].state = "unreachable"
-    world.elastic.drain("decode-0")  # it takes none anyway
+    world.elastic.drain("decode-0")  # it takes no requests anyway
 
 
 async def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role(world: ElasticWorld) -> None:
@@ -192,7 +192,7 @@ async def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role
     assert world.told()["decode-1"]["decode-1"] == "prefill"
 
 
-# ---- the last one
+# ---- the last instance of a role
 
 
 @pytest.mark.parametrize("command", ["drain", "remove", "change_role"])
@@ -209,7 +209,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     ask(force=True)
     assert not world["prefill-0"].takes_requests
     prefill, decode = least_loaded(world.membership.instances, RoutingRequest(Prompt(RequestSpec([1], Sampling()))))
-    assert (prefill.name, prefill) == ("decode-0", decode), "a single instance serve"
+    assert (prefill.name, prefill) == ("decode-0", decode), "expected one hybrid instance to serve"
 
 
 # ---- leave and join
@@ -227,9 +227,9 @@ async def test_remove_drains_and_forgets(world: ElasticWorld) -> None:
     world.elastic.tick()
     assert world.names == ["prefill-0", "prefill-1", "decode-1"]
     told = world.told()
-    assert told.pop("decode-0") == {}, "it closes its links"
+    assert told.pop("decode-0") == {}, "it must close its links"
     assert all(set(peers) == set(world.names) for peers in told.values())
-    world.membership.on_closed("to-decode-0", "late")  # nobody of ours any more
+    world.membership.on_closed("to-decode-0", "late")  # no longer a member
     world.membership.on_heartbeat("to-decode-0", wire.Load())
     with pytest.raises(InstanceNotFound, match=r"known are prefill-0, prefill-1, decode-1$"):
         world.elastic.remove("decode-0")
@@ -240,7 +240,7 @@ async def test_what_was_removed_comes_back_by_hand_only(world: ElasticWorld) -> 
     world.elastic.tick()
     assert await world.elastic.reload() == "joining: none; leaving: none"
     await world.elastic.add("prefill-1", 7001)
-    assert world.names == ["prefill-0", "prefill-1", "decode-0", "decode-1"], "in the table's order"
+    assert world.names == ["prefill-0", "prefill-1", "decode-0", "decode-1"], "expected the table's order"
     back = world["prefill-1"]
     assert (back.host, back.port, back.device_ids, back.state) == ("127.0.0.1", 7001, ["11"], "unreachable")
 

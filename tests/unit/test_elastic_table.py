@@ -1,4 +1,4 @@
-"""A rank table that is read again: instances join, leave and change."""
+"""When a rank table is read again, instances join, leave and change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_instances_of_a_grown_table_join_and_others_leave() -> None:
     assert await world.elastic.add("prefill-2", 7002) is world["prefill-2"]
     assert world["prefill-2"].device_ids == ["12"]
     again = await world.elastic.add("prefill-2", 7003)
-    assert (again.port, len(world.names)) == (7003, 5), "it was not there"
+    assert (again.port, len(world.names)) == (7003, 5), "the instance was not in the table"
     world.make_ready(again)
     with pytest.raises(Refused, match="prefill-2 already exists, at port 7003"):
         await world.elastic.add("prefill-2", 7004)
@@ -47,7 +47,7 @@ async def test_instances_of_a_grown_table_join_and_others_leave() -> None:
 
 
 def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]]) -> Place:
-    """The world's table with other prefill entries."""
+    """Returns the world's table with changed prefill entries."""
     place = world.place
     groups = list(place.table.server_group_list)
     groups[1] = server_group("prefill", tuple(change(list(groups[1].server_list))))
@@ -81,7 +81,7 @@ async def test_a_changed_table_that_cannot_be_used_is_refused() -> None:
     world = ElasticWorld()
     assert await world.elastic.reload() == "joining: none; leaving: none"
     world.place = ElasticWorld(num_prefill=3).place
-    world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
+    world.credentials = Credentials(b"t" * 32)  # as --derive-secret would give for another table
     with pytest.raises(Refused, match="do not use --derive-secret if the table may change; nothing has changed"):
         await world.elastic.add("prefill-2", 7002)
     assert len(world.names) == 4

@@ -1,4 +1,4 @@
-"""Encoders at a prefill instance: which images are asked for, and when a leg begins without them."""
+"""Encoders seen from a prefill instance: which images it requests, and when a leg begins without them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.mail import RecordedMail
 
 
 class Blocks(set[bytes]):
-    """The hashes of blocks that are cached."""
+    """The hashes of cached blocks."""
 
     tier = None
 
@@ -37,7 +37,7 @@ def peer(name: str) -> wire.PeerInfo:
 
 
 class Prefill:
-    """The table of an image at P, with a tower and a scheduler that are only what the table asks of them."""
+    """P's table of images, with minimal fakes of the vision tower and the scheduler."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -52,7 +52,7 @@ class Prefill:
         self.encoders = Encoders(engine, TERMS, self.post, lambda event: None, lambda: self.now_s, Timeouts())
 
     def pass_on(self) -> None:
-        """Begins what the encoders have released, as a worker does after each event."""
+        """Begins legs that the encoders have released, as a worker does after each event."""
         for leg in self.encoders.released():
             self.begun.append(leg.submit.request_id)
             self.here.add(f"{leg.submit.request_id}#{leg.submit.attempt}")
@@ -71,7 +71,7 @@ class Prefill:
         self.pass_on()
 
     def link(self, *names: str) -> None:
-        """Brings links up; sockets that do not exist are reached."""
+        """Brings links up, without real sockets."""
         self.encoders.set_peers([peer(name) for name in names], is_prefill=True)
         for name in names:
             self.encoders.opened(f"to-{name}", is_scheduler=False)
@@ -111,10 +111,10 @@ def test_a_leg_begins_when_all_its_images_are_here(prefill: Prefill) -> None:
     load = prefill.encoders.counted(wire.Load(), {})
     assert (load.num_landed_images, load.num_encoder_fallbacks, load.feature_nbytes) == (2, 0, 2 * FEATURES.nbytes)
     prefill.tick()
-    assert prefill.tower.landed, "the leg is there, and will use them"
+    assert prefill.tower.landed, "the leg waits and will use the features"
     prefill.here.clear()
     prefill.tick()
-    assert not prefill.tower.landed, "no leg will use them"
+    assert not prefill.tower.landed, "no leg will use the features"
 
 
 def test_what_is_here_or_on_its_way_is_not_asked_for_again(prefill: Prefill) -> None:
@@ -127,7 +127,7 @@ def test_what_is_here_or_on_its_way_is_not_asked_for_again(prefill: Prefill) -> 
     assert (one.key, others.key) == (B, B + b"x")
     prefill.handle(FeaturesRead(one.item, FEATURES))
     assert prefill.begun == ["first", "second"]
-    assert prefill.submit("third", order_of(B), "encode-0"), "it has landed, and waits for a step"
+    assert prefill.submit("third", order_of(B), "encode-0"), "the features have landed and wait for a step"
 
 
 def test_an_image_in_the_prefix_cache_is_not_asked_for(prefill: Prefill) -> None:
@@ -150,15 +150,15 @@ def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
         assert not prefill.submit(f"r{at}", order_of(A), "encode-0")
         (ask,) = prefill.asked()
         prefill.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
-        assert len(prefill.begun) == at, "an answer counts only over the link that was asked"
+        assert len(prefill.begun) == at, "an answer over another link must be ignored"
         fail(ask)
         assert prefill.begun[-1] == f"r{at}"
         assert not prefill.tower.landed
         prefill.handle(FeaturesRead(ask.item, FEATURES))
         assert not prefill.tower.landed, "late"
         assert prefill.encoders.counted(wire.Load(), {}).num_encoder_fallbacks == at + 1
-    assert len(prefill.post.take(wire.EncodeAbort)) == 1, "the late one"
-    assert prefill.submit("down", order_of(A), "encode-0"), "its link is down"
+    assert len(prefill.post.take(wire.EncodeAbort)) == 1, "expected the late request"
+    assert prefill.submit("down", order_of(A), "encode-0"), "the encoder's link is down"
     assert prefill.encoders.links()["encode-0@1"].phase == "waiting"
 
 

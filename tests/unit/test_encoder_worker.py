@@ -1,4 +1,4 @@
-"""An encoder itself: images in, features out, and what it refuses."""
+"""An encoder's worker: images in, features out, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.mail import RecordedMail
 
 
 class Tower:
-    """Counts what it computes."""
+    """A fake vision tower that counts the computed images."""
 
     def __init__(self) -> None:
         self.num_encoded = 0
@@ -41,8 +41,8 @@ class Tower:
 class Encoder:
     def __init__(self, num_kept_tokens: int = 100) -> None:
         self.now_s = 0.0
-        self.addresses: list[str] = []  # of the server that gives features
-        self.num_loads = 0  # of the tower, after sleep
+        self.addresses: list[str] = []  # addresses of the feature server
+        self.num_loads = 0  # loads of the tower after sleep
         self.post, self.tower, inbox = RecordedMail(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
         drain = WorkerDrain(30.0, lambda: self.now_s)
@@ -65,7 +65,7 @@ OPEN = mail(OPENING)
 
 
 def step(encoder: Encoder, *events: Event) -> None:
-    """As many rounds of the loop as it takes until nothing is queued."""
+    """Queues events and runs rounds of the loop until nothing is queued."""
     for event in events:
         encoder.loop.inbox.put(event)
     encoder.loop.turn(wait_s=0.0)
@@ -110,7 +110,7 @@ def test_an_image_is_computed_once_and_offered_each_time(encoder: Encoder) -> No
 
 def test_what_is_refused(encoder: Encoder) -> None:
     step(encoder, image_of(1))
-    assert encoder.post.sent == [], "nobody who has not opened is answered"
+    assert encoder.post.sent == [], "a peer without an open connection gets no answer"
     step(encoder, OPEN, image_of(1, image=Image(3, 2, b"pp")), image_of(1, image=Image(2, 2)))
     assert failed(encoder) == [(1, "too many rows"), (1, "the image came without pixels")]
     put(encoder, *(image_of(at, A) for at in range(MAX_WAITING + 1)))
@@ -122,7 +122,7 @@ def test_what_is_refused(encoder: Encoder) -> None:
 
 
 def test_offers_end(encoder: Encoder) -> None:
-    """By their lease, an abort, and the end of the connection."""
+    """Offers end by their lease, an abort, or the end of the connection."""
     step(encoder, OPEN)
     for at, end in enumerate[Callable[[], object]](
         (
@@ -134,17 +134,17 @@ def test_offers_end(encoder: Encoder) -> None:
         kept = num_files()
         step(encoder, image_of(at))
         assert done(encoder) == [at]
-        assert num_files() == kept + 2, "one that is kept, and one that is offered"
+        assert num_files() == kept + 2, "expected one cached and one offered image"
         end()
         step(encoder)
         assert num_files() == kept + 1
 
 
 def num_files() -> int:
-    """Counts the open files of features."""
+    """Counts this process's open feature files."""
     found = 0
     for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             found += "pd-cluster-features" in os.readlink(each)
     return found
 
@@ -155,10 +155,10 @@ def test_the_store_is_bounded_and_large_images_leave_it_alone() -> None:
         step(small, OPEN)
         for at in (1, 2, 3, 2, 1):
             step(small, image_of(at))
-        assert small.tower.num_encoded == 4, "2 was kept, 1 was not"
+        assert small.tower.num_encoded == 4, "image 2 must be cached, image 1 not"
         step(small, ConnClosed("p", "prefill-0@1", "gone"))
         assert num_files() == before + 2
-    assert num_files() == before, "every file is closed"
+    assert num_files() == before, "every file must be closed"
     with contextlib.closing(Encoder(num_kept_tokens=SHAPE[1])) as encoder:
         step(encoder, OPEN, image_of(1, A))
         large = torch.zeros(SHAPE[0], SHAPE[1] + 1, SHAPE[2])
@@ -204,7 +204,7 @@ def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
     step(encoder, image_of(3, A))
     assert done(encoder) == [1, 3]
     assert (encoder.worker.load.num_cache_resets, encoder.worker.load.num_encoded_hits) == (1, 0)
-    assert encoder.num_loads == 1, "level 2 has dropped the tower"
+    assert encoder.num_loads == 1, "sleep level 2 must drop the tower"
 
 
 # ---- the end
@@ -218,7 +218,7 @@ def put(encoder: Encoder, *events: Event) -> None:
 
 
 def receive(encoder: Encoder) -> list[int]:
-    """Takes the features that are offered, as a prefill instance does. Returns their items."""
+    """Accepts all offered features, as a prefill instance does; returns their items."""
     done = encoder.post.take(wire.EncodeDone)
     encoder.addresses += [each.address for each in encoder.post.take(wire.EncoderAnswer)]
     for each in done:
@@ -227,7 +227,7 @@ def receive(encoder: Encoder) -> list[int]:
 
 
 def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder) -> None:
-    """Prefill asked before its scheduler heard; what comes later is refused, and the encoder ends."""
+    """An image requested before prefill heard of the drain is computed; later ones are refused; the encoder ends."""
     rounds, received = iter(range(100)), list[int]()
     put(encoder, SCHEDULER, OPEN, StartDrain())
 
@@ -242,7 +242,7 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
                 encoder.now_s += CLOSES_AFTER_S / 2
                 put(encoder, image_of(2))
             case 5:
-                received.extend(receive(encoder))  # nothing is left
+                received.extend(receive(encoder))  # until nothing is left
                 put(encoder, image_of(3))
 
     encoder.loop.run(on_round)
@@ -251,7 +251,7 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
 
 
 def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(encoder: Encoder) -> None:
-    """The image takes longer than others are taken; the encoder says before it that it drains."""
+    """A draining encoder says so before its last image; images that arrive during that long one are refused."""
     said, encode = list[tuple[bool, int]](), encoder.tower.encode
 
     def compute(image: Image) -> torch.Tensor:
@@ -284,7 +284,7 @@ def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(e
 )
 @pytest.mark.parametrize("is_first", [True, False])
 def test_an_encoder_that_nobody_can_ask_closes_at_once(encoder: Encoder, last: Event, is_first: bool) -> None:
-    """Also if they go while it drains; and one that sleeps is not woken."""
+    """A draining encoder closes at once if it has no scheduler or no prefill instance, or sleeps; it is not woken."""
     drains = [StartDrain(), Mail("s", "scheduler@1", wire.Sleep(0))]
     rounds = iter([*([last], drains)[:: 1 if is_first else -1], [], []])
     put(encoder, SCHEDULER, OPEN)

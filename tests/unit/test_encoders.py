@@ -1,4 +1,4 @@
-"""Encoders of their own: which one is asked for what, and features that travel, without processes."""
+"""Separate encoders, without processes: the choice of an encoder for an image, and the transfer of features."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_launch_registers_encoders_at_its_schedulers_port(tmp_path: Path) -> N
         member = members[f"encode-{at}"]
         own = {"--role=encode", f"--join=127.0.0.1:{join}", f"--instance-name=encode-{at}", f"--port={member.port}"}
         assert own <= set(member.command)
-        assert member.env["RANK_TABLE_FILE_PATH"] == "", "whatever the environment of `up` says"
+        assert member.env["RANK_TABLE_FILE_PATH"] == "", "the environment of `up` must not change this"
     assert len({each.port for each in members.values()} | {int(join)}) == 6
     plain = plan_cluster(Launch(model="m"), tmp_path)
     assert not [flag for member in plain for flag in member.command if "join" in flag]
@@ -139,11 +139,11 @@ def test_wrong_features_are_refused(server: FeatureServer) -> None:
 
 @pytest.mark.parametrize("transport", ["dist", "curve"])
 def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> None:
-    """Both ends are the real ones; only the connection between them is two calls."""
+    """Both ends are production code; only the connection between them is replaced by direct calls."""
     events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
     failures: list[str] = []
-    made: Future[FeatureReader] = Future()  # its thread begins before its name is bound
-    large = torch.arange(5_000_000, dtype=torch.float32).reshape(1, 5000, 1000)  # several pieces
+    made: Future[FeatureReader] = Future()  # the server's thread may run before the reader's variable is set
+    large = torch.arange(5_000_000, dtype=torch.float32).reshape(1, 5000, 1000)  # sent in several pieces
 
     def post(body: wire.Body) -> None:
         match body:
@@ -183,7 +183,7 @@ def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> N
 
 
 def test_a_link_is_down_when_its_thread_has_failed(server: FeatureServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure of one image's is its own."""
+    """A failed thread brings its link down; an error of one image does not."""
     events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
     file = SealedFile.of(FEATURES, PLACE.checksum)
     answer = wire.EncoderAnswer("", server.name)
@@ -210,7 +210,7 @@ def test_a_socket_of_another_host_leaves_the_pair_or_nothing() -> None:
         reader = FeatureReader("c", wire.EncoderAnswer("", "nowhere", group, "dist"), place, sent.put, events.put)
         if group:
             assert sent.get(timeout=30) == wire.EncoderMeet()
-        event = events.get(timeout=30)  # nobody comes to the pair
+        event = events.get(timeout=30)  # no peer joins the pair
         assert isinstance(event, EncoderUnreached)
         assert event.retry == bool(group)
         reader.close()

@@ -21,7 +21,7 @@ def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
 
 
 def test_a_step_ahead_of_the_host_changes_no_token() -> None:
-    """Whatever stops, is aborted, arrives or gives way meanwhile."""
+    """Steps ahead of the host give the same tokens, whatever stops, is aborted, arrives or is preempted meanwhile."""
     seen = explore(range(300, 309), launches=True)
     for what, least in (("ahead", 100), ("preemptions", 10), ("hits", 10), ("tier", 10)):
         assert seen[what] > least, f"{what} was hardly seen: {seen}"
@@ -29,7 +29,7 @@ def test_a_step_ahead_of_the_host_changes_no_token() -> None:
 
 @pytest.mark.parametrize("launches", [False, True])
 def test_drafts_change_no_token(launches: bool) -> None:
-    """Right ones, wrong ones, tokens that the model lacks, as many as a random number says."""
+    """Outputs are the same with right, wrong and invalid drafts, in random numbers."""
     seen = explore(range(500, 508), launches=launches, drafts=True)
     least = {"drafts": 200, "accepted": 100, "preemptions": 1, "hits": 10, "tier": 10, "ahead": 10 * launches - 1}
     for what, number in least.items():

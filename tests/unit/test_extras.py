@@ -1,4 +1,4 @@
-"""The core works without its extras; what needs a missing one says so in one line."""
+"""The core works without its extras; a feature that needs a missing extra says so in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pd_cluster
 from pd_cluster.extra_table import load
 
 PACKAGE = Path(pd_cluster.__file__).parent
-# Extra -> statements and commands that need it.
+# Extra -> statements and commands that use it.
 USES: dict[str, list[str]] = {
     "dashboard": ["pd-cluster dashboard --admin nowhere"],
     "fastdeploy": ["from pd_cluster.fastdeploy.engine.request import RequestOutput"],

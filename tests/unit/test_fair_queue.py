@@ -1,4 +1,4 @@
-"""Clients share what a cluster does, token for token, whatever each of them sends."""
+"""Clients get equal shares of a cluster's tokens, whatever each of them sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def anybody(entry: QueueEntry) -> bool:
 
 
 class World:
-    """A queue whose requests take what they were expected to, unless `takes` says otherwise."""
+    """A queue whose requests use the expected number of tokens unless `takes` says otherwise."""
 
     def __init__(self) -> None:
         self.queue = FairQueue()
@@ -60,12 +60,12 @@ def test_what_a_request_took_counts_and_not_what_it_might_have() -> None:
         world.serve(takes=25 if entry.client.name == "short" else 100)
     assert abs(world.served["short"] - world.served["long"]) <= 200
     guest = world.send("guest", 10)
-    assert world.serve() is guest, "who sends little does not wait for who sends much"
+    assert world.serve() is guest, "a client with few requests must not wait for one with many"
 
 
 @pytest.mark.parametrize("is_arriving", [False, True])
 def test_nobody_saves_up_turns(is_arriving: bool) -> None:
-    """Neither one that was away nor one whose request goes on arriving."""
+    """A client that was idle, or whose request is still arriving, gains no extra turns."""
     world = World()
     world.queue.client("away", 0.0).num_arriving_tokens += is_arriving
     for _ in range(100):
@@ -124,15 +124,15 @@ def test_what_comes_before_a_new_request() -> None:
         world.send("hog", 100)
     hog, guest = queue.client("hog", 0.0), queue.client("guest", 0.0)
     assert queue.tokens_before(hog) == 1000
-    queue.begin(queue.next(anybody) or world.send("nobody"))  # the hog's counter is ahead of everybody's now
+    queue.begin(queue.next(anybody) or world.send("nobody"))  # now the hog's counter is ahead of all others
     assert queue.tokens_before(guest) == 0
     guest.num_arriving_tokens += 150
-    assert queue.tokens_before(guest) == 150 + 150  # until its counter is at 150, the hog's at 100 has 50 and a request
+    assert queue.tokens_before(guest) == 150 + 150  # the guest's own; the hog's 50 up to 150, and one request
     assert queue.tokens_before(hog) == 900 + 150
     guest.num_arriving_tokens = 0
     for at in range(100):
         world.send(f"client-{at}", 10)
-    assert queue.tokens_before(queue.client("last", 0.0)) == 1000, "each has one request"
+    assert queue.tokens_before(queue.client("last", 0.0)) == 1000, "expected one request of each"
 
 
 def test_a_share_is_of_those_who_are_here_or_were_lately() -> None:
@@ -168,7 +168,7 @@ def test_a_part_of_a_full_room_is_everybodys() -> None:
         world.queue.has_more_than_share(world.queue.client(name, 0.0), 92, 10_000) for name in ("hog", "guest", "new")
     ]
     assert more == [True, False, False]
-    assert world.queue.has_more_than_share(world.queue.client("hog", 0.0), 10_000, 1800), "by its tokens"
+    assert world.queue.has_more_than_share(world.queue.client("hog", 0.0), 10_000, 1800), "expected turns by tokens"
     assert not world.queue.has_more_than_share(world.queue.client("hog", 0.0), 10_000, 1801)
 
 

@@ -1,4 +1,4 @@
-"""One rule for places that clients share, and memory that they share."""
+"""The rule by which clients share places and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for line in link:
 
 
 def drained(turns: FairSlots[str]) -> list[str]:
-    """Returns all that waits in the order of its turns, where each piece ends before the next begins."""
+    """Returns everything that waits in the order of its turns, ending each piece before the next begins."""
     order = []
     while (found := turns.next()) is not None:
         order.append(found[1])
@@ -141,7 +141,7 @@ def test_memory_is_shared_by_the_same_kind_of_rule() -> None:
 
 
 async def test_blocking_calls_of_a_client_leave_threads_for_others() -> None:
-    """`asyncio.to_thread` takes turns where the pool is the loop's default executor."""
+    """With the fair pool as the loop's default executor, `asyncio.to_thread` takes turns between clients."""
     asyncio.get_running_loop().set_default_executor(FairThreadPool(2))
     opened = threading.Event()
 
@@ -167,7 +167,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @contextlib.asynccontextmanager
 async def running(module: str, timeout_s: float = DEADLINE_S) -> AsyncIterator[ChildPool]:
-    """Children for jobs; in the end no place is taken and nothing waits."""
+    """Runs child processes for jobs; asserts afterwards that no place is taken and nothing waits."""
     jobs = ChildPool(module, b"{}", timeout_s, "job")
     yield jobs
     await until(lambda: not jobs._tasks, 0.01)
@@ -193,7 +193,7 @@ async def given_up(tasks: list[asyncio.Task[str]]) -> None:
 
 
 async def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Path) -> None:
-    """A hundred that never end: others' quick ones are done, and others' slow ones get a place."""
+    """Despite a client's hundred endless jobs, other clients' quick jobs finish and their slow jobs get a place."""
     async with running(module) as jobs:
         hogs = asking(jobs, "a", *[f"slow {tmp_path}/never"] * 60)
         await until(lambda: len(jobs.slow) >= MAX_SLOW // 2 and jobs.slow_turns.num_waiting, 0.01)
@@ -210,11 +210,11 @@ async def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_pa
 async def test_slow_jobs_of_one_client_wait_for_one_another(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program alone with its process, or one request with many videos, loses none of them."""
+    """A single client's slow jobs, such as one request with many videos, all finish."""
     async with running(module) as jobs:
         *first, left = asking(jobs, "a", *(f"slow {tmp_path}/{at}" for at in range(6)))
         await until(lambda: jobs.slow_turns.num_waiting >= 6 - MAX_SLOW // 2, 0.01)
-        monkeypatch.setattr(child_pool, "QUICK_S", DEADLINE_S)  # a quick job stays quick on a busy machine
+        monkeypatch.setattr(child_pool, "QUICK_S", DEADLINE_S)  # no job counts as slow on a busy machine
         assert await asked(jobs, "a", "quick") == "quick"
         await given_up([left])
         for at in range(5):
@@ -230,7 +230,7 @@ async def test_a_slow_job_waits_for_a_place_no_longer_than_it_may_take(module: s
 
 
 async def test_a_job_costs_little_once_its_client_has_left(module: str, tmp_path: Path) -> None:
-    """Those that wait never run, those that run end when they turn out to be slow."""
+    """After a client has left, its waiting jobs never run, and its running jobs end once they count as slow."""
     async with running(module) as jobs:
         assert await asked(jobs, "a", "warm") == "warm"
         leaving = asking(jobs, "a", *(f"quick{at}" for at in range(30)))

@@ -1,4 +1,4 @@
-"""Clients take turns with work on threads, and one client's long texts do not hold up another's."""
+"""Clients take turns on the threads, and one client's long texts do not delay another client's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 
 
 class Gate:
-    """Work that notes its name and then waits until the gate is opened."""
+    """Work that records its name and then waits until the gate is opened."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -58,7 +58,7 @@ def test_clients_take_turns() -> None:
 
     results, begun = run(use())
     assert results == ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0"]
-    # The first may have begun before the others came.
+    # The first piece may have begun before the others arrived.
     assert begun in (["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"], ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"])
 
 
@@ -93,8 +93,8 @@ def test_memory_is_given_back_when_nothing_waits() -> None:
     run(use([LARGE // 2] * 6))
     assert given.get(timeout=DEADLINE_S) == 1
     run(use([10, 10]))
-    pool.submit(lambda: None).result()  # the last piece has ended
-    assert given.empty(), "given back for little work, or while work waited"
+    pool.submit(lambda: None).result()  # waits for the last piece
+    assert given.empty(), "memory must be released neither after little work nor while work waits"
 
 
 def test_a_closed_pool_cancels_what_waits() -> None:
@@ -117,7 +117,7 @@ def test_a_closed_pool_cancels_what_waits() -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Tokenizing long texts notes whose they are, by their first character, and waits."""
+    """Makes tokenizing of a long text record its client (its first character) and wait."""
     gate, encode = Gate(), Tokenizer.encode
 
     def gated(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -131,7 +131,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.mark.parametrize("keys", [(), ("sk-hog", "sk-other")])
 def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: Gate, keys: tuple[str, ...]) -> None:
-    """24 texts go to /tokenize, then a prompt of another client; peers are distinguished by key or address."""
+    """One client sends 24 texts to /tokenize, another one a prompt; clients are told apart by key or address."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=keys))
     peers = (HOG, HOG) if keys else (HOG, OTHER)
     headers = [[("Authorization", f"Bearer {key}")] for key in keys] or [[], []]
@@ -143,7 +143,7 @@ def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: 
     async def use() -> list[Any]:
         tasks = [ask(0, "h") for _ in range(NUM_TEXTS)]
         for _ in range(100):
-            await asyncio.sleep(0)  # until all wait
+            await asyncio.sleep(0)  # lets all requests begin to wait
         tasks.append(ask(1, "o"))
         for _ in range(100):
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: 
 def test_a_text_whose_beginning_is_too_long_is_not_tokenized_further(
     chars_per_token: int, may_be_cut: bool, num_encoded: int
 ) -> None:
-    """If tokens may have many characters, the number of characters alone does not tell the length."""
+    """A text may be refused by its beginning only; tokens of many characters make its length alone inconclusive."""
     limit, seen = 1000, []
 
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""Keys of a file at the public port: their models, their end, their tenants, and new ones in their place."""
+"""API keys from a file at the public port: models, expiry, tenants and replacement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_key_sees_its_own_models_alone(make: Make) -> None:
             bodies.append(answer.json()["error"])
         said = f"the model '{model}' does not exist; this server has org/tiny"
         assert {(body["message"], body["code"]) for body in bodies} == {(said, "model_not_found")}
-    assert (await port.ask("k", "POST", "/tokenize", prompt="a")).status == 200, "its own is what it gets"
+    assert (await port.ask("k", "POST", "/tokenize", prompt="a")).status == 200, "it must get its own tenant"
     assert (await port.ask("k", "GET", "/v1/models/org/tiny")).status == 200
 
 
@@ -62,7 +62,7 @@ async def test_new_keys_do_not_disturb_what_runs(make: Make) -> None:
     await port.submitted(2)
     port.change(key_of("new", tokens_per_minute=60), key_of("stays", tokens_per_minute=30))
     assert (await port.ask("k", "GET", "/v1/models")).status == 401
-    assert (port.left("new"), port.left("stays")) == ((0, 60), (0, 30)), "what is more than the limit is gone"
+    assert (port.left("new"), port.left("stays")) == ((0, 60), (0, 30)), "tokens beyond the limit must be lost"
     for request_id in dict.fromkeys(body.request_id for _, body in port.world.mailbox.of(wire.Submit)):
         port.answer(request_id, 2)
     assert [(await each).status for each in asking] == [200, 200]
@@ -70,7 +70,7 @@ async def test_new_keys_do_not_disturb_what_runs(make: Make) -> None:
 
 
 async def test_a_key_that_went_while_its_body_came_gets_no_further(make: Make) -> None:
-    """Another process may have read the keys before this one has."""
+    """Covers another process reading the changed keys before this one does."""
     port = make(key_of("k", tokens_per_minute=60))
     write_key_file(port.file, KeyFile(SALT, ()))
     port.store.reload()

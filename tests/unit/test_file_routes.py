@@ -1,4 +1,4 @@
-"""Routes of files without a cluster: a full disk, owners without keys, and servers that cannot keep files."""
+"""File routes without a cluster: a full disk, owners without keys, and servers that cannot store files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are kept: found by their owners alone, within quota and time, and never half."""
+"""Stored files: only their owners find them, within quota and lifetime, and never incomplete."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_link_in_a_files_place_is_not_followed(make: Callable[..., FileStore],
 def test_lists_go_on_behind_the_last_one_seen(make: Callable[..., FileStore], clock: Clock) -> None:
     store, made = make(), []
     for at in range(5):
-        clock.now_s += at % 2  # some are of one moment
+        clock.now_s += at % 2  # some files have the same time
         made.append(put(store, "one", b"x" * at).id)
     by_age = [each.id for each in store.files_of("one", "", Paging(10, is_ascending=True))]
     assert sorted(by_age) == sorted(made)
@@ -117,12 +117,12 @@ def test_a_quota_holds_for_files_and_for_uploads_under_way(make: Callable[..., F
     first = put(store, "one", b"x" * 2 * MIB)
     with pytest.raises(QuotaExceeded, match="2 MiB of the 3 MiB"):
         store.begin("one", 2 * MIB)
-    open_one = store.begin("one", MIB)  # the rest
+    open_one = store.begin("one", MIB)  # the rest of the quota
     another = store.begin("one")
     with pytest.raises(QuotaExceeded):
         store.write(another, b"y")
     store.discard(another)
-    put(store, "two", b"x" * 2 * MIB)  # another's
+    put(store, "two", b"x" * 2 * MIB)  # another owner's quota
     with pytest.raises(QuotaExceeded):
         store.write(open_one, b"z" * (MIB + 1))
     store.discard(open_one)
@@ -135,7 +135,7 @@ def test_files_and_uploads_expire(make: Callable[..., FileStore], clock: Clock) 
     store = make(ttl_s=1000.0)
     kept, short = put(store, "one", b"long"), put(store, "one", b"short", ttl_s=10.0)
     assert (kept.expires_at - kept.created_at, short.expires_at - short.created_at) == (1000, 10)
-    store.begin("one")  # its client is never heard of again
+    store.begin("one")  # its client never continues
     clock.now_s += 11
     assert store.files_of("one", "", ALL) == [kept]
     with pytest.raises(RequestNotFound):

@@ -1,4 +1,4 @@
-"""A first token waits until decode has taken its sequence over: for how long, and what ends the wait."""
+"""A first token is held until decode has taken its sequence over: how long, and what ends the wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Begun(NamedTuple):
     rid: str
 
     async def comes(self) -> bool:
-        """Whether the first token is there once everything that is ready has run."""
+        """Whether the first token has arrived once all ready tasks have run."""
         for _ in range(5):
             await asyncio.sleep(0)
         return self.first.done()
@@ -38,12 +38,12 @@ class Begun(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def hours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait ends by itself, unless a test lets it."""
+    """Makes all holds hours long, so that none expires unless a test wants it."""
     monkeypatch.setattr(first_token_hold, "MOST_HELD_S", 3600.0)
 
 
 async def begun(sampling: Sampling = SAMPLING, step_s: float = 3600.0, is_on: bool = True) -> Begun:
-    """Begins a request whose decode instance computes for three others."""
+    """Begins a request whose decode instance runs three other requests."""
     world = World(holds_first=is_on)
     for decode in world.instances[2:]:
         decode.load = wire.Load(num_running=3, tokens_per_step=4.0).at_rates(decode_step_s=step_s)
@@ -54,7 +54,7 @@ async def test_it_waits_until_decode_reports_it() -> None:
     it = await begun()
     it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
     assert not await it.comes()
-    it.world.outputs("to-prefill-0", ended=LegEnd(it.rid, 0))  # prefill has handed it over
+    it.world.outputs("to-prefill-0", ended=LegEnd(it.rid, 0))  # prefill has handed the request over
     assert not await it.comes()
     it.world.outputs("to-decode-0", token(it.rid, 0, 50))
     assert (await it.first).token_id == 50
@@ -83,7 +83,7 @@ async def test_it_waits_no_longer_than_a_step_and_a_half_or_a_tenth_of_a_second(
     assert hold_s(stream, "to-prefill-0", token(it.rid, 0)) == pytest.approx(most_s)
     assert hold_s(stream, "to-decode-0", token(it.rid, 0)) == 0
     it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
-    assert (await it.first).token_id == 50  # decode has not said a word
+    assert (await it.first).token_id == 50  # before any message from decode
     await it.end()
 
 
@@ -107,7 +107,7 @@ async def test_it_does_not_wait(why: str) -> None:
 
 @pytest.mark.parametrize("loss", ["decode", "its leg"])
 async def test_a_failed_attempt_keeps_it(loss: str) -> None:
-    """The next attempt continues behind it, and the client has it at once."""
+    """The client gets the held token at once, and the next attempt continues after it."""
     it = await begun()
     it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
     if loss == "decode":

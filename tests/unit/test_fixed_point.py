@@ -1,4 +1,4 @@
-"""Masses as whole numbers: the same bits by numpy and torch, and top_k and top_p by plain sums of Python's integers."""
+"""Probability masses as integers: the same bits in numpy and torch; top_k and top_p against plain integer sums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_numpy_and_torch_find_the_same_bits_near_the_exact_masses() -> None:
     assert np.array_equal(by_torch.numpy(), by_numpy)
     exact = ((values.double() - best[:, None].double()) * factor[:, None]).exp() * 2.0**MASS_BITS
     assert ((by_torch - exact).abs() <= 1.0 + exact * 1e-12).all()
-    assert (by_torch.amax(1) == 1 << MASS_BITS).all(), "the best has mass one"
+    assert (by_torch.amax(1) == 1 << MASS_BITS).all(), "the best token must have mass one"
 
 
 def test_sums_by_bin_are_exact() -> None:
@@ -39,7 +39,7 @@ def test_sums_by_bin_are_exact() -> None:
 
 
 def kept_by_hand(line: Floats, best: Floats, knobs: DrawParameters) -> tuple[list[int], list[int]]:
-    """Returns the ids that one row keeps, best first, and the masses of all tokens."""
+    """Returns one row's kept ids, best first, and the masses of all tokens."""
     masses: list[int] = fixed_masses(line[None], best, knobs.inverse_temperature)[0].tolist()
     floor = knobs.floor(best)[0]
     order = sorted((i for i in range(len(line)) if line[i] >= floor), key=lambda i: (-line[i], i))
@@ -61,12 +61,12 @@ def drawn_by_hand(kept: list[int], masses: list[int], uniform: float) -> int:
         reached += masses[token_id]
         if reached > target:
             return token_id
-    raise AssertionError("the target is below the total")
+    raise AssertionError("the target must be below the total")
 
 
 @pytest.mark.parametrize(("vocab_size", "spread"), [(30, 2.0), (700, 0.01), (700, 3.0), (5000, 6.0), (20_000, 0.001)])
 def test_the_quick_ways_keep_and_draw_what_plain_sums_do(vocab_size: int, spread: float) -> None:
-    """Shares lie exactly at sums of masses, one below and one above: a sum that is only nearly right would show."""
+    """Tests shares exactly at sums of masses, one below and one above, so that a sum off by one fails."""
     rng = random.Random(vocab_size)
     logits = torch.randn(24, vocab_size, generator=torch.Generator().manual_seed(3)) * spread
     logits[::3] = logits[::3].bfloat16().float()
@@ -99,7 +99,7 @@ def test_the_quick_ways_keep_and_draw_what_plain_sums_do(vocab_size: int, spread
 
 @pytest.mark.parametrize("outlier", [0.0, 9.0])
 def test_a_flat_row_is_weighed_once_and_hardly_sorted(outlier: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the bin in which top_p is reached is sorted and weighed again; it is a small part, however flat the row."""
+    """Only the bin in which top_p is reached is sorted and weighed again, a small part even of a flat row."""
     nums: list[int] = []
 
     def counted(values: Floats, *rest: Any) -> Any:
@@ -133,7 +133,7 @@ def test_extreme_logits_and_temperatures(temperature: float, worst: float) -> No
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_top_k_counts_masked_tokens(top_p: float) -> None:
-    """A guide left three tokens, top_k asks for 70: others of the lowest ids are kept, too, without mass."""
+    """If a guide leaves three tokens and top_k is 70, masked tokens of the lowest ids are also kept, without mass."""
     line = np.full(400, -np.inf, dtype=np.float32)
     line[[5, 200, 399]] = 1.0, 3.0, 2.0
     best, own = line[200:201], DrawParameters.of([Sampling(top_k=70, top_p=top_p)], np.array([0.99]), len(line))

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags from YAML; the command line goes before them, and a wrong line names the file and the key."""
+"""`--config FILE` reads flags from YAML; the command line takes precedence, and errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_values_and_switches_as_vllm_writes_them(tmp_path: Path) -> None:
     assert (options["max_model_len"], options["kv_cache_memory"], options["enable_lora"]) == (32_000, 4.0, False)
     assert options["enable_prefix_caching"] is False
     assert options["limit_mm_per_prompt"] == '{"image": 2}'
-    assert options["max_connections"] == 7, "one setting by another name"
+    assert options["max_connections"] == 7, "an alias must set the same setting"
     assert [each.partition(" ")[0] for each in warnings] == [
         *(
             "--nnodes",

@@ -1,4 +1,4 @@
-"""docs/flags.md says what pd_cluster/settings and the signature of `pd-cluster serve` say; and they do it.
+"""docs/flags.md matches pd_cluster/settings and the signature of `pd-cluster serve`, and every flag takes effect.
 
 `python tests/unit/test_flags.py --fix` rewrites the page's tables.
 """
@@ -34,7 +34,7 @@ def options() -> list[typer.core.TyperOption]:
 
 
 def spellings(option: typer.core.TyperOption) -> list[str]:
-    """All of one flag's names, its short forms in vLLM included."""
+    """Returns all names of a flag, including vLLM's short forms."""
     names = [*option.opts, *option.secondary_opts]
     return [*names, *(short for short, name in ALIASES.items() if name in names)]
 
@@ -100,7 +100,7 @@ def code(names: Sequence[str]) -> str:
 
 
 def parse(*argv: str) -> tuple[dict[str, object], list[str]]:
-    """(what `serve` gets, warnings), as main() does it."""
+    """Parses as main() does; returns (arguments of `serve`, warnings)."""
     command = serve_command()
     context = command.make_context("serve", expanded(argv, HONOURED), resilient_parsing=False)
     return settings_in(context), judge(context.args, HONOURED)
@@ -127,14 +127,14 @@ def test_the_lists_share_nothing() -> None:
     ],
 )
 def test_several_keys(argv: list[str], rest: list[str]) -> None:
-    """`serve` takes them all, and `up` takes them off its children's command lines."""
+    """`serve` takes all keys, and `up` removes them from its children's command lines."""
     assert parse(*argv)[0]["api_key"] == ["k_1", "k=2"]
     assert split_keys(normalize(argv)) == (rest, ["k_1", "k=2"])
 
 
 @pytest.mark.parametrize("flag", ["--graph-sizes", "--cudagraph_capture_sizes"])
 def test_several_graph_sizes(flag: str) -> None:
-    """As vLLM takes them; `up` hands them on to its instances."""
+    """Sizes may be given as for vLLM; `up` passes them to its instances."""
     options, warnings = parse(flag, "1", "2", "64", "--port=9")
     assert warnings == []
     declared = settings()["graph_sizes"]
@@ -145,7 +145,7 @@ def test_several_graph_sizes(flag: str) -> None:
 
 
 def test_which_models_may_be_tried() -> None:
-    """One type a flag; `up` hands them on to its instances."""
+    """Each flag names one type; `up` passes all of them to its instances."""
     names = ["gpt_neo", "helium"]
     options, warnings = parse(*choice_of_model(names, True))
     assert (options["try_unlisted"], options["language_model_only"], warnings) == (names, True, [])
@@ -197,7 +197,7 @@ def test_a_wrong_value_is_named() -> None:
 
 
 def accepted(*argv: str) -> list[str]:
-    """The warnings of flags between two others."""
+    """Parses flags between two others; returns the warnings."""
     options, warnings = parse("--port=1", *argv, "--host=h")
     assert (options["port"], options["host"]) == (1, "h")
     return warnings
@@ -217,7 +217,7 @@ FORMS: dict[Takes, tuple[str, ...]] = {
 
 
 def test_every_flag_without_effect_is_accepted_between_others() -> None:
-    """Each kind of flag in each form, and every flag in one of them."""
+    """Tries each kind of flag in each form, and every flag in one form."""
     seen = Counter[Takes]()
     for each in (each for each in NAMED if each.values is None):
         forms = FORMS[each.takes]
@@ -246,7 +246,7 @@ def test_a_flag_that_lacks_its_value() -> None:
 
 
 def test_every_refusal_gives_its_reason() -> None:
-    """Every flag in one of the forms, which are the same for all, and with one of the values that are nothing."""
+    """Tries every refused flag in one of the common forms, and with one of the values that mean none."""
     forms, nothings = ("{} value", "{}=value", "{}.member=1", "{}"), ("", "{}", "None")
     for at, each in enumerate(each for each in NAMED if each.values == ()):
         name, why = each.name, told(each.why)
@@ -257,7 +257,7 @@ def test_every_refusal_gives_its_reason() -> None:
 
 
 def test_a_family_of_flags_has_one_answer() -> None:
-    """Newer versions have more of them."""
+    """A refused family of flags has one answer, also for members that newer versions add."""
     for prefix in (each for each in FOREIGN.values() if each.is_prefix):
         name = f"{prefix.name[:-1]}zebra"
         for argv in ([name], [name, "1"], [f"{name}=1"], [f"{name}.a", "1"]):
@@ -344,7 +344,7 @@ def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
 
 
 def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
-    """Those of SGLang by `ANSWERS`; vLLM's where they would do nothing else than happens here."""
+    """SGLang's flags are answered by `ANSWERS`; vLLM's only where they would do the same as here."""
     for flag, words in (
         ("--enable-dp-attention", "--data-parallel-size to each of as many instances"),
         ("--dp-size=8", "--data-parallel-size to each"),
@@ -371,7 +371,7 @@ def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
 
 
 def test_the_process_says_it_in_one_line() -> None:
-    """And before it looks for rank tables or loads anything."""
+    """The process reports the error in one line, before it reads rank tables or loads anything."""
     command = [sys.executable, "-m", "pd_cluster", "serve", "--max-model-length=4"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""Twenty replies in each format, and what is special to some of them, read whole and in any pieces."""
+"""Parses twenty replies in each format, and special cases of some formats, whole and in any pieces."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.json_writers import JSON_WRITERS
 from tests.unit.test_parsers import joined
 
 WRITERS = TAG_WRITERS | JSON_WRITERS
-Found = list[tuple[str, str, str]]  # kind, name, text
+Found = list[tuple[str, str, str]]  # (kind, name, text)
 
 
 def written(reply: Reply, writer: Writer) -> str:
-    """Writes a reply as the format's model does; one that is cut ends behind the text where it is."""
+    """Writes a reply as the format's model does, cut after `reply.cut` if it is set."""
     before, after = writer.answer
     thought = f"{reply.thought.join(writer.thought)}\n\n" if reply.thought else ""
     found = [thought]
@@ -33,7 +33,7 @@ def written(reply: Reply, writer: Writer) -> str:
 
 
 def prompt_end_of(reply: Reply, writer: Writer) -> str:
-    """Returns the prompt's mark: a model that begins with reasoning has it closed where there is none."""
+    """Returns the prompt's end: for a model that begins with reasoning, closed if the reply has none."""
     return writer.prompt_end if reply.thought else writer.thought[1]
 
 
@@ -70,7 +70,7 @@ def found_in(parts: list[Part], is_cut: bool) -> Found:
 
 
 def _same(text: str, is_cut: bool) -> str:
-    """Writes arguments in one way; those that are cut as they are."""
+    """Normalizes arguments; returns cut ones unchanged."""
     try:
         return json.dumps(json.loads(text))
     except ValueError:
@@ -89,7 +89,7 @@ def test_each_reply_is_found(parser: str) -> None:
 
 
 def check_splits(parser: str, num_splits: int) -> None:
-    """Reads each reply in pieces, `num_splits` of all replies together."""
+    """Parses each reply in pieces, with `num_splits` random splits over all replies."""
     rng = random.Random(parser)
     writer = WRITERS[parser]
     form = ReplyFormat(parser, writer.reasoning)

@@ -1,6 +1,6 @@
-"""The endpoint picker: its messages beside Envoy's own, its choice, its answers, and its server by a gRPC client.
+"""The endpoint picker: its messages against Envoy's definitions, its choice, its answers, and its server over gRPC.
 
-Its looks at schedulers are in test_scheduler_watch.py.
+test_scheduler_watch.py tests how it observes schedulers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_numbers_of_enums_are_envoys() -> None:
 
 
 def report(choice: SchedulerChoice, loads: dict[str, int | None]) -> None:
-    """All schedulers there are answer now; None: it takes no requests."""
+    """Reports the load of all schedulers; None: the scheduler takes no requests."""
     choice.set_addresses(loads)
     for address, load in loads.items():
         choice.report(address, is_ready=load is not None, load=load)
@@ -80,7 +80,7 @@ def test_the_one_with_the_fewest_requests_is_chosen_and_counts_what_was_sent_sin
     choice = reported()
     assert [choice.choose()[0] for _ in range(6)] == [B, B, A, B, A, B]
     report(choice, {A: 0, B: 0})
-    assert [choice.choose()[0] for _ in range(4)] == [A, B, A, B], "equals take turns"
+    assert [choice.choose()[0] for _ in range(4)] == [A, B, A, B], "equally loaded schedulers must take turns"
     assert reported(num_fallbacks=1).choose() == [B, A]
 
 
@@ -109,7 +109,7 @@ def test_a_load_has_the_requests_that_were_sent_before_it_was_asked_for() -> Non
     report(choice, {A: 0})
     choice.choose()
     num_seen = choice.num_sent(A)
-    choice.choose()  # while the answer is on its way
+    choice.choose()  # while the report is in transit
     choice.report(A, is_ready=True, load=1, num_seen=num_seen)
     choice.choose()
     with pytest.raises(AllFull):
@@ -119,19 +119,19 @@ def test_a_load_has_the_requests_that_were_sent_before_it_was_asked_for() -> Non
 def test_a_load_that_is_not_known_is_the_mean_of_the_others() -> None:
     choice = SchedulerChoice()
     report(choice, {A: 9, B: 3, C: 0})
-    choice.report(C, is_ready=True, num_seen=0)  # in its place, 6 of the others
+    choice.report(C, is_ready=True, num_seen=0)  # another scheduler at the address, with 6 requests of others
     assert [choice.choose()[0] for _ in range(6)] == [B, B, B, C, B, C]
     choice.report(A, is_ready=True)
     choice.report(B, is_ready=True)
     choice.report(C, is_ready=True)
-    assert Counter(choice.choose()[0] for _ in range(6)) == {A: 2, B: 2, C: 2}, "nobody says: they take turns"
+    assert Counter(choice.choose()[0] for _ in range(6)) == {A: 2, B: 2, C: 2}, "without reports they must take turns"
 
 
 def test_a_load_that_is_not_known_refuses_nothing() -> None:
     choice = SchedulerChoice(most=2)
     report(choice, {A: 9, B: 0})
     choice.report(B, is_ready=True)
-    assert [choice.choose() for _ in range(5)] == [[B]] * 5, "it may be idle, however full the other is"
+    assert [choice.choose() for _ in range(5)] == [[B]] * 5, "a scheduler without a report may be idle"
     choice.set_addresses([B])
     assert [choice.choose() for _ in range(5)] == [[B]] * 5
     choice.report(B, is_ready=True, load=2)
@@ -152,16 +152,16 @@ def headers(**more: Any) -> Any:
 
 
 def answered(exchange: Exchange, request: Any) -> Any:
-    """Returns what is read of the answer to what is written."""
+    """Encodes the request, and returns the decoded answer to it."""
     answer = exchange.answer(ProcessingRequest.FromString(request.SerializeToString()))
     return None if answer is None else ProcessingResponse.FromString(answer.SerializeToString())
 
 
 def picked(answer: Any) -> str:
-    """Returns the endpoint, which header and metadata have alike."""
+    """Returns the chosen endpoint; asserts that header and metadata agree."""
     (option,) = answer.request_headers.response.header_mutation.set_headers
     assert option.header.key == DESTINATION
-    assert option.append_action == OVERWRITE_OR_ADD, "a client's own is replaced"
+    assert option.append_action == OVERWRITE_OR_ADD, "a client's own header must be replaced"
     found = str(answer.dynamic_metadata[NAMESPACE][DESTINATION])
     assert option.header.raw_value.decode() == found
     return found
@@ -245,7 +245,7 @@ async def test_a_stream_over_grpc() -> None:
     choice = reported()
     sent = [headers(request_body_mode=FULL_DUPLEX_STREAMED), part("request_body", b"{}", True)]
     async with served(choice) as (_, channel):
-        for kinds in (["request_headers", "request_body"], ["immediate_response"]):  # the last ends it
+        for kinds in (["request_headers", "request_body"], ["immediate_response"]):  # the last one ends the exchange
             found = [each async for each in asking(channel)(iter(sent), timeout=10)]
             assert [each.WhichOneof("response") for each in found] == kinds
             choice.set_addresses([])
@@ -309,12 +309,12 @@ async def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyP
         await streams[0].done_writing()
         assert await streams[0].read() == grpc.aio.EOF
         found = [each async for each in asking(channel)(iter([headers()]), timeout=10)]
-        assert len(found) == 1, "its place is free again"
+        assert len(found) == 1, "its place must be free again"
 
 
 @asynccontextmanager
 async def running(certificate: Certificate | None = None) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
-    """Runs a picker as its command does, with a scheduler that is idle; returns its port once that is known."""
+    """Runs a picker as its command does, with an idle scheduler; yields its port once it knows that scheduler."""
     port, scheduler_port = free_ports(2)
     choice = SchedulerChoice()
     watch = SchedulerWatch(choice, [("127.0.0.1", scheduler_port)], 0.05, 5.0)
@@ -345,7 +345,7 @@ def test_only_streams_of_requests_are_waited_for_at_sigterm_and_a_second_one_end
             assert await watching.read() == grpc.aio.EOF
             if has_stream:
                 await stream.write(part("request_body", b"x"))
-                assert (await stream.read()).WhichOneof("response") == "request_body", "it goes on"
+                assert (await stream.read()).WhichOneof("response") == "request_body", "the picker must continue"
                 assert not task.done()
                 os.kill(os.getpid(), signal.SIGTERM)
             await task

@@ -1,4 +1,4 @@
-"""Groups of layers: layouts whose planes differ in heads, pools that know their layers, steps over several pools."""
+"""Groups of layers: planes with different numbers of heads, layers of pools, and steps over several pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pd_cluster.model.inputs.step_input import StepInput, keeps_of, step_input
 from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import KVPiece, Plane
 
-# A gated delta rule of 8 value heads and 2 key heads, and a Mamba-2 layer's B and C of one group.
+# A gated delta rule with 8 value and 2 key heads, and B and C of a Mamba-2 layer with one group.
 PLANES = (
     Plane("state", 12),
     Plane("conv_q", 9, 2),
@@ -42,7 +42,7 @@ Way = type[HostBlocks | DeviceBlocks | LayerMajor]
 
 
 def whole(seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
-    """A state by layer and plane, as one rank would have it: [heads, width]."""
+    """Returns a whole state: (layer, plane) -> [heads, width]."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(STATES.num_heads_of(plane), plane.width) for plane in PLANES]
     pairs = [(layer, at) for layer in range(3) for at in range(len(PLANES))]
@@ -73,7 +73,7 @@ def put(into: Memory, layout: KVLayout, block: int, content: dict[tuple[int, int
 def test_a_state_arrives_whole_on_other_numbers_of_ranks(
     source_size: int, target_size: int, ways: tuple[Way, ...]
 ) -> None:
-    """Every head of every plane comes to each rank of the target once, those that several senders have included."""
+    """Each target rank gets every head of every plane once, even if several senders have it."""
     content = whole()
     source, target = replace(STATES, tp_size=source_size), replace(STATES, tp_size=target_size)
     senders = [memory(source.of_rank(rank), ways[0]) for rank in range(source_size)]
@@ -83,8 +83,8 @@ def test_a_state_arrives_whole_on_other_numbers_of_ranks(
     nbytes = 0
     for lane in lanes(source, target):
         route = PoolRoute(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank), wants_int8=True)
-        assert (route.wire_dtype, route.precision) == ("float32", "")  # states are never coded
-        for first in range(3):  # the layers apart, as a large state may travel
+        assert (route.wire_dtype, route.precision) == ("float32", "")  # states are never quantized
+        for first in range(3):  # layer by layer, as large states are sent
             piece = KVPiece(0, 1, first, 1, [3])
             payload = pack(senders[lane.source_rank], piece, route)
             assert len(payload) == route.payload_nbytes(piece)
@@ -96,7 +96,7 @@ def test_a_state_arrives_whole_on_other_numbers_of_ranks(
 
 
 def test_planes_lie_one_behind_the_other_with_their_own_heads() -> None:
-    """On each rank: sizes are sums over planes, and no two planes share a number."""
+    """On each rank, sizes are sums over planes, and planes do not overlap."""
     for rank in range(4):
         layout = replace(STATES, tp_size=4, tp_rank=rank)
         assert layout.layer_numel(PLANES) == 2 * 12 + 9 + 9 + 2 * 15 + 6
@@ -139,7 +139,7 @@ def test_a_block_is_cleared_where_its_turn_comes(way: Way, layout: KVLayout) -> 
         SwapSpace(pool, 0).move(moves)  # type: ignore[arg-type]
         planes = [plane for layer in range(layout.num_layers) for plane in found.planes(layer)]
         assert all(plane[:, 0, 0, 0].tolist() == [1, 2, 0, 0] for plane in planes)
-        assert all((plane == plane[:, :1, :1, :1]).all() for plane in planes), "a part of a block was left out"
+        assert all((plane == plane[:, :1, :1, :1]).all() for plane in planes), "a part of a block was not cleared"
 
 
 def test_instances_of_other_groups_are_no_pair() -> None:
@@ -176,7 +176,7 @@ def test_instances_of_other_groups_are_no_pair() -> None:
 
 
 WINDOW = replace(HEADS, rule="window", window=6, layers=(0, 5))
-PADDING = 40  # the pools' number of blocks, and the block that gets what is not read
+PADDING = 40  # the pools' number of blocks, and the id of the padding block
 
 
 def three_pools() -> list[KVPool]:
@@ -184,7 +184,7 @@ def three_pools() -> list[KVPool]:
 
 
 def chunks_of() -> list[tuple[Request, int]]:
-    """Chunks in the middle of a prompt, at its beginning, and of one token."""
+    """Returns chunks in the middle and at the beginning of a prompt, and of one token."""
     tables = (
         [[7, 3, 9, 30], [PADDING, 21, 2, 4], [5]],
         [[1, 2], [0, 1], [0]],

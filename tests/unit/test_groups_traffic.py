@@ -1,4 +1,4 @@
-"""Random traffic over several groups of layers, and faults that it must notice; see random_traffic.py."""
+"""Random traffic over several groups of layers, and seeded faults that it must detect; see random_traffic.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _though_not_computed(computed: Whatever) -> Whatever:
     return lambda self, keeps, chunks: computed(self, keeps, [(keep.request, 0) for keep in keeps])
 
 
-# owner, name of the function, and what stands in its place
+# owner, name of a function, and its faulty replacement
 GROUP_FAULTS: dict[str, tuple[Any, str, Callable[[Whatever], Whatever]]] = {
     "a slot is not cleared": (ToyRunner, "move", _not_cleared),
     "states are written together": (GroupHoldings, "must_copy", _states_are_written_together),
@@ -58,7 +58,7 @@ GROUP_FAULTS: dict[str, tuple[Any, str, Callable[[Whatever], Whatever]]] = {
 
 
 def test_groups_of_layers_change_no_token() -> None:
-    """Whatever is shared, copied, kept, found, preempted or passed by in which of them."""
+    """Outputs are the same whatever is shared, copied, kept, found, preempted or released in any group."""
     seen = explore(range(7), kinds=SEVERAL)
     for what in ("preemptions", "hits", "copy", "out", "in", "clear", "kept"):
         assert seen[what] > 10, f"{what} was hardly seen: {seen}"
@@ -81,5 +81,5 @@ def test_much_random_traffic_over_groups_of_layers() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_much_random_traffic_over_groups_a_step_ahead() -> None:
-    """Only layers without states go ahead: the host plans the steps of others."""
+    """Only models without states are launched ahead; the host plans the steps of others."""
     explore(range(8400, 8600), launches=True, kinds=SEVERAL[:1])

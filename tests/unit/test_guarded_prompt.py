@@ -1,4 +1,4 @@
-"""The template's own control tokens in a rendered chat, whatever clients write and templates do with it."""
+"""In a rendered chat only the template's control tokens are control tokens, whatever clients and templates write."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_longest_text_matches_at_each_place() -> None:
 
 
 def test_random_typing_never_becomes_a_control_token() -> None:
-    """It consists of pieces of control tokens, in any order, between a template's own."""
+    """Random client text of pieces of control tokens, between the template's own tokens, stays text."""
     rng = random.Random(1)
     pieces = ["<|", "|>", "start", "end", "<", ">", "think", "/", "[X]", "abc", "[Y]", "wo", "rd", "<|end|>", " "]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""From a request's fields to a guide, and the child process that tries it: deadlines, verdicts, bounds."""
+"""From a request's fields to a guide, and the child process that checks it: deadlines, verdicts, bounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def asked(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> A
 
 
 COMPACT = {"type": "object", "x-guidance": {"whitespace_pattern": ""}}
-OUTPUTS: list[tuple[dict[str, Any], Guide]] = [  # of structured_outputs
+OUTPUTS: list[tuple[dict[str, Any], Guide]] = [  # structured_outputs -> guide
     ({"json": SCHEMA}, Guide("json", TEXT)),
     ({"json": TEXT, "regex": None, "json_object": False}, Guide("json", TEXT)),
     ({"regex": "a", "disable_fallback": True}, Guide("regex", "a")),
@@ -50,7 +50,7 @@ OUTPUTS: list[tuple[dict[str, Any], Guide]] = [  # of structured_outputs
     ({"structural_tag": TAG}, Guide("structural_tag", json.dumps(TAG, separators=(",", ":")))),
     ({"json_object": True, "disable_any_whitespace": True}, Guide("json", json.dumps(COMPACT, separators=(",", ":")))),
 ]
-FORMATS: list[tuple[dict[str, Any], Guide | None]] = [  # of response_format
+FORMATS: list[tuple[dict[str, Any], Guide | None]] = [  # response_format -> guide
     ({"type": "text"}, None),
     ({"type": "json_object"}, Guide("json_object")),
     ({"type": "json_object", "schema": SCHEMA}, Guide("json", TEXT)),
@@ -134,7 +134,7 @@ def test_the_flag_and_the_field_know_the_same_names() -> None:
         return False
 
     assert [name for name in (*GUIDED_BACKENDS, "mine") if is_refused(name)] == ["mine"]
-    assert asked(guided_json=json.dumps(nested(MAX_SCHEMA_DEPTH))) is not None, "the depth allowed is allowed"
+    assert asked(guided_json=json.dumps(nested(MAX_SCHEMA_DEPTH))) is not None, "the maximum depth must be accepted"
 
 
 # ---- the child
@@ -168,7 +168,7 @@ def test_a_verdict_is_found_once_and_a_child_that_broke_is_replaced() -> None:
         for _ in range(2):
             assert "unclosed group" in await verdict(check, bad)
         assert (check.num_checked, check.children.num_killed) == (2, 0)
-        (child,) = check.children.idle  # one process did it all
+        (child,) = check.children.idle  # one process checked all of them
         os.kill(child.process.pid, signal.SIGKILL)
         await child.process.wait()
         assert await verdict(check, Guide("regex", "b")) == ""
@@ -178,7 +178,7 @@ def test_a_verdict_is_found_once_and_a_child_that_broke_is_replaced() -> None:
 
 def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
     async def use(check: GuideCheck) -> None:
-        await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # a process for each
+        await asyncio.gather(*(check.check(Guide("regex", name)) for name in ("warm", "up")))  # one process each
         check.children.timeout_s = 1.0
         endless = asyncio.create_task(verdict(check, ENDLESS))
         await asyncio.sleep(0)
@@ -186,14 +186,14 @@ def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
         assert not endless.done()
         assert "not ready after 1 s (--guided-timeout)" in await endless
         assert check.children.num_killed == 1
-        assert "not ready" in await verdict(check, ENDLESS)  # tried again: another guide may have been in its way
+        assert "not ready" in await verdict(check, ENDLESS)  # retried, because another guide may have been in its way
         assert check.num_checked == 5
 
     with_check(use)
 
 
 def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
-    """There are more slow ones than places."""
+    """Quick guides are not delayed, although there are more slow ones than places."""
 
     async def use(check: GuideCheck) -> None:
         await check.check(Guide("regex", "warm"))
@@ -203,7 +203,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
         assert await verdict(check, Guide("choice", '["yes", "no"]')) == ""
         while check.children.slow_turns.num_waiting < len(endless) - MAX_SLOW // 2:
             await asyncio.sleep(0.01)
-        assert not any(task.done() for task in tasks), "the others wait for a place"
+        assert not any(task.done() for task in tasks), "the others must wait for a place"
 
     with_check(use, timeout_s=100.0)
 
@@ -228,11 +228,11 @@ asyncio.run(main())
         if not child.exists() or child.read_text().split()[2] == "Z":
             return
         time.sleep(0.02)
-    raise AssertionError("the child outlives its parent")
+    raise AssertionError("the child outlived its parent")
 
 
 def test_hostile_guides_have_a_verdict_in_time() -> None:
-    """Each is refused, or small enough to follow; none takes the process down or keeps it."""
+    """Each hostile guide is refused or small enough to compile; none crashes or blocks the process."""
     links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"items": {"$ref": f"#/$defs/d{i - 1}"}}]}
              for i in range(1, 300)}  # fmt: skip
     hostile = [

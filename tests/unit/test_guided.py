@@ -1,4 +1,4 @@
-"""Guides without a model: masks against brute force, replay, failure, and what the engine makes of it."""
+"""Guides without a model: masks against brute force, replay, failures, and guided requests in the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["bc", 12]}}, "required
 
 @pytest.fixture(scope="module")
 def toy_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy model's vocabulary: ids 0-3 are special, 3 ends; some tokens are several characters."""
+    """Returns a tokenizer for the toy model: ids 0-3 are special, 3 is the end; some tokens have several characters."""
     names = ["<pad>", "<a>", "<b>", "<eos>", *TOY_TEXTS]
     merges = [("a", "b"), ("ab", "c"), ("b", "c"), ("c", "a"), ("1", "2"), ("12", "3")]
     tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=merges))
@@ -59,7 +59,7 @@ def compiler(toy_tokenizer: Path) -> Compiler:
 
 @pytest.fixture(scope="module")
 def byte_compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """Every byte is a token; the model has more rows than the tokenizer has tokens."""
+    """Returns a compiler whose tokens are bytes, for a model with more logits than the tokenizer has tokens."""
     file = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
     make_tokenizer().save(str(file))
     return Compiler(file, VOCAB_SIZE + 70, {EOS_ID})
@@ -92,7 +92,7 @@ PATTERNS = ["(ab|ca)*12?", "[a-e]{2,4}", "a?b*c+[0-9]{1,2}", "(abc|abd|1(2|3))+"
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_are_what_brute_force_finds(compiler: Compiler, pattern: str) -> None:
-    """A token may follow when some match begins with the text so far and it; the end when the text so far matches."""
+    """A token is allowed if a match begins with the text and the token; the end token if the text is a match."""
     guides = Guides(lambda: compiler)
     expression = regex.compile(pattern)
     for seed in range(4):
@@ -106,7 +106,7 @@ def test_masks_are_what_brute_force_finds(compiler: Compiler, pattern: str) -> N
             found = ids_of(mask)
             if 3 in expected or len({TOY_TEXTS[at - 4][0] for at in expected}) > 1:
                 assert found == sorted(expected), text
-            else:  # where the next character is certain, one of the ways to write it is enough
+            else:  # if only one character can follow, one way to write it is enough
                 assert found, text
                 assert set(found) <= set(expected), text
             assert mask.is_complete == (expected == [3])
@@ -131,7 +131,7 @@ GUIDES = [
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.kind)
 def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> None:
-    """The result is the same whether a state is kept, dropped, or made for an existing output."""
+    """The masks are the same whether a state is kept, dropped, or rebuilt from an existing output."""
     guides = Guides(lambda: compiler)
     rng = random.Random(1)
     going_along = guided(guide)
@@ -146,7 +146,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
         if mask.is_complete:
             break
         going_along.output_token_ids.append(rng.choice([each for each in ids_of(mask) if each != 3]))
-    going_along.output_token_ids = []  # tried again from the start
+    going_along.output_token_ids = []  # the request is retried from its start
     assert ids_of(mask_of(guides, going_along)) == ids_of(mask_of(guides, guided(guide)))
 
 
@@ -154,12 +154,12 @@ def test_rows_that_no_token_has_are_never_allowed(byte_compiler: Compiler) -> No
     request = Request("r", RequestSpec([1], Sampling(guide=Guide("regex", r"(.|\n)*"))))
     found = ids_of(mask_of(Guides(lambda: byte_compiler), request))
     assert EOS_ID in found
-    assert not {256, 257} & set(found)  # special tokens are no text
+    assert not {256, 257} & set(found)  # special tokens are not text
     assert max(found) < VOCAB_SIZE
 
 
 def test_values_of_a_schema_are_accepted(byte_compiler: Compiler) -> None:
-    """A guide must not be narrower than its schema, however the value is spaced."""
+    """A guide accepts every value of its schema, with any whitespace."""
     words = np.zeros(byte_compiler.num_words, dtype=np.uint32)
     encode = make_tokenizer().encode
     for seed in range(60):
@@ -175,7 +175,7 @@ def test_values_of_a_schema_are_accepted(byte_compiler: Compiler) -> None:
             assert (words & byte_compiler.end_words).any(), (seed, text)
 
 
-# ---- what a guide is made of
+# ---- compiling guides
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
         guides.prepare(first)
         guides.prepare(guided(Guide("regex", f"a{{{number + 1}}}")))
     assert len(guides._compiled) == MAX_GUIDES
-    assert ids_of(mask_of(guides, first)) == [4]  # guides in use are kept
+    assert ids_of(mask_of(guides, first)) == [4]  # guides in use stay cached
 
 
 # ---- in the sampler
@@ -250,7 +250,7 @@ def make_core(compiler: Compiler, num_blocks: int = 64) -> EngineCore:
 
 
 def run(core: EngineCore, requests: list[Request], drop: random.Random | None = None) -> dict[str, str]:
-    """Runs the requests to their end; returns request -> reason for its failure."""
+    """Runs the requests to their end; returns failed request -> reason."""
     failed = {}
     for request in requests:
         core.scheduler.add(request)
@@ -280,7 +280,7 @@ def requests_of_all_kinds(**fields: Any) -> list[Request]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_change_no_guided_token(compiler: Compiler, temperature: float) -> None:
-    """Wherever a draft is forbidden, ends an output, or is text that a guide forces."""
+    """Outputs are the same where drafts are forbidden, end an output, or are text that the guide forces."""
     alone = requests_of_all_kinds(temperature=temperature)
     for request in alone:
         assert run(make_core(compiler), [request]) == {}
@@ -294,7 +294,7 @@ def test_drafts_change_no_guided_token(compiler: Compiler, temperature: float) -
 
 
 def test_text_that_a_guide_forces_is_drafted(compiler: Compiler) -> None:
-    """One step verifies it, and what the tokenizer would write otherwise costs nothing but time."""
+    """One step verifies forced text; where the tokenizer would split it differently, only time is lost."""
     forced = Guide("regex", "[ab](bc12bc12bc12)[cd]")
     plain, request = guided(forced), guided(forced)
     core = make_core(compiler)
@@ -324,7 +324,7 @@ def test_neither_company_nor_preemption_nor_a_lost_state_changes_a_token(
     expected = [request.output_token_ids for request in alone]
     assert [request.output_token_ids for request in crowd] == expected
     assert [request.output_token_ids for request in lost] == expected
-    for request in alone[-2:]:  # unguided, beside guided ones, as if there were no guides at all
+    for request in alone[-2:]:  # unguided requests beside guided ones get the same tokens as without guides
         assert generate_alone(request.prompt_token_ids, request.sampling) == [request.output_token_ids]
 
 
@@ -395,7 +395,7 @@ def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> Non
 def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that makes them hangs; the next step has another."""
+    """If the mask thread hangs, its requests fail, and the next step uses a new thread."""
     monkeypatch.setattr("pd_cluster.model.sampling.grammar_masks.MASKS_TIMEOUT_S", 0.1)
     write, stuck, free = compiler.write_masks, [True], threading.Event()
 
@@ -418,7 +418,7 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
 
 
 def test_an_engine_compiles_a_guide_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all sequences of all requests with it, also after preemptions and when a sequence's state is lost."""
+    """One compilation serves all sequences of all requests, also after preemptions and lost states."""
     compiled: list[Guide] = []
     compile_guide = compiler.compile
 

@@ -1,7 +1,7 @@
-"""Guided and unguided replies are read alike: a guide permits a text exactly where the content read from it fits.
+"""Guides and parsers agree: a guide permits a reply exactly if the content that the parser finds in it satisfies it.
 
-Guides forbid the closing marks that a reader leaves out of content. The texts include those of models that open no
-reasoning although their parser expects it.
+Guides forbid closing markers that the parser would remove from content. The texts include replies without an opening
+marker where the parser expects reasoning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.unit.test_tool_guides import World
 WORDS = ["yes", "no", "so"]
 ANSWER = Guide("choice", '["yes","no"]')
 QUICK = {"deepseek_r1", "qwen3", "mistral", "step3", "granite"}
-PARSERS = slow_but(QUICK, sorted({*THINKING} - {"openai_gptoss"}))  # which test_harmony.py has
+PARSERS = slow_but(QUICK, sorted({*THINKING} - {"openai_gptoss"}))  # tested in test_harmony.py
 MARKS = sorted({mark for each in THINKING.values() for mark in each.markers if " " not in mark})
 
 

@@ -1,4 +1,4 @@
-"""The handover's state machines: driven through random orders of events, and given what makes no sense."""
+"""The handover's state machines under random orders of events and invalid messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOW_SEEDS = range(1000, 101_000)
 
 
 def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]:
-    """Runs every seed; returns how often which outcome was seen on either side."""
+    """Runs every seed; returns how often each outcome was seen on either side."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         world = world_of(seed)
@@ -46,7 +46,7 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
             for name, at_p in world.p_ends.outcome.items():
                 at_d = world.d_ends.outcome[name]
                 on_token_one = at_p == "finished" and at_d in ("aborted", "dropped")
-                was_told = at_p in ("handed over", "aborted")  # D may be done before P has read that it took over
+                was_told = at_p in ("handed over", "aborted")  # D may finish before P has read its confirmation
                 assert on_token_one or (was_told and at_d == "finished"), f"seed {seed}: {at_p}, {at_d}"
         seen["D waits"] += world.num_waits > 0
         seen["D drafts cold"] += world.num_cold
@@ -64,7 +64,7 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
 
 
 def explore_on_all_cores(seeds: range) -> Counter[str]:
-    """In processes of their own, which pytest does not time: each part must end by itself."""
+    """Runs the seeds in separate processes; pytest's timeout does not end them, so each has a deadline."""
     parts = [seeds[at : at + 125] for at in range(0, len(seeds), 125)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         return sum(pool.map(explore, parts), Counter())
@@ -78,7 +78,7 @@ PLAIN = (
     *("D waits for a landing", "D drafts cold"),
 )
 ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
-    (World, 125, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
+    (World, 125, PLAIN),  # at least 2 of 100 seeds detected each seeded fault of commit 6ae04940
     (RestingWorld, 60, ("P the link to decode did not open", "rests", "wakes")),
     (AheadWorld, 125, ("P the link to decode is down", "D aborted", "steps ahead")),
     (GroupsWorld, 65, (*PLAIN[:6], "D died", "P died", "windows spare tokens")),
@@ -91,8 +91,8 @@ ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
 def test_random_orders_of_events(
     world_of: type[World], num_seeds: int, outcomes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a link rests, where steps are launched ahead of the host, and with several groups of layers."""
-    monkeypatch.setattr(group_holdings, "MAX_PEER_BLOCK_SIZE", 4)  # P lets the blocks of short prompts pass, too
+    """All invariants hold, also with resting links, steps launched ahead of the host, and several groups of layers."""
+    monkeypatch.setattr(group_holdings, "MAX_PEER_BLOCK_SIZE", 4)  # so that P releases blocks of short prompts
     seen = explore(range(num_seeds), world_of)
     for outcome in (*OF_BOTH, *outcomes):
         assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
@@ -117,7 +117,7 @@ def test_many_random_orders_of_events() -> None:
 
 
 class Recorder:
-    """Ports of both sides that write down what they are asked."""
+    """Ports of both sides that record their calls."""
 
     def __init__(self) -> None:
         self.sent: list[wire.Body] = []
@@ -174,7 +174,7 @@ NO_TOKENS_OF_GROUPS = [[0], [0, 4], [0, 0, 0], [0, 2, 0], [0, 4, 1], [4, 4, 4], 
     ("first_tokens", "groups"), [*((each, 1) for each in NO_TOKENS), *((each, 3) for each in NO_TOKENS_OF_GROUPS)]
 )
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_tokens: list[int], groups: int) -> None:
-    """One of a model with groups wants tokens that a window has passed, a part of a state, or too few groups."""
+    """With several groups, such a credit wants tokens that a window has passed, a partial state, or too few groups."""
     world = Recorder()
     sizes = (ShipGroup(4, 32), ShipGroup(4, 32, Rule("window", 4)), ShipGroup(1, 32, STATE))[:groups]
     scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
@@ -230,7 +230,7 @@ def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() 
     imports.on_arrived("t")
     world.tail_s = 0.5
     assert imports.imminent_s == 0.5
-    imports.mark_late()  # of this one nobody has expected anything yet
+    imports.mark_late()  # nothing is expected of this transfer yet
     assert imports.imminent_s == 0.5
     imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
     world.tail_s = 0.0
@@ -245,13 +245,13 @@ def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() 
 
 
 def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
-    """Those of a transfer that was given up, until it is drained; they count against the bound once they are late."""
+    """A given-up transfer's blocks stay in quarantine until it is drained, and count against the bound once late."""
     now_s = [0.0]
     imports, _ = landing(clock=lambda: now_s[0])
     assert imports.num_quarantined_blocks == 0
     imports.on_link_down("c", "the peer stands still")
     num_blocks = imports.num_quarantined_blocks
-    assert num_blocks >= 2  # of 8 tokens, and growth
+    assert num_blocks >= 2  # for 8 tokens and growth
     imports.check_quarantine(0)
     now_s[0] = Timeouts().transfer_timeout_s
     imports.check_quarantine(num_blocks / 8)
@@ -264,7 +264,7 @@ def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
 
 @pytest.mark.parametrize(("name", "is_right"), [("other", False), ("r", True)])
 def test_candidates_of_a_beam_search_are_checked(name: str, is_right: bool) -> None:
-    """Those of another request end the transfer; the right ones become beams, which hold the prompt together."""
+    """Another request's candidates end the transfer; the right ones become beams that share the prompt's blocks."""
     imports, world = landing(Sampling(max_tokens=4, n=2, beam_width=2, temperature=0.0))
     land(imports, *(TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)))
     assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])

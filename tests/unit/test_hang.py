@@ -1,4 +1,4 @@
-"""An engine that does not come back from a step ends its process, whatever holds it up."""
+"""If an engine's step does not return, its process ends, whatever the cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_process_ends_and_tells_where_it_was() -> None:
 
 
 def test_who_waits_for_a_lost_rank_ends() -> None:
-    """This holds without a limit on steps, too."""
+    """A process that waits for a lost rank ends even without a limit on steps."""
     first = "from pd_cluster.engine.ranks.hang_watchdog import end_within\nend_within(0.2)\n"
     ended = run(0, (DEADLINE_S - 1) * 1_000_000, first)
     assert (ended.returncode, ended.stdout) == (1, "")

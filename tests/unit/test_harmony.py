@@ -1,4 +1,4 @@
-"""gpt-oss's replies: channels for reasoning, answers and calls, read however they are cut, and guided."""
+"""gpt-oss's replies with channels for reasoning, answers and calls, parsed in any pieces, and guided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.test_tool_guides_families import BOOKER
 NEXT, THOUGHT = "<|start|>assistant", "<|channel|>analysis<|message|>"
 FINAL, TO_F = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 OPEN = "<|start|>assistant"
-CASES: list[tuple[str, list[Part]]] = [  # behind OPEN
+CASES: list[tuple[str, list[Part]]] = [  # texts after OPEN
     (f"{THOUGHT}I see.<|end|>{NEXT}{FINAL}Hi <b> there<|return|>", [Reasoning("I see."), Content("Hi <b> there")]),
     (f"{FINAL}Hi", [Content("Hi")]),
     (
@@ -87,7 +87,7 @@ def test_how_random_text_is_cut_changes_nothing() -> None:
 
 
 def test_parts_come_as_they_are_written() -> None:
-    assert read([f'{TO_F}{{"a": 1}}<|call|>'], "none") == [Content('{"a": 1}')], "without tools a call is content"
+    assert read([f'{TO_F}{{"a": 1}}<|call|>'], "none") == [Content('{"a": 1}')], "without tools a call must be content"
     reader = harmony().reader("auto", OPEN)
     assert reader.feed(f"{THOUGHT}I s") == [Reasoning("I s")]
     assert reader.feed("ee<|en") == [Reasoning("ee")]
@@ -100,7 +100,7 @@ def test_calls_and_reasoning_are_one_format() -> None:
         with pytest.raises(ConfigError, match="are one format; name it for both"):
             ReplyFormat(tools, reasoning)
     ReplyFormat("", "openai_gptoss")
-    assert not harmony().history_marks, "marks of turns are plain text in histories"
+    assert not harmony().history_marks, "turn markers in messages must stay text"
     assert not harmony().markers & ReplyFormat().history_marks
 
 

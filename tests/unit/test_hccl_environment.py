@@ -1,4 +1,4 @@
-"""HCCL's environment of an instance's ranks: the variables, their values, who has the last word, what check says."""
+"""HCCL's environment variables for an instance's ranks: values, precedence, and the messages of `check`."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_what_the_operator_set_stays(name: str) -> None:
     setting = found(**{name: "mine"})[name]
     assert setting == hccl_environment.HcclVariable(name, "mine", "set by you", is_yours=True)
     assert name not in handed_over(**{name: "mine"})
-    assert handed_over(**{name: ""}) == OURS, "empty is as good as not set"
+    assert handed_over(**{name: ""}) == OURS, "an empty variable must count as unset"
 
 
 def test_neither_the_operators_network_card_nor_a_loopback_address_is_overruled() -> None:
-    """HCCL_IF_IP would win over HCCL_SOCKET_IFNAME."""
+    """HCCL_IF_IP is not set then, because it would override the operator's HCCL_SOCKET_IFNAME."""
     without = {name: value for name, value in OURS.items() if name != "HCCL_IF_IP"}
     assert handed_over(HCCL_SOCKET_IFNAME="eth0") == without
     for server_ip in ("localhost", "::1"):
@@ -111,14 +111,14 @@ def test_addresses_of_the_other_family() -> None:
     ],
 )
 def test_hccls_deadlines_are_a_net_under_ours(changed: dict[str, float], connect: str, execute: str) -> None:
-    """0 seconds would be for ever to HCCL."""
+    """HCCL's deadlines are longer than ours and never 0, which HCCL takes for no limit."""
     env = handed_over(timeouts=Timeouts(**changed))
     assert (env["HCCL_CONNECT_TIMEOUT"], env["HCCL_EXEC_TIMEOUT"]) == (connect, execute)
 
 
 def test_a_port_range_is_honoured_where_ports_are_left() -> None:
     assert handed_over(ports=PortRange(7000, 7002))["HCCL_HOST_SOCKET_PORT_RANGE"] == "7000-7002"
-    assert handed_over(ports=PortRange(7000, 7001))["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto", "one for each rank"
+    assert handed_over(ports=PortRange(7000, 7001))["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto", "each rank needs one"
 
 
 def test_hccls_own_table_is_taken_away() -> None:
@@ -154,7 +154,7 @@ def worker_config(environment: dict[str, str]) -> WorkerConfig:
 
 
 def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting is in its environment, before it can import anything."""
+    """The variables are in a rank's environment before it imports anything."""
     started: dict[str, dict[str, str]] = {}
 
     async def start(*command: str, env: dict[str, str], **_: object) -> None:
@@ -175,7 +175,7 @@ def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_in_an_npus_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It serves, but an operator who wrote NPUs into the table does not want that; one rank says it."""
+    """If the table has NPUs but a CPU serves, rank 0 alone logs a warning."""
     monkeypatch.setattr(build_ranks, "bind", lambda name, device_ids, rank: CPU)
     for environment, num_told in (({}, 0), (OURS, 1)):
         config = worker_config(environment)
@@ -184,7 +184,7 @@ def test_a_cpu_in_an_npus_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
         assert caplog.text.count("computes on the CPU") == num_told
 
 
-# ---- from the tables to what is said and handed over
+# ---- from the tables to messages and to the ranks' environment
 
 
 def tables(folder: Path, server_ip: str = "127.0.0.1") -> dict[str, str]:
@@ -225,10 +225,10 @@ def test_check_shows_what_was_set_and_why(
 
 @pytest.fixture
 def handed_by_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
-    """Returns a function that starts a worker with options of `serve` and returns the environment of its ranks."""
+    """Returns a function that starts a worker with `serve` options and returns its ranks' environment."""
 
     class Made(Exception):
-        """Ends the start where the ranks' settings are complete."""
+        """Stops the start once the ranks' settings are complete."""
 
     def made(**fields: Any) -> None:
         raise Made(fields["environment"])

@@ -1,4 +1,4 @@
-"""`pd-cluster check --network` on NPUs: what hccn_tool prints (tests/data/npu), judged; a program replays it."""
+"""`pd-cluster check --network` on NPUs, with recorded output of hccn_tool (tests/data/npu) that a program replays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on(monkeypatch: pytest.MonkeyPatch, folder: Path, session: str) -> None:
 
 
 def script(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
-    """Puts a shell script in hccn_tool's place."""
+    """Replaces hccn_tool by a shell script."""
     tool = folder / "hccn_tool"
     tool.write_text(f"#!/bin/sh\n{text}\n")
     tool.chmod(0o755)
@@ -46,7 +46,7 @@ def lines(findings: list[Finding], level: str) -> list[str]:
 
 
 def test_two_cards_of_an_a2_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One has no address to detect, and loses packets; the worst comes first, equal findings are one."""
+    """One card has no detection address and loses packets. The worst finding comes first; equal findings are merged."""
     on(monkeypatch, tmp_path, recorded("a2_network"))
     found = examine(A2, [*A2, FAR])
     assert is_wrong(found)
@@ -66,7 +66,7 @@ def test_two_cards_of_an_a2_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_card_of_a_super_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its vNIC and hccs_ping count. Its own package's other die is not pinged: it would not answer."""
+    """Uses the vNIC and hccs_ping. Does not ping the other die of the same package, which would not answer."""
     on(monkeypatch, tmp_path, recorded("a3_network"))
     found = examine([A3], [A3, A3_TWIN, *A3_OTHERS])
     (error,) = lines(found, "error")
@@ -86,7 +86,7 @@ def test_a_down_port_and_a_fault_are_wrong_outside_a_super_pod() -> None:
 
 
 def test_cards_with_and_without_tls() -> None:
-    """HCCL connects no two cards of which one has TLS."""
+    """Reports a mix, because HCCL cannot connect a card with TLS to one without."""
     off = answer("a2_network", "hccn_tool -i 4 -tls -g")
     on = off.replace("switch[0]", "switch[1]")
     found = in_order(hccn_checks.judge_tls([(A2[0], off), (A2[1], on)]))
@@ -136,7 +136,7 @@ def test_a_busy_program_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "busy").touch()
     assert hccn_checks.ask(A2[0], ("-link", "-g"), 60.0) == "link status: UP\n"
     assert not (tmp_path / "busy").exists()
-    script(monkeypatch, tmp_path, busy)  # for ever
+    script(monkeypatch, tmp_path, busy)  # never ends
     started_s = time.monotonic()
     assert hccn_checks.judge_link(A2[0], hccn_checks.ask(A2[0], ("-link", "-g"), 0.3)).level == "error"
     assert time.monotonic() - started_s < 30.0

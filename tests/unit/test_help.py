@@ -1,4 +1,4 @@
-"""`--help` of every command fits a screen; --help-all has the rest."""
+"""`--help` of every command fits a screen; `--help-all` lists the other flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of a process on its host: control groups of both versions, at and below the root of their mounts."""
+"""A process's limits on its host: cgroups of both versions, at and below the root of their mounts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def v1(folder: str, limit: int, used: int, inactive: int = 0) -> dict[str, str]:
 
 
 def test_page_cache_counts_as_free(tmp_path: Path) -> None:
-    """But not files that are mapped and used: a model's weights may be among them."""
+    """Page cache counts as free, except active mapped files, which may be a model's weights."""
     own = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2.format(mounted="/")}
     write(tmp_path, own | v2("", str(1000 * MIB), 990 * MIB, inactive=500 * MIB, active=300 * MIB, mapped=100 * MIB))
     found = host.memory(tmp_path)
@@ -49,7 +49,7 @@ def test_page_cache_counts_as_free(tmp_path: Path) -> None:
 
 
 def test_the_smallest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
-    """Version 2, below the root of the mount; `memory.high` is a limit, too."""
+    """In version 2, below the mount's root, the smallest limit of all parent groups counts, `memory.high` included."""
     own = {"proc/self/cgroup": "0::/a/b/c\n", "proc/self/mountinfo": V2.format(mounted="/")}
     above = v2("/a", str(100 * MIB), 60 * MIB, inactive=20 * MIB)
     write(tmp_path, own | above | v2("/a/b", "max", 0) | v2("/a/b/c", str(90 * MIB), 10 * MIB))
@@ -61,7 +61,7 @@ def test_the_smallest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mounted", ["/", "/docker/x"])
 def test_version_1_below_the_root_of_the_mount(tmp_path: Path, mounted: str) -> None:
-    """As on a host, and as in a container that shares the host's namespace of control groups."""
+    """Covers a host, and a container that shares the host's cgroup namespace."""
     path = "/docker/x/y" if mounted != "/" else "/y"
     own = {"proc/self/cgroup": f"4:memory:{path}\n1:cpu,cpuacct:{path}\n0::/\n"}
     own |= {"proc/self/mountinfo": V1.format(mounted=mounted)}
@@ -74,7 +74,7 @@ def test_version_1_below_the_root_of_the_mount(tmp_path: Path, mounted: str) -> 
 
 
 def test_a_group_that_cannot_be_seen(tmp_path: Path) -> None:
-    """Outside of the namespace the path begins with /..; the root of the mount is what there is."""
+    """For a group outside the namespace (path begins with /..), the mount's root is used."""
     own = {"proc/self/cgroup": "0::/../other\n", "proc/self/mountinfo": V2.format(mounted="/")}
     write(tmp_path, own | v2("", str(7 * MIB), MIB))
     assert host.memory(tmp_path)[:2] == (6 * MIB, 7 * MIB)
@@ -91,7 +91,7 @@ def test_quotas_and_kills_of_version_2(tmp_path: Path) -> None:
     write(tmp_path, {"proc/vmstat": "nr_free 1\noom_kill 9\n"})
     assert host.num_killed_for_memory(tmp_path) == 9
     write(tmp_path, {"sys/fs/cgroup/a/b/memory.events": "low 0\noom 4\noom_kill 3\n"})
-    assert host.num_killed_for_memory(tmp_path) == 3, "others' groups do not count where the own can be seen"
+    assert host.num_killed_for_memory(tmp_path) == 3, "other groups must not count if the own group is visible"
 
 
 def test_this_host() -> None:

@@ -1,4 +1,4 @@
-"""The caller of an HTTP request: made once, and anew when the request's key or its place in the queue has changed."""
+"""The caller of an HTTP request is made once, and again when the request's key or queue entry has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def request(*headers: tuple[bytes, bytes], client: tuple[str, int] | None = ("10
 
 
 def test_a_caller_is_made_once_and_anew_with_another_key() -> None:
-    """The prompts of a request are one group, whoever asks for the caller."""
+    """All prompts of a request share one group, because its caller is made only once."""
     http = request((b"x-stainless-timeout", b"30"))
     first = caller_of(http)
     assert first.client == "10.0.0.7"
@@ -33,7 +33,7 @@ def test_a_caller_is_made_once_and_anew_with_another_key() -> None:
 
 
 def test_the_queue_is_noticed_in_a_copied_scope() -> None:
-    """The middleware asks before it passes on a copy with its own function."""
+    """Covers middleware that reads the caller before it passes on a copied scope with its own function."""
     http, told = request(), list[Any]()
     caller_of(http)
 

@@ -1,4 +1,4 @@
-"""Models by their names: huggingface_hub's own code fetches them, from a hub on this machine."""
+"""Models by name, downloaded by huggingface_hub's own code from a hub on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except ModelError as error:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """Two revisions of the shipped model; the second has another config.json, and code beside it."""
+    """Serves two revisions of the shipped model; the second has another config.json, and code files."""
     second = tmp_path / "second"
     shutil.copytree(SHIPPED_MODEL, second)
     config = json.loads((second / "config.json").read_bytes())
@@ -42,7 +42,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def resolved(hub: Hub, home: Path, *arguments: str, **environment: str) -> str:
-    """Returns the result of a process of its own: huggingface_hub reads its environment once."""
+    """Resolves in a separate process, because huggingface_hub reads its environment only once."""
     env = os.environ | hub.environment(home) | environment
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], env=env, capture_output=True, text=True, timeout=60, check=True
@@ -58,7 +58,7 @@ def test_a_name_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
             assert (folder / file.name).read_bytes() == file.read_bytes()
     asked = len(hub.asked)
     assert Path(resolved(hub, home, NAME)) == folder
-    assert len(hub.asked) == asked, "what is there is not asked for again"
+    assert len(hub.asked) == asked, "cached files must not be requested again"
     assert Path(resolved(hub, home, NAME, HF_HUB_OFFLINE="1")) == folder
 
 
@@ -66,7 +66,7 @@ def test_a_revision_is_its_own_and_code_stays_away(hub: Hub, tmp_path: Path) -> 
     home, place = tmp_path / "home", tmp_path / "models"
     first, second = Path(resolved(hub, home, NAME)), Path(resolved(hub, home, NAME, "v2", str(place)))
     assert first != second
-    assert second.is_relative_to(place), "in the folder that was named"
+    assert second.is_relative_to(place), "the model must be in the named folder"
     assert json.loads((second / "config.json").read_bytes())["rope_theta"] == 5.0
     assert not list(second.glob("*.py"))
     assert "revision v3: the hub has no such revision of it" in resolved(hub, home, NAME, "v3")

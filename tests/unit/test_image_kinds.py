@@ -1,4 +1,4 @@
-"""Pictures of models other than Qwen's are resized, cut and counted as by transformers' processors."""
+"""Pictures of models other than Qwen's are resized, split and counted as by transformers' processors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_are_those_of_transformers() -> None:
         blank = np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
         expected = get_resize_output_image_size(blank, 1540, 28, "channels_last")
         image, views = ROWS.sized(height, width)
-        if 0 in expected:  # there it would resize to nothing
+        if 0 in expected:  # transformers would resize to 0 there
             assert min(image.num_rows, image.num_columns) == 1
             continue
         assert views == (ImageView(expected),)
@@ -91,7 +91,7 @@ PROCESSORS: list[tuple[str, str, ImageRules, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "prefix", "rules", "settings"), PROCESSORS, ids=[each[0] for each in PROCESSORS])
 def test_pixels_are_those_of_transformers(name: str, prefix: str, rules: ImageRules, settings: dict[str, Any]) -> None:
-    """To the bit, after normalizing."""
+    """Normalized pixels equal those of transformers' processors bit for bit."""
     module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
     processor = getattr(module, f"{prefix}ImageProcessorPil")(**settings)
     mean, std = processor.image_mean, processor.image_std
@@ -124,7 +124,7 @@ def test_largest_pictures_and_other_processes(rules: ImageRules) -> None:
 
 
 def test_a_pictures_tokens_have_others_among_them() -> None:
-    """Rows end with tokens of their own, and a picture stands between others."""
+    """Each row ends with a special token, and tokens surround the picture."""
     image = (Image(2, 3), b"d")
     placed = place([1, 10, 2, 10], [image, image], ROWS, "prompt")
     picture = [10, 10, 10, 12, 10, 10, 10, 13]
@@ -139,7 +139,7 @@ def test_a_pictures_tokens_have_others_among_them() -> None:
 
 
 def test_marks_belong_to_their_picture() -> None:
-    """ERNIE's experts of pictures compute them, too; their positions are those of texts."""
+    """ERNIE's picture experts also compute the markers around a picture, which have text positions."""
     rules = GridRules(4, 2, 256, 1024, token_id=7, marks=(8, 9))
     image = (Image(2, 4), b"d")
     placed = place([1, 8, 7, 9, 8, 7, 9], [image, image], rules, "prompt")
@@ -216,7 +216,7 @@ def part_of(folder: Path, name: str, config: dict[str, Any], preprocessor: dict[
 def test_published_folders(tmp_path: Path, name: str) -> None:
     config, preprocessor, rules = PUBLISHED[name]
     assert part_of(tmp_path, name, config, preprocessor).rules == rules
-    assert {each for each in KINDS if not each.startswith("qwen")} == {*PUBLISHED}, "all kinds are tested"
+    assert {each for each in KINDS if not each.startswith("qwen")} == {*PUBLISHED}, "every kind must be tested"
 
 
 @pytest.mark.parametrize(

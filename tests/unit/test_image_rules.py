@@ -1,4 +1,4 @@
-"""Sizes, tokens and positions of pictures, and what a model folder says of them."""
+"""Sizes, tokens and positions of pictures, and the settings for them in a model folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sizes_are_those_of_transformers(rules: GridRules) -> None:
 
 @pytest.mark.parametrize("rules", [QWEN2, TINY])
 def test_pixels_are_those_of_transformers(rules: GridRules) -> None:
-    """To the bit, after normalizing and in the order of the tower's patches."""
+    """Normalized pixels, in the order of the tower's patches, equal transformers' bit for bit."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from pd_cluster.model.vision.pixel_values import Pixels
@@ -130,7 +130,7 @@ def test_a_published_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_s_sizes_of_videos(tmp_path: Path) -> None:
-    """In a file of their own, in the processor's, or else in that of pictures; other numbers must be the pictures'."""
+    """Sizes come from the video, processor or picture settings' file; other settings must equal the pictures'."""
     config = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED))
 

@@ -1,4 +1,4 @@
-"""The changes to the interpreter that a call in a user's process may make, and their duration."""
+"""Which interpreter settings a call in a user's process may change, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D's checks of P's device memory before it maps it, and the end of its reads."""
+"""D's checks before it maps P's device memory, and how its reads end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
 
 
 class Server(unix_server.UnixServer):
-    """Says whatever the test wants."""
+    """A server that sends what the test chooses."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -68,7 +68,7 @@ def make_receiver(
 
 
 def exported(*changes: dict[str, Any], **change: Any) -> bytes:
-    """A message about a pool on CUDA, or of as many parts as there are `changes`, with its length in front."""
+    """Returns a length-prefixed message about a CUDA pool, with one part for each of `changes`."""
     nbytes = (NUM_BLOCKS + NUM_EXTRA_BLOCKS) * LAYOUT.block_nbytes // (len(changes) or 1)
     honest = {"handle": b"\x03c" + bytes(64), "nbytes": nbytes, "offset_nbytes": 0}
     parts = [honest | each for each in changes or ({name: change[name] for name in honest.keys() & change.keys()},)]
@@ -175,7 +175,7 @@ def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
     with pytest.raises(LinkError, match="device GPU-7 is not visible here"):
         make_receiver(server, uuid="GPU-7").open()
     gpu.peers_can_read = False
-    make_receiver(server).open()  # the same device
+    make_receiver(server).open()  # opens on the same device
     with pytest.raises(LinkError, match="cannot read the prefill instance's device GPU-1"):
         make_receiver(server, uuid="GPU-1").open()
     server.close()
@@ -209,7 +209,7 @@ def test_nothing_is_read_once_the_exporter_is_dead(gpu: FakeModule) -> None:
     pair = Pair("ipc", kind="cuda")
     pair.move(blocks([1]), [2])
     assert pair.server is not None
-    pair.server.close()  # as the kernel does for a process that has died
+    pair.server.close()  # as the kernel does for a dead process
     before = content(pair.target).clone()
     with pytest.raises(LinkError, match="process has ended") as caught:
         pair.move(blocks([3]), [4])
@@ -231,7 +231,7 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
     kept = server._kept
     assert kept is not None
     assert poll(lambda: len(kept) > 0 and not unix_server.has_hung_up(kept[-1]), WAIT_S), (
-        "it is kept after it was answered"
+        "it must not be kept after the answer"
     )
     assert len(kept) <= 2
     last.close()

@@ -1,4 +1,4 @@
-"""Fields of items in /v1/responses and of blocks in /v1/messages have an effect, or are refused by their place."""
+"""Fields of items in /v1/responses and of blocks in /v1/messages have an effect, or are refused by their path."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_items_say_beside_changes_nothing() -> None:
 
 
 def test_reasoning_that_can_be_read_is() -> None:
-    """Its text, else its summary; what is encrypted beside it says the same."""
+    """Uses the reasoning's text, otherwise its summary; ignores encrypted content beside them, which repeats it."""
     text, summary = [{"type": "reasoning_text", "text": "t"}], [{"type": "summary_text", "text": "s"}]
     for fields, wanted in (({"content": text, "summary": summary}, "t"), ({"content": None, "summary": summary}, "s")):
         (found,) = messages_of_response({"type": "reasoning", "encrypted_content": "x", **fields})
@@ -85,7 +85,7 @@ def test_reasoning_that_can_be_read_is() -> None:
 
 
 def test_what_another_server_hid_is_left_out() -> None:
-    """Clients send it back at every turn, and cannot do otherwise."""
+    """Another server's encrypted reasoning is omitted without an error, because clients must send it back."""
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     assert messages_of_response(question, hidden, answer) == messages_of_response(question, answer)

@@ -1,5 +1,5 @@
-"""Workers in no rank table, at the scheduler: every row of its table in docs/protocol/membership.md. Clocks stand
-still.
+"""Workers without a rank table, at the scheduler: every row of its table in docs/protocol/membership.md. Clocks are
+stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TABLE = ["prefill-0", "decode-0"]
 
 
 class Registry:
-    """A registrar over a real membership, whose clock the test moves; the tables have two workers."""
+    """A registrar over a real membership whose clock the test advances; the rank table has two workers."""
 
     def __init__(self) -> None:
         self.world = ElasticWorld(1, 1)
@@ -35,7 +35,7 @@ class Registry:
         self.registrar = Registrar(self.world.membership, self.mail.send, REACH_S, lambda: self.now_s)
 
     def join(self, conn: str = "c1", peer: str = "d@1", **changes: Any) -> str:
-        """Returns the answer's problem."""
+        """Sends a join request; returns the problem in the answer."""
         self.registrar.on_message(conn, peer, msgspec.structs.replace(JOIN, **changes))
         to, body = self.mail.sent[-1]
         assert to == conn
@@ -43,7 +43,7 @@ class Registry:
         return body.problem
 
     def joined(self) -> Instance:
-        """One whose process has answered, and which is ready."""
+        """Returns a joined instance that has answered and is ready."""
         assert self.join() == ""
         instance = self.world["d"]
         instance.info = info_of(instance)
@@ -51,7 +51,7 @@ class Registry:
         return instance
 
     def lose(self, instance: Instance) -> None:
-        """The scheduler's own connection to it closes."""
+        """Closes the scheduler's connection to the instance."""
         self.world.membership.on_closed(instance.conn, "the connection was closed")
 
     def names(self) -> list[str]:
@@ -133,9 +133,9 @@ def test_the_next_life_at_the_same_place_takes_the_registration_over(registry: R
     assert registry.join("c2", "d@2") == ""
     registry.registrar.on_closed("c1")
     registry.lose(instance)
-    assert registry.is_listed(), "the new connection is the lease"
+    assert registry.is_listed(), "the new connection must be the lease"
     assert registry.world["d"] is instance
-    assert instance.service == "out", "an operator's wish stays"
+    assert instance.service == "out", "the operator's role must stay"
 
 
 def test_a_lapsed_worker_stays_while_the_scheduler_is_connected_to_it_and_may_register_again(
@@ -156,7 +156,7 @@ def test_a_lapsed_worker_stays_while_the_scheduler_is_connected_to_it_and_may_re
 
 
 def test_another_process_that_says_the_same_takes_no_lease_away(registry: Registry) -> None:
-    """The worker stays registered when the other leaves, and hears when its registration ends."""
+    """The worker stays registered when an impostor leaves, and is notified when its registration ends."""
     instance = registry.joined()
     assert registry.join("c2", "d@2") == ""
     registry.registrar.on_message("c2", "d@2", wire.Leave())
@@ -172,7 +172,7 @@ def test_the_number_of_registrations_is_bounded(monkeypatch: pytest.MonkeyPatch)
     registry = Registry()
     assert [registry.join(f"c{name}", f"{name}@1", port=8000 + ord(name)) for name in "ab"] == ["", ""]
     assert registry.join("cc", "c@1", port=8003).startswith("2 workers are registered")
-    assert registry.join("c4", "b@1", port=8000 + ord("b")) == "", "it is registered already"
+    assert registry.join("c4", "b@1", port=8000 + ord("b")) == "", "the worker is registered already"
     registry.registrar.on_closed("ca")
     assert registry.names() == [*TABLE, "b"]
     assert registry.join("cc", "c@1", port=8003) == ""
@@ -187,7 +187,7 @@ def test_leave_ends_the_lease_and_is_answered(registry: Registry) -> None:
 
 @pytest.mark.parametrize("has_answered", [False, True])
 def test_a_worker_that_is_not_reached_in_time(registry: Registry, has_answered: bool) -> None:
-    """One that has answered once may be away for longer."""
+    """A worker that has answered before may be unreachable for longer than a new one."""
     if has_answered:
         registry.lose(registry.joined())
     else:
@@ -201,14 +201,14 @@ def test_a_worker_that_is_not_reached_in_time(registry: Registry, has_answered: 
         assert registry.answers()[-1][1].startswith(
             "the scheduler cannot reach it: no process answers at 192.0.2.7:8000;"
         )
-        assert registry.join("c2") == "", "it may try again"
+        assert registry.join("c2") == "", "the worker may retry"
 
 
 def test_a_worker_that_the_scheduler_finds_failed_is_told_why(registry: Registry) -> None:
     instance = registry.joined()
     registry.lose(instance)
     instance.info, instance.state = info_of(instance, state="failed"), "failed"
-    assert registry.is_listed(), "one that fails by itself says why itself"
+    assert registry.is_listed(), "a worker that fails reports its own reason"
     assert registry.answers() == [("c1", "")]
     instance.info = info_of(instance)
     fails(instance, "it serves another model")
@@ -218,7 +218,7 @@ def test_a_worker_that_the_scheduler_finds_failed_is_told_why(registry: Registry
 
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time(registry: Registry, is_admitted: bool) -> None:
-    """The join port reads the list of nodes by itself, up to a second earlier."""
+    """The join port reads the node list separately, up to a second earlier than the mailbox."""
     assert registry.join() == ""
     instance = registry.world["d"]
     instance.info = info_of(instance)
@@ -254,7 +254,7 @@ async def test_an_operator_removes_it_and_it_may_register_again(registry: Regist
     registry.world.elastic.remove("d", force=True)
     assert registry.join("c2", "d@2").startswith("d is leaving by an operator's command")
     registry.world.elastic.tick()
-    assert registry.is_listed(), "it is not empty yet"
+    assert registry.is_listed(), "the instance is not empty yet"
     instance.num_outstanding = 0
     registry.world.elastic.tick()
     assert not registry.is_listed()

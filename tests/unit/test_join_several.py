@@ -1,4 +1,4 @@
-"""Workers in no rank table and several schedulers: the owner of membership admits them, the others follow its list."""
+"""Workers without a rank table, with several schedulers: the owner admits workers, the others follow its list."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ADMITTED = wire.JoinAnswer()
 
 
 class Admitting(Two):
-    """Two schedulers with a join port each; scheduler-0 owns membership at first."""
+    """Two schedulers, each with a join port; scheduler-0 owns membership at first."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.waited_s = 0.0  # the registrars' clock, beside that of the lease
+        self.waited_s = 0.0  # the registrars' clock, separate from the lease's
         self.mail = [RecordedMail(), RecordedMail()]
         self.schedulers = [self.one, self.other]
         self.registrars = [
@@ -44,7 +44,7 @@ class Admitting(Two):
         return self.mail[at].of(wire.JoinAnswer)
 
     async def look(self) -> None:
-        """Both look at the record, and then at their registrations."""
+        """Both schedulers read the record, then check their registrations."""
         for each, registrar in zip(self.schedulers, self.registrars, strict=True):
             await each.look()
             registrar.tick()
@@ -60,7 +60,7 @@ class Admitting(Two):
 
 
 async def admitting(folder: Path) -> Admitting:
-    """Both know of the worker that the owner has admitted."""
+    """Returns two schedulers that both know a worker admitted by the owner."""
     two = await Admitting.begun(folder)
     await two.look()
     assert two.join(0) == ADMITTED
@@ -77,7 +77,7 @@ async def test_the_owner_admits_a_worker_and_the_other_learns_of_it(tmp_path: Pa
     assert followed.host == JOIN.host
     assert two.names(1) == two.names(0)
     two.registrars[1].tick()
-    assert "d" in two.names(1), "only the owner forgets a worker"
+    assert "d" in two.names(1), "only the owner may forget a worker"
     two.registrars[0].on_closed("c1")
     await two.look()
     await two.look()
@@ -96,9 +96,9 @@ async def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(
     two.is_reached(1)
     await two.fail_over()
     await two.look()
-    assert two.sent(0)[-1] == ("c1", ELSEWHERE), "its connection to the former owner is no lease any more"
+    assert two.sent(0)[-1] == ("c1", ELSEWHERE), "its connection to the former owner must not count as a lease"
     assert two.join(1, "c9", role="prefill").problem.startswith("--instance-name d: the decode instance at")
-    assert two.join(1, "c9") == ADMITTED, "it says the role with which it was started"
+    assert two.join(1, "c9") == ADMITTED, "it reports the role with which it was started"
     assert (two.found(1).role, two.found(1).service) == ("prefill", "out")
     await two.look()
     assert two.names(0) == two.names(1)
@@ -108,12 +108,12 @@ async def test_the_next_owner_takes_the_registrations_over_with_what_was_wished(
 async def test_a_worker_that_dies_with_the_owner_is_forgotten_in_time(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
     assert two.found(1).state == "unreachable"
-    two.now_s += 6.0  # it does not wait for that worker any longer
+    two.now_s += 6.0  # longer than it waits for that worker
     await two.fail_over()
     two.registrars[1].tick()
     two.waited_s += REACH_S
     two.registrars[1].tick()
-    assert "d" in two.names(1), "it may register again"
+    assert "d" in two.names(1), "the worker may register again"
     two.waited_s += 0.1
     two.registrars[1].tick()
     assert "d" not in two.names(1)
@@ -132,19 +132,19 @@ async def test_one_that_serves_and_does_not_register_again_stays(tmp_path: Path)
 
 async def test_an_owner_that_stood_still_sends_its_workers_on_and_admits_nobody(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
-    two.now_s += LEASE_S  # it stands still
-    assert two.join(0, "c2", "e@1", port=8001) == ELSEWHERE, "no look was needed: its lease is over"
+    two.now_s += LEASE_S  # the owner is paused
+    assert two.join(0, "c2", "e@1", port=8001) == ELSEWHERE, "its lease must end without a read of the record"
     assert two.sent(0)[-2] == ("c1", ELSEWHERE)
     two.registrars[0].on_closed("c1")
     two.registrars[0].tick()
-    assert "d" in two.names(0), "the record has it"
+    assert "d" in two.names(0), "the record must have it"
 
 
 async def test_an_owner_that_comes_back_as_the_owner_begins_anew(tmp_path: Path) -> None:
     two = await admitting(tmp_path)
     two.is_reached(0)
     two.now_s += LEASE_S
-    await two.one.look()  # before the other has looked
+    await two.one.look()  # before the other scheduler reads the record
     two.registrars[0].tick()
     assert two.one.shared.is_owner
     assert two.sent(0)[-1] == ("c1", ELSEWHERE)
@@ -175,14 +175,14 @@ async def test_no_worker_is_admitted_that_the_record_has_no_room_for(tmp_path: P
         each.service, each.next_role, each.drain_timeout_s = "leaving", "prefill", 1234.5678901
     await two.look()
     assert len(msgspec.json.encode(two.one.shared.ownership.record)) <= 4096
-    assert two.join(0, "c0", "w0@1").problem.startswith("w0 is leaving"), "one that is there needs no room"
+    assert two.join(0, "c0", "w0@1").problem.startswith("w0 is leaving"), "a registered worker needs no free place"
 
 
 # ---- at the worker
 
 
 def answer_elsewhere(seeker: Seeker, *hosts: str) -> str:
-    """Connects to the next host, which admits nobody; returns the host."""
+    """Connects to the next host, which refuses to admit; returns the host."""
     seeker.joining.connect(*hosts)
     conn = seeker.joining.conn
     seeker.joining.on_opened(conn)
@@ -200,7 +200,7 @@ def test_it_asks_all_schedulers_of_a_name_before_it_waits(order: tuple[str, ...]
     for _ in range(3):
         assert seeker.joining.is_due
         asked.append(answer_elsewhere(seeker, *order))
-        order = (*order[1:], order[0])  # as name servers do
+        order = (*order[1:], order[0])  # rotates addresses as name servers do
     assert sorted(asked) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
     assert not seeker.joining.is_due
     seeker.now_s += FIRST_BACKOFF_S
@@ -214,11 +214,11 @@ def test_a_registered_one_that_is_sent_on_seeks_the_owner() -> None:
     assert seeker.joining.state == "seeking"
     assert seeker.lines.closed == [conn]
     seeker.now_s += FIRST_BACKOFF_S
-    assert answer_elsewhere(seeker, "10.0.0.1", "10.0.0.2") == "10.0.0.2", "the next one"
+    assert answer_elsewhere(seeker, "10.0.0.1", "10.0.0.2") == "10.0.0.2", "expected the next host"
 
 
 def test_while_no_scheduler_admits_workers_a_registered_one_serves_on_and_a_new_one_does_not_wait_for_ever() -> None:
-    """An API server that is away leaves the schedulers without an owner, for as long as it likes."""
+    """Covers schedulers without an owner for any time, as while the API server is down."""
     seeker, new = Seeker((("pd-join", 9002),)), Seeker((("pd-join", 9002),))
     seeker.joining.on_answer(seeker.register(), ELSEWHERE.problem, True)
     for _ in range(20):
@@ -229,7 +229,7 @@ def test_while_no_scheduler_admits_workers_a_registered_one_serves_on_and_a_new_
     seeker.joining.tick()
     seeker.now_s += 0.1
     with pytest.raises(ConfigError, match="no scheduler has admitted this worker"):
-        seeker.joining.tick()  # all are silent
+        seeker.joining.tick()  # no scheduler answers
     new.now_s = TIMES.join_timeout_s
     answer_elsewhere(new, "10.0.0.1")
     new.now_s += 0.1

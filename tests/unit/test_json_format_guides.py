@@ -1,4 +1,4 @@
-"""Guides of formats with JSON, Python or Gemma's braces: what a model writes by itself fits, other values do not."""
+"""Guides of formats with JSON, Python or Gemma's braces accept what models usually write, and reject other values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_what_a_model_writes_by_itself_may_follow(world: World, parser: str) -> None:
-    """Calls without nested values, which guides write as JSON, and content before them."""
+    """Guides permit a model's usual calls after content, except nested values, which they write as JSON."""
     form, writer = ReplyFormat(parser), JSON_WRITERS[parser]
     required, optional = form.guide(STRICT, "required", ""), form.guide(STRICT, "auto", "")
     for calls in (
@@ -60,7 +60,7 @@ def test_what_a_model_writes_by_itself_may_follow(world: World, parser: str) -> 
         [Call("book", {"city": "Bonn"}), Call("now", {"zone": "CET"})],
     ):
         text = writer.calls(calls)
-        if parser != "xlam":  # required calls are the whole reply
+        if parser != "xlam":  # with required calls, the reply has nothing else
             assert world.verdict(required, text) == "whole", text
         assert world.verdict(optional, text) == "whole", text
         assert world.verdict(optional, f"Let me look.\n{text}") == "whole", text
@@ -120,7 +120,7 @@ def test_a_schema_that_braces_cannot_follow_is_refused_by_name(parser: str, sche
     with pytest.raises(RequestError, match=f"parameters of 'h': .*{what}") as caught:
         ReplyFormat(parser).guide([Tool("h", schema)], "required", "")
     assert caught.value.param == "tools"
-    assert ReplyFormat(parser).guide([Tool("h", schema)], "auto", "") is None  # not strict: nothing to follow
+    assert ReplyFormat(parser).guide([Tool("h", schema)], "auto", "") is None  # not strict: nothing to enforce
 
 
 @pytest.mark.parametrize("begin", BEGINS)

@@ -1,4 +1,4 @@
-"""Replies in JSON, Python or Gemma's braces are read as their model cards say, however the text is split."""
+"""Replies in JSON, Python or Gemma's braces are parsed as in their model cards, however the text is split."""
 
 from __future__ import annotations
 

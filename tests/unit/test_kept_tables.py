@@ -1,4 +1,4 @@
-"""Block tables that are kept between steps equal those that are copied whole."""
+"""Block tables that are updated between steps equal tables that are copied in full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING = NUM_BLOCKS  # the id of the pool's padding block
 
 
 def collected(request: Request, num_tokens: int) -> list[list[int]]:
-    """Returns the blocks of both groups in a step of the request's next tokens, and of a draft after each of three."""
+    """Returns both groups' blocks for a step over the request's next tokens, and for a step with three drafts."""
     rows = RowCollector(BLOCK_SIZE, [BLOCK_SIZE])
     start = request.num_computed_tokens
     rows.add(request, start, [0] * num_tokens)
@@ -26,7 +26,7 @@ def collected(request: Request, num_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tables_are_equal_to_whole_copies(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Tables grow, their next block is replaced by a copy, a window passes blocks, and a preemption makes new ones."""
+    """Covers growing tables, a block replaced by its copy, blocks that a window has passed, and preemption."""
     rng = random.Random(seed)
     request = Request("r", RequestSpec([1], Sampling()), tables=[[], []])
     whole, sliding = [], []

@@ -1,4 +1,4 @@
-"""The file of --api-key-file: made, shown and changed by `pd-cluster keys`, read strictly, and what is refused."""
+"""The --api-key-file: `pd-cluster keys` creates, shows and changes it; it is read strictly; refusals."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_another_users_file_is_refused(file: Path) -> None:
 
 
 def keys(*arguments: str) -> int | str | None:
-    """The exit code."""
+    """Runs `pd-cluster keys`; returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["pd-cluster", "keys", *arguments])
         try:
@@ -187,7 +187,7 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(file: Path, capsys: pytest.Captu
     assert keys("new", f"--file={file}", "--tenant=team-b") == 0
     assert capsys.readouterr().out.strip() != key
     again = read_key_file(file)
-    assert (again.salt, again.keys[0]) == (found.salt, first), "what was there stays"
+    assert (again.salt, again.keys[0]) == (found.salt, first), "existing keys must stay"
     assert keys("list", f"--file={file}") == 0
     listed = capsys.readouterr().out
     for shown in ("first", "team-a", "tiny, org/tiny", "60", "90,000", "2099-01-31T00:00:00Z", "team-b", "no limit"):
@@ -222,7 +222,7 @@ def test_a_link_to_a_file_stays_and_its_file_changes(file: Path) -> None:
     write(file, ENTRY)
     (link := file.parent / "link").symlink_to(file)
     assert keys("remove", f"--file={link}", "first") == 0
-    assert not read_key_file(file).keys, "a removed key is out, whichever name the scheduler has for the file"
+    assert not read_key_file(file).keys, "a removed key must be invalid under any path of the file"
     assert keys("new", f"--file={link}", "--tenant=a") == 0
     assert len(read_key_file(file).keys) == 1
     assert link.is_symlink()
@@ -289,10 +289,10 @@ def test_names_of_models_that_are_not_served_are_told(file: Path, caplog: pytest
     assert "id 'a': models: 'tinny' is not served here; known are tiny" in caplog.text
     assert len(caplog.records) == 1
     KeyStore(HttpConfig(key_file=str(file)), ["tiny"], SharedRateLimits.create(lambda: 0), may_grow=True)
-    assert len(caplog.records) == 1, "an adapter of that name may be loaded later"
+    assert len(caplog.records) == 1, "an adapter with that name may be loaded later"
 
 
 def test_tenants_of_flags_and_of_the_file_have_names(file: Path) -> None:
     store = store_of(file, key_of("a", tenant="x"), api_keys=("k",), tenants=("y",))
     write_key_file(file, KeyFile(SALT, (key_of("b", tenant="z"),)))
-    assert store.reload().tenants == ["y", "x", "z"], "a name stays as long as the scheduler"
+    assert store.reload().tenants == ["y", "x", "z"], "a name must stay for the scheduler's lifetime"

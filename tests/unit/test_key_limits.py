@@ -77,19 +77,19 @@ async def test_what_a_finished_request_did_not_use_goes_back(make: Make, stream:
     port = make(key_of("k", tokens_per_minute=60, requests_per_minute=9))
     asking = asyncio.ensure_future(port.ask("k", "POST", "/v1/completions", **COMPLETION, stream=stream, n=2))
     request_id = await port.submitted()
-    assert port.left("k") == (8, 60 - 3 - 2 * 10), "both sequences, as long as they may be"
+    assert port.left("k") == (8, 60 - 3 - 2 * 10), "expected both sequences at their maximum length"
     port.answer(request_id, 4)
     port.answer(request_id, 2, index=1)
     answer = await asking
     assert answer.status == 200
-    remaining = "37" if stream else "51"  # a stream begins before it is known
+    remaining = "37" if stream else "51"  # a stream's headers precede its usage
     assert rates(answer, "tokens") == ("60", remaining, "23s" if stream else "9s")
     assert rates(answer, "requests") == ("9", "8", "6.667s")
     assert port.left("k") == (8, 60 - 3 - 4 - 2)
     assert port.counted("finished") == {"team": 1}
     assert (port.counted("prompt_tokens"), port.counted("generation_tokens")) == ({"team": 3}, {"team": 6})
     stats = port.world.router.stats.snapshot().counters
-    assert (stats["prompt_tokens"], stats["generation_tokens"]) == (3, 6), "as all requests together have it"
+    assert (stats["prompt_tokens"], stats["generation_tokens"]) == (3, 6), "the sum of all requests' usage"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -135,7 +135,7 @@ async def test_however_it_ends(make: Make, end: str, status: int, outcome: str, 
         assert answer.status == (200 if is_in_band else status), answer.body
         if not is_in_band:
             assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - num_used)
-    num_untold = 8 if end == "client gone" and not stream else 0  # computed meanwhile, at the most
+    num_untold = 8 if end == "client gone" and not stream else 0  # upper bound of the tokens computed meanwhile
     assert port.left("k") == (0, 100 - num_used - num_untold)
     assert port.counted(outcome) == {"team": 1}
     assert port.world.router.num_streams == 0
@@ -150,7 +150,7 @@ async def test_a_request_larger_than_the_bucket_is_told_so(make: Make) -> None:
         assert (answer.status, error["code"], error["param"]) == (400, "larger_than_rate_limit", "max_tokens")
         assert "retry-after" not in answer.headers
         assert rates(answer, "tokens") == ("50", "50", "0s")
-    assert "are 53 tokens" in error["message"], "all beams count"
+    assert "are 53 tokens" in error["message"], "all beams must count"
     assert not port.world.mailbox.sent
 
 
@@ -162,7 +162,7 @@ async def test_prompts_of_a_list_are_let_in_together_or_not_at_all(make: Make) -
     answer = await port.ask("k", "POST", "/v1/completions", **{**COMPLETION, "prompt": [PROMPT] * 2})
     assert (answer.status, answer.headers["retry-after"]) == (429, "5")
     assert "60 tokens a minute, and 21 left; prompts and max_tokens" in answer.json()["error"]["message"]
-    assert len(port.world.mailbox.of(wire.Submit)) == 6, "nothing of it was sent"
+    assert len(port.world.mailbox.of(wire.Submit)) == 6, "nothing was sent to an instance"
     for request_id in dict.fromkeys(body.request_id for _, body in port.world.mailbox.of(wire.Submit)):
         port.answer(request_id, 1)
     assert (await asking).status == 200
@@ -171,24 +171,24 @@ async def test_prompts_of_a_list_are_let_in_together_or_not_at_all(make: Make) -
 
 
 async def test_who_lacks_tokens_waits_for_a_request_too(make: Make) -> None:
-    """The refused one has been counted, and the same once more is another."""
+    """A request refused for tokens counts as a request, so an immediate retry waits for the request limit, too."""
     port = make(key_of("k", tokens_per_minute=60, requests_per_minute=1))
     port.store.memory.take(port.store.keys.slots[0], tag_of(port.store.keys.keys[0].digest), 0, 55)
     answer = await port.ask("k", "POST", "/v1/completions", **COMPLETION)
-    assert (answer.status, answer.headers["retry-after"]) == (429, "60"), "tokens alone would be there after 8 s"
+    assert (answer.status, answer.headers["retry-after"]) == (429, "60"), "tokens alone would suffice after 8 s"
     assert rates(answer, "tokens") == ("60", "5", "55s")
 
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_after_retry_after_the_same_request_is_let_in(make: Make, seed: int) -> None:
-    """It is the only client, and any limit may have refused it.
+    """With a single client, whichever limit refused the request, it is admitted after Retry-After.
 
     Requests that wait for instances are cancelled at once.
     """
     rng = random.Random(seed)
     port = make(key_of("k", tokens_per_minute=rng.randrange(30, 200), requests_per_minute=rng.randrange(1, 9)))
     for instance in port.world.instances:
-        instance.state = "unreachable"  # 503: let in, and all its tokens go back
+        instance.state = "unreachable"  # 503: admitted, and all its tokens are refunded
     memory, key = port.store.memory, port.store.keys.keys[0]
     num_refused = 0
     for _ in range(60):
@@ -233,4 +233,4 @@ async def test_a_beam_search_is_charged_for_all_its_beams(make: Make) -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert port.left("k") == (0, 77 - 43), "nobody knows how far it was"
+    assert port.left("k") == (0, 77 - 43), "its progress is unknown"

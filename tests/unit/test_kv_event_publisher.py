@@ -1,4 +1,4 @@
-"""KV events over sockets: numbered, replayed, bounded, and closed to strangers."""
+"""KV events over sockets: numbered, replayed, bounded, and restricted to authorized readers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.kv_event_readers import (
 
 
 class Bus:
-    """Publishers and their readers at two sockets of a folder."""
+    """Publishers and readers connected by two sockets in a folder."""
 
     def __init__(self, folder: Path, context: zmq.Context[Any]) -> None:
         self.events, self.replays, self.context = f"ipc://{folder}/events", f"ipc://{folder}/replay", context
@@ -57,7 +57,7 @@ class Bus:
         return Reader(self.context, self.events, hwm)
 
     def asking(self, num_requests: int = 1, first: int = 0) -> zmq.Socket[Any]:
-        """A socket with a short queue that asks for batches from `first` on."""
+        """Returns a socket with a short queue that has requested batches from `first` on."""
         socket: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.RCVHWM, 10)
         socket.connect(self.replays)
@@ -70,7 +70,7 @@ class Bus:
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bus]:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
     context = zmq.Context()
-    context.linger = 0  # also of sockets that a test drops: otherwise the end of the context waits for their messages
+    context.linger = 0  # applies to dropped sockets, too; otherwise closing the context waits for their messages
     found = Bus(tmp_path, context)
     yield found
     for each in found.made:
@@ -84,7 +84,7 @@ def publish_110(made: EventPublisher) -> None:
 
 
 def number_at(socket: zmq.Socket[Any]) -> int:
-    """The number of the next batch, -1 at the end."""
+    """Returns the number of the next batch; -1 at the end."""
     assert socket.poll(WAIT_MS)
     return int.from_bytes(socket.recv_multipart()[2], "big", signed=True)
 
@@ -98,7 +98,7 @@ def test_frames_are_numbered_and_lost_ones_come_again_as_far_as_they_are_kept(bu
     got = [reader.next() for _ in range(50)]
     assert [each[0] for each in got if each is not None] == list(range(first, first + 50))
     assert all(each is not None and each[1].ts == each[0] and each[1].data_parallel_rank == 0 for each in got)
-    assert reader.past(replays, first + 20) == got[20:]  # as after a gap
+    assert reader.past(replays, first + 20) == got[20:]  # as a reader does after a gap
     assert reader.past(replays, 0) == got[10:]
     assert reader.past(replays, first + 50) == []
 
@@ -109,7 +109,7 @@ def test_a_slow_subscriber_holds_nobody_and_finds_what_it_missed(bus: Bus) -> No
     await_subscriber(made, slow)
     first = await_subscriber(made, quick)
     stop = first + 60
-    for number in range(first, stop):  # each of 80 kB: the slow one's queues and its socket's buffers are full soon
+    for number in range(first, stop):  # 80 kB each, so that the slow reader's queues and socket buffers fill quickly
         made.publish(batch(number, 16_000))
         assert (found := quick.next()) is not None
         assert found[0] == number
@@ -128,7 +128,7 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
     bus: Bus,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More batches within a millisecond than its queue holds, each of which it takes before the next."""
+    """Covers more batches in a millisecond than its queue holds, each taken before the next is sent."""
     stands, gate = threading.Event(), threading.Event()
 
     def stand(self: EventPublisher, encoder: object) -> None:
@@ -138,7 +138,7 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
     made = bus.make(hwm=4)
     reader = bus.reader()
     first = await_subscriber(made, reader)
-    monkeypatch.setattr(EventPublisher, "_turn", stand)  # the test's thread sends instead
+    monkeypatch.setattr(EventPublisher, "_turn", stand)  # the test's thread sends batches instead
     made.publish(batch(first))
     assert reader.next() is not None
     assert stands.wait(10)
@@ -155,7 +155,7 @@ def test_a_subscriber_that_keeps_up_with_a_burst_misses_nothing(
 
 
 def test_the_engine_never_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publisher's thread stands still: batches beyond the queue are counted, and their numbers are missing."""
+    """While the publisher's thread is blocked, batches beyond the queue are dropped, counted, and leave number gaps."""
     gate = threading.Event()
     monkeypatch.setattr(EventPublisher, "_send", lambda self, number, payload: gate.wait(10))
     made = bus.make(max_queue_size=5)
@@ -171,7 +171,7 @@ def test_events_go_on_behind_a_fault(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The faults: a batch that cannot be written, a send, and sockets that are then to be opened anew."""
+    """Covers a batch that cannot be encoded, a failing send, and sockets that fail to reopen after it."""
     made = bus.make()
     reader = bus.reader()
     await_subscriber(made, reader)
@@ -202,7 +202,7 @@ def test_events_go_on_behind_a_fault(
 
 @pytest.mark.parametrize("limit", ["until_s", "end_s"])
 def test_past_batches_come_whole_through_short_queues(bus: Bus, limit: str) -> None:
-    """Two requests of one reader, and a third that gets its end alone; one of another; beside one that never reads."""
+    """Covers two requests of one reader, a third that only gets its end, another reader, and one that never reads."""
     made = bus.make(hwm=10)
     publish_110(made)
     nums = (1, 3, 1)
@@ -224,11 +224,11 @@ def await_under_way(publisher: EventPublisher, num: int) -> None:
     deadline_s = time.monotonic() + WAIT_MS / 1000
     while len(publisher._replays.under_way) != num:
         assert time.monotonic() < deadline_s
-        time.sleep(0.005)  # for the publisher's thread
+        time.sleep(0.005)  # yields to the publisher's thread
 
 
 def test_a_replay_ends_with_what_was_there_at_its_request(bus: Bus) -> None:
-    """However much is published while its reader is slow."""
+    """A replay has only the batches published before its request, however slow its reader is."""
     made = bus.make(hwm=10)
     publish_110(made)
     socket = bus.asking()
@@ -251,7 +251,7 @@ def test_a_request_too_many_gets_its_end_at_once(bus: Bus, monkeypatch: pytest.M
 
 
 def test_strangers_and_revoked_readers_get_nothing_over_the_network(bus: Bus, tmp_path: Path) -> None:
-    """An endpoint that is not this host's alone is a CURVE socket."""
+    """Endpoints beyond this host use CURVE, so only authorized keys get events."""
     tmp_path.chmod(0o700)
     keys = {name: new_keys(name) for name in ("worker", "router", "stays", "other")}
     write_node_keys(tmp_path / "worker.key", keys["worker"])
@@ -271,7 +271,7 @@ def test_strangers_and_revoked_readers_get_nothing_over_the_network(bus: Bus, tm
     deadline_s = time.monotonic() + WAIT_MS / 1000
     while made._pub is before:
         assert time.monotonic() < deadline_s
-        time.sleep(0.005)  # for the publisher's thread
+        time.sleep(0.005)  # yields to the publisher's thread
     while router.next(0) is not None:
         pass
     await_subscriber(made, stays)

@@ -1,4 +1,4 @@
-"""KV events in vLLM's format: what random traffic and one prompt leave, event by event."""
+"""KV events in vLLM's format, after random traffic and for one prompt, event by event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALPHABET = 3
 
 
 class Kept:
-    """In place of the publisher: every batch as it goes over the wire."""
+    """Replaces the publisher; keeps every encoded batch."""
 
     num_published = num_dropped = 0
 
@@ -50,11 +50,11 @@ def number_of(content: bytes) -> int:
     return int.from_bytes(content[-8:], "big")
 
 
-# ---- what is in the cache
+# ---- contents of the cache
 
 
 class Traffic:
-    """A pool with a small host tier, used as the engine's scheduler uses it."""
+    """Random use of a pool with a small host tier, as by the engine's scheduler."""
 
     def __init__(self, rng: random.Random, has_tier: bool) -> None:
         self.rng = rng
@@ -68,7 +68,7 @@ class Traffic:
         self.number = itertools.count()
 
     def begin(self) -> None:
-        """Admits a prompt, computes some of it, and remembers that; its beginning is often known."""
+        """Admits a prompt, whose beginning is often cached, computes a part of it, and caches that."""
         length = self.rng.randrange(1, 6 * BLOCK)
         prompt = [self.rng.randrange(ALPHABET) // 2 for _ in range(length)]
         order = RequestSpec(prompt, Sampling(), self.rng.choice(("", "", "salt")), self.rng.choice(("", "ab" * 32)))
@@ -117,7 +117,7 @@ class Traffic:
         self.check_tokens()
 
     def check_tokens(self) -> None:
-        """A block's tokens and those before it are what its hash is of, as far as its chain is there."""
+        """Asserts that a block's hash is that of its tokens and all before, as far as its chain is stored."""
         known = self.mirror.blocks.get("GPU", {})
         scope = PrefixScope("m", Numerics())
         roots = [
@@ -182,7 +182,7 @@ def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
 
 
 def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
-    """And what it does not keep is not: `reset_prefix_cache` empties it."""
+    """After sleep, blocks kept on disk are published again, others not; `reset_prefix_cache` empties the disk tier."""
     host = HostTier(4, 100, LoadCost(BLOCK))
     disk = LowerTier("disk", host, 100, 1, BLOCK, lambda: 0.0)
     host.lower.append(disk)

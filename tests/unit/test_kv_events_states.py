@@ -1,4 +1,4 @@
-"""KV events of a model with states: only blocks before a kept state are published, by random traffic of an engine."""
+"""KV events of a model with states: only blocks before a kept state are published; checked with random traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.random_traffic import Traffic
 
 
 class ToMirror:
-    """In place of the publisher: every batch as it goes over the wire."""
+    """Replaces the publisher; applies every encoded batch to a mirror."""
 
     num_published = num_dropped = 0
 
@@ -34,7 +34,7 @@ class ToMirror:
 
 
 class Chains:
-    """Records the parent of each content whose hash was computed, to walk back from a kept state."""
+    """Records the parent of each hashed content, to walk back from a kept state."""
 
     def __init__(self) -> None:
         self.parents: dict[bytes, bytes] = {}
@@ -45,14 +45,14 @@ class Chains:
         return found
 
     def before(self, content: bytes) -> Iterator[bytes]:
-        """Yields a content and those before it."""
+        """Yields a content and its predecessors."""
         while content in self.parents:
             yield content
             content = self.parents[content]
 
 
 class PublishedTraffic(Traffic):
-    """Publishes now and then, forgets everything now and then, and compares with a search of all chains."""
+    """Sometimes publishes, sometimes forgets everything; compares with a search of all chains."""
 
     def __init__(self, seed: int, chains: Chains) -> None:
         super().__init__(seed, kinds=("all state", "all window state"))
@@ -63,7 +63,7 @@ class PublishedTraffic(Traffic):
 
     def note(self, result: StepResult) -> None:
         super().note(result)
-        if self.rng.random() < 0.1:  # a block may be taken between both calls
+        if self.rng.random() < 0.1:  # a block may be taken between the two calls
             changes = self.scheduler.known.changes()
             self.scheduler.groups[0].blocks.release(self.scheduler.groups[0].blocks.take(1) if self.has_room else [])
             self.events.blocks_changed(changes)

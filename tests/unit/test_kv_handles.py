@@ -1,4 +1,4 @@
-"""Handles for KV cache: bound to the prompt, the model, the key and a time; nothing else is taken from a client."""
+"""Handles for KV cache are bound to prompt, model, key and time; altered ones are refused."""
 
 from __future__ import annotations
 

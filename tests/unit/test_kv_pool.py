@@ -1,4 +1,4 @@
-"""The memory of a pool on CPU: one memfd, whose pages go with `close`."""
+"""A CPU pool's memory is one memfd, whose pages `close` releases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUT = KVLayout(2, 1, keys_and_values(16), 16, "float32")
 
 
 def test_closed_it_holds_nothing() -> None:
-    torch.zeros(LAYOUT.block_nbytes * 64).fill_(1.0)  # torch keeps the threads that it starts for this
+    torch.zeros(LAYOUT.block_nbytes * 64).fill_(1.0)  # makes torch start its threads before counting
     before = held()
     with KVPool(LAYOUT, 64) as pool:
         pool.data.fill_(1.0)

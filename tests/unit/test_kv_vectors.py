@@ -1,4 +1,4 @@
-"""The forms of vectors in a pool: their bytes, their errors, and what is no number."""
+"""Quantized vectors in a pool: bytes, errors, and non-finite values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_numbers_come_back_within_half_a_step(dtype: str, width: int) -> None:
     assert stored.dtype == torch.uint8
     assert stored.shape == (500, stored_width(dtype, width))
     step = x.abs().amax(-1, keepdim=True) / MOST[dtype]
-    if dtype == "fp8_e4m3":  # three bits behind the first, down to steps of 2^-9
+    if dtype == "fp8_e4m3":  # three mantissa bits, steps of at least 2^-9
         step = torch.maximum(x.abs() / 8, step * 2**-9)
     assert ((decode(stored, dtype) - x).abs() <= step / 2 * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("dtype", CODED)
 def test_a_vector_depends_on_itself_alone(dtype: str) -> None:
-    """Zeros stay, and a vector with what is no number has none."""
+    """A vector's codes do not depend on other vectors; zeros stay zero; a vector with NaN or infinity becomes NaN."""
     x = torch.randn(3, 5, 2, 32)
     assert torch.equal(encode(x, dtype)[1, 3, 1], encode(x[1, 3, 1], dtype))
     again = encode(decode(encode(x, dtype), dtype), dtype)
@@ -49,13 +49,13 @@ def test_a_vector_depends_on_itself_alone(dtype: str) -> None:
 
 
 def test_bits_are_those_of_lmdeploy_and_of_the_standard() -> None:
-    """Of four bits, the first half lies in the low ones, the second in the high ones."""
+    """Four-bit codes hold the vector's first half in the low bits and the second half in the high bits."""
     stored = encode(torch.tensor([1.0, 2.0, 3.0, 7.0]), "int4")
     assert stored[:2].tolist() == [(1 + 8) | (3 + 8) << 4, (2 + 8) | (7 + 8) << 4]
     assert stored[2:].clone().view(torch.float32).item() == 1.0
     x = torch.tensor([448.0, -448.0, 1.0, 0.015625, 0.001953125, 0.0, 17.0, 19.0])
     assert encode(x, "fp8_e4m3")[:-4].tolist() == [0x7E, 0xFE, 0x38, 0x08, 0x01, 0x00, 0x58, 0x5A]
-    # 132 bytes for each 128 numbers in 8 bits, 68 in 4.
+    # For 128 numbers: 132 bytes with 8 bits, 68 bytes with 4.
     sizes = {dtype: KVLayout(1, 1, keys_and_values(128), 16, dtype).token_nbytes for dtype in CODED}
     assert sizes == {"int8": 264, "fp8_e4m3": 264, "int4": 136}
 

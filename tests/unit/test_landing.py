@@ -1,4 +1,4 @@
-"""Permitted landings: every token once in every layer, in order, within bounds; any other ends the transfer."""
+"""A landing must have every token once in every layer, in order and within bounds; otherwise the transfer fails."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NUM_TOKENS = 10
 
 
 class Recorder:
-    """A receiver that writes down where payloads go."""
+    """A receiver that records where payloads are written."""
 
     name: wire.TransportName = "local"
-    route: PoolRoute  # none of its layouts matters
+    route: PoolRoute  # never used
 
     def __init__(self) -> None:
         self.copies = Copies(CPU)
@@ -107,7 +107,7 @@ def test_what_does_not_fit_ends_the_transfer(items: list[wire.KVChunk | wire.KVE
     assert isinstance(fault, LandFault)
     assert words in fault.reason
     assert events[-1] is None
-    assert recorder.into[-1] is None, "after a fault nothing of this transfer lands"
+    assert recorder.into[-1] is None, "after a fault nothing of this transfer may land"
 
 
 def test_tokens_that_are_here_already_are_never_written() -> None:

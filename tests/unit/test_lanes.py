@@ -1,4 +1,4 @@
-"""Lanes between instances of unequal tensor-parallel sizes: which heads go where, and when a transfer has landed."""
+"""Lanes between instances of different tensor-parallel sizes: routes of heads, and when a transfer has landed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_rank_gets_each_of_its_heads_once() -> None:
 
 @pytest.mark.parametrize(("heads", "p", "d"), [(1, 4, 4), (2, 8, 4), (2, 4, 8), (4, 8, 8), (4, 16, 8)])
 def test_replicated_heads_are_spread_over_their_sources(heads: int, p: int, d: int) -> None:
-    """No source sends to more targets than it must."""
+    """Replicated heads are divided evenly among the sources that have them."""
     source, target = sides(heads, p, d)
     load = Counter(lane.source_rank for lane in lanes(source, target))
     assert max(load.values()) == max(1, d // p)
@@ -67,7 +67,7 @@ def test_replicated_heads_are_spread_over_their_sources(heads: int, p: int, d: i
 @pytest.mark.parametrize("wants_int8", [False, True])
 @pytest.mark.parametrize("block_size", [4, 6])
 def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block_size: int) -> None:
-    """Every rank's pool ends with its heads of the senders' content; nothing else changes."""
+    """Each target rank gets its heads of the senders' content; nothing else changes."""
     source, target = sides(4, p, d)
     target = dataclasses.replace(target, block_size=block_size)
     rng = random.Random(p * 10 + d)
@@ -108,11 +108,11 @@ def test_heads_that_cannot_be_spread_are_refused() -> None:
     ("heads", "own", "others", "expected"),
     [
         (8, (2, 0), (), 0),
-        (8, (2, 1), (2, 2, 2), 3),  # a rank for a rank
+        (8, (2, 1), (2, 2, 2), 3),  # rank to rank
         (8, (1, 0), (2, 4), 6),
         (8, (4, 3), (1, 2), 2),
-        (2, (4, 1), (4,), 1),  # each head on two ranks
-        (8, (2, 0), (2, 3), 1),  # 3 is refused
+        (2, (4, 1), (4,), 1),  # two ranks have each head
+        (8, (2, 0), (2, 3), 1),  # size 3 is refused
     ],
 )
 def test_a_rank_counts_its_lanes(heads: int, own: tuple[int, int], others: tuple[int, ...], expected: int) -> None:
@@ -131,7 +131,7 @@ def test_a_link_has_the_lanes_of_each_group_in_turn() -> None:
     sources, targets = ([dataclasses.replace(each, tp_size=size) for each in (WHOLE, STATE)] for size in (8, 4))
     found = lanes_of(sources, targets)
     own = [lanes(*pair) for pair in zip(sources, targets, strict=True)]
-    assert [len(each) for each in own] == [4, 8], "keys are replicated at P, and states are cut"
+    assert [len(each) for each in own] == [4, 8], "P replicates keys and divides states"
     assert found == [lane._replace(group=group) for group in range(2) for lane in own[group]]
     assert wire.LaneOffer(**found[-1]._asdict(), offers=[], probe_seed=0).group == 1
 
@@ -155,7 +155,7 @@ def landed(nbytes: int, token_id: int = 1) -> Landed:
 def test_arrived_and_landed_when_all_lanes_have() -> None:
     gather = LaneBarrier(3)
     assert [gather.add(lane, Arrived("t")) for lane in (1, 0, 2)] == [None, None, Arrived("t")]
-    gather.add(0, Arrived("u"))  # and given up
+    gather.add(0, Arrived("u"))  # then given up
     assert [gather.add(lane, Drained("u")) for lane in (0, 1, 2)] == [None, None, Drained("u")]
     assert [gather.add(lane, landed(10)) for lane in (2, 0)] == [None, None]
     assert gather.add(1, landed(5)) == landed(25)
@@ -169,7 +169,7 @@ def test_lanes_that_disagree_are_a_fault() -> None:
 
 
 def test_any_order_of_lanes() -> None:
-    """Each lane lands or fails, then drains: the fault comes through at once, the drain once and last."""
+    """Each lane lands or fails, then drains: a fault is reported at once, the drain once, at the end."""
     for seed in range(20):
         rng = random.Random(seed)
         queues: list[list[LinkEvent]] = []
@@ -186,7 +186,7 @@ def test_any_order_of_lanes() -> None:
         assert len(gather) == 0
 
 
-# ---- what a follower may send
+# ---- when a follower may send
 
 
 def test_a_follower_sends_what_it_has_computed_itself() -> None:
@@ -196,4 +196,4 @@ def test_a_follower_sends_what_it_has_computed_itself() -> None:
         gate.add(to.Reached(*after), lambda name=name: done.append(name))
     for reached, wanted in (((1, 0), "a"), ((1, 1), "a"), ((1, 2), "abc"), ((2, 0), "abcd"), ((2, 1), "abcde")):
         gate.reached(to.Reached(*reached))
-        assert "".join(done) == wanted  # in order: jobs after b wait with it
+        assert "".join(done) == wanted  # in order, so jobs after b wait for b

@@ -1,4 +1,4 @@
-"""Large bodies are parsed beside the event loop, on one thread, in turns of clients: no request holds the others."""
+"""Large bodies are parsed outside the event loop, on one thread, with clients taking turns: none blocks the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATHS = (
     *("/inference/v1/generate", "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions/render"),
 )
 LARGE, SMALL = LARGE_BODY_NBYTES + 1, 100
-MOST_HELD_S = 0.1  # twice the goal: hosts differ
+MOST_HELD_S = 0.1  # twice the goal, because hosts differ
 PIECE_NBYTES = 64 << 10
 
 
@@ -39,14 +39,14 @@ async def ask(app: FastAPI, path: str, body: bytes) -> httpx.Response:
 @pytest.mark.parametrize(("openai", "paths"), [(True, PATHS), (False, ("/generate",))])
 def test_no_route_decodes_a_large_body_on_the_event_loop(openai: bool, paths: tuple[str, ...], tmp_path: Path) -> None:
     app, _ = make_app(tmp_path, openai=openai)
-    on_loop: list[int] = []  # the size of each body that the loop's thread decodes
+    on_loop: list[int] = []  # sizes of the bodies decoded on the loop's thread
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is json_body.decoded.__code__:
             on_loop.append(len(frame.f_locals["body"]))
 
     async def answer_to(path: str, body: bytes) -> str:
-        sys.setprofile(note)  # of this thread alone
+        sys.setprofile(note)  # profiles only this thread
         try:
             answer = await ask(app, path, body)
         finally:
@@ -57,13 +57,13 @@ def test_no_route_decodes_a_large_body_on_the_event_loop(openai: bool, paths: tu
     for path in paths:
         small, large = (b'{"further": "' + b"x" * size + b'"}' for size in (SMALL, LARGE))
         told = [asyncio.run(answer_to(path, body)) for body in (small, large)]
-        assert told[0] == told[1], "both have been read"
+        assert told[0] == told[1], "both bodies must have been read"
         assert on_loop == [len(small)], path
         on_loop.clear()
 
 
 async def arriving(app: FastAPI, body: bytes, num_turns: int) -> int:
-    """Sends a body in pieces, as sockets do, after so many turns of the loop; returns the status."""
+    """Waits `num_turns` turns of the loop, then sends a body in pieces, as sockets do; returns the status."""
     starts = iter(range(0, len(body), PIECE_NBYTES))
     status = []
 
@@ -71,7 +71,7 @@ async def arriving(app: FastAPI, body: bytes, num_turns: int) -> int:
         await asyncio.sleep(0)
         start = next(starts, None)
         if start is None:
-            return await asyncio.Future()  # the client stays
+            return await asyncio.Future()  # the client stays connected
         stop = start + PIECE_NBYTES
         return {"type": "http.request", "body": body[start:stop], "more_body": stop < len(body)}
 
@@ -117,7 +117,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_event_loop_goes_on_beside_hostile_bodies(name: str, tmp_path: Path) -> None:
-    """Eight at once. Time is that of the process's threads, which others do not stretch; the best of three rounds."""
+    """Sends eight hostile bodies at once. Measures CPU time, independent of other processes; best of three rounds."""
     app, _ = make_app(tmp_path)
     body = HOSTILE[name]()
 

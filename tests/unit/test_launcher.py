@@ -1,4 +1,4 @@
-"""The lines of `pd-cluster up` when nobody can read them."""
+"""`pd-cluster up` when its output cannot be written."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_hybrid_instances_join_a_scheduler_without_a_table(tmp_path: Path, monke
 
 
 def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path: Path) -> None:
-    assert Launch().has_chat_template, "the shipped model has one"
+    assert Launch().has_chat_template, "the shipped model has a chat template"
     assert not Launch(model=str(tmp_path)).has_chat_template
     assert Launch(model=str(tmp_path), arguments=["--chat-template=x.jinja"]).has_chat_template
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

@@ -1,4 +1,4 @@
-"""Pools that lie by layers hold, hand over and swap the same as block-major ones."""
+"""Layer-major pools store, transfer and swap the same content as block-major ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUTES = {
 
 
 def by_layers(pool: KVPool) -> LayerMajor:
-    """The same content."""
+    """Returns a layer-major pool with the same content."""
     layers = [pool.data[:, i].transpose(0, 1).contiguous() for i in range(pool.layout.num_layers)]
     return LayerMajor(pool.layout, layers)
 
@@ -61,7 +61,7 @@ def test_a_payload_is_the_same_from_either_and_lands_the_same_in_either(name: st
 
 
 class WritesNote(TorchDispatchMode):
-    """Records writes by index, as (the tensor, its dimension)."""
+    """Records indexed writes as (tensor, dimension)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class WritesNote(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_what_lands_or_moves_is_written_along_the_first_dimension_of_contiguous_memory(name: str) -> None:
-    """Along another, or in a part of each row, NPUs write by copying the whole layer out and back."""
+    """Writes along another dimension, or to parts of rows, would make NPUs copy the whole layer out and back."""
     route = ROUTES[name]
     source = filled(route.source)
     target = KVPool(route.target, NUM_BLOCKS)
@@ -96,7 +96,7 @@ def test_what_lands_or_moves_is_written_along_the_first_dimension_of_contiguous_
 
 @pytest.mark.parametrize("seed", range(12))
 def test_swapping_moves_the_same_blocks(seed: int) -> None:
-    """All at once as one after the other: blocks are given away and taken again within a step."""
+    """Moves in one batch equal moves one by one, even if blocks are released and taken again within a step."""
     rng = random.Random(seed)
     plain = filled(LAYOUT)
     layered = KVPool(LAYOUT, NUM_BLOCKS)

@@ -1,4 +1,4 @@
-"""Imports point only downward, and heavy or local modules stay in their places."""
+"""Modules import only lower layers, and heavy or restricted modules only where allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pd_cluster"
 
-# Each layer may import the layers above it in this list; no two names of one layer import each other.
+# Each layer may import the layers listed before it; names in one layer do not import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("extra_table", "output_files", "private_files"),
@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("extras",),
     ("__main__",),
 ]
-# A place is a module or package of pd_cluster.
+# Places are modules or packages of pd_cluster.
 ONLY_IN = {
     "fastapi": ("api", "extras.dashboard"),
     "fastapi_offline": ("api",),
@@ -84,7 +84,7 @@ TORCH_FREE = [
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
-ROLES = {  # the imports of each role's process before it does anything
+ROLES = {  # what each role's process imports at its start
     "up": "import pd_cluster.commands.cli, pd_cluster.cluster.processes.launcher",
     "worker's parent": "import pd_cluster.commands.cli, pd_cluster.commands.serve_command, pd_cluster.api.worker_app",
     "scheduler": "import pd_cluster.commands.cli, pd_cluster.commands.serve_command, pd_cluster.api.scheduler_app",
@@ -93,7 +93,7 @@ ROLES = {  # the imports of each role's process before it does anything
         "from pd_cluster.model.loading.light_transformers import import_architecture; import_architecture('llama')"
     ),
 }
-# Top-level packages that these bring, besides Python's own.
+# Top-level packages imported by these, besides the standard library.
 COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
 COMMAND = {"annotated_doc", "click", "httptools", "shellingham", "starlette", "typer", "uvicorn"}
 ALLOWED = {
@@ -109,12 +109,12 @@ ALLOWED = {
         *("xxhash", "yaml", "zmq"),
     },
 }
-TRACES = {"opentelemetry.sdk", "opentelemetry.exporter"}  # imported once --otlp-traces-endpoint is given
+TRACES = {"opentelemetry.sdk", "opentelemetry.exporter"}  # imported only with --otlp-traces-endpoint
 NOT_IN_A_RANK = {"sympy", "torch._dynamo.convert_frame", "torch.distributed.fsdp", "torch.distributed.tensor"}
 # Optional packages that the libraries above import if they are installed.
 CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
 CHANCE |= {"psutil", "python_multipart", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry", "google"}
-CHANCE |= {"sitecustomize"}  # of Debian's Python
+CHANCE |= {"sitecustomize"}  # from Debian's Python
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -140,7 +140,7 @@ def _is_module(name: str) -> bool:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All that are inside, however deep; expressions have no imports and are left out."""
+    """Yields all nested statements; skips expressions, which have no imports."""
     for part in ("body", "orelse", "finalbody", "handlers", "cases"):
         for child in getattr(node, part, ()):
             yield child
@@ -165,7 +165,7 @@ def test_imports_point_downward() -> None:
                 assert other is not None, f"{module} imports {name}, which is in no layer"
                 assert other <= own, f"{module} imports {name}, which is a layer above it"
                 is_same = other < own or name.split(".")[1] == module.split(".")[1]
-                assert is_same, f"{module} imports {name}, which stands beside it in its layer"
+                assert is_same, f"{module} imports {name}, which is in the same layer"
             top = name.split(".")[0]
             assert top not in ("benchmarks", "tests"), f"{module} imports {name}, which is not installed"
             if top in ONLY_IN:
@@ -174,14 +174,14 @@ def test_imports_point_downward() -> None:
 
 
 def room_of(module: str) -> str:
-    """The package inside a layer's package that a module is in, or the module itself where it is in none."""
+    """Returns a module's subpackage within its layer, or the module itself if it is in none."""
     parts = module.removesuffix(".__init__").split(".")
     is_package = (ROOT / Path(*parts[:3])).is_dir()
     return ".".join(parts[:3]) if len(parts) > 3 or is_package else module.removesuffix(".__init__")
 
 
 def test_no_circles() -> None:
-    """Neither of modules nor of packages, at any depth."""
+    """Neither modules nor packages import each other in cycles, at any depth."""
     known = {name for name, _ in modules()}
     of_modules: dict[str, set[str]] = {}
     of_rooms: dict[str, set[str]] = {}
@@ -190,7 +190,7 @@ def test_no_circles() -> None:
         of_modules[module] = found - {module}
         of_rooms.setdefault(room, set()).update({room_of(name) for name in found} - {room})
     for graph in (of_modules, of_rooms):
-        graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+        graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 def test_rank_table_tools_import_nothing_of_the_cluster() -> None:
@@ -200,7 +200,7 @@ def test_rank_table_tools_import_nothing_of_the_cluster() -> None:
 
 @functools.cache
 def heavy_after() -> dict[str, list[str]]:
-    """module -> what is loaded once it is, in one process that imports one after another, the scheduler's first."""
+    """Returns module -> heavy modules loaded after it; one process imports them in order, the scheduler's first."""
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += f"    print(name, *(heavy for heavy in {HEAVY} if heavy in sys.modules))"
     command = [sys.executable, "-c", code, SCHEDULER, *(name for name in TORCH_FREE if name != SCHEDULER)]
@@ -215,7 +215,7 @@ def test_scheduler_and_parents_never_import_torch_and_leave_guides_to_children()
 
 
 def test_nothing_is_pickled_and_torch_names_accelerators_in_one_file() -> None:
-    """Objects of other processes are never unpickled: the words do not occur in the source."""
+    """The source contains no pickle calls, and names torch's accelerators in one file only."""
     words = ("pickle", "marshal", "dill", "torch.load(")
     for file in (*PACKAGE.rglob("*.py"), *(ROOT / "ranktable_tools").rglob("*.py")):
         text = file.read_text("utf-8")

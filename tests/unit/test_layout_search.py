@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, the smallest layout, and the load that breaks it."""
+"""The layout search equals an exhaustive search, finds the smallest layout, and the load that it cannot serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COSTS = Costs(
 
 
 def random_costs(rng: random.Random) -> Costs:
-    """Costs whose terms vary by a factor of ten."""
+    """Draws costs whose terms vary by a factor of ten."""
 
     def near(value: float) -> float:
         return value * 10 ** rng.uniform(-0.5, 0.5)
@@ -70,7 +70,7 @@ FEW, MANY = range(3), range(3, 40)
 
 @pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)])
 def test_halving_finds_the_best_of_an_exhaustive_search(seed: int) -> None:
-    """Where no layout is good enough, the least strained of all; otherwise one with as few devices as can do."""
+    """Finds a layout with the fewest sufficient devices, or the least overloaded one if none suffices."""
     rng = random.Random(seed)
     costs = random_costs(rng)
     arrivals = poisson(rng, rng.uniform(4, 40))
@@ -89,7 +89,7 @@ def test_halving_finds_the_best_of_an_exhaustive_search(seed: int) -> None:
 
 
 def test_a_plan_has_both_kinds_its_limit_and_says_which_serves_more() -> None:
-    """Long prompts beside running answers: splitting wins, and twice the load at the limit misses the goals."""
+    """With long prompts beside running answers, splitting wins, and twice the limit's load misses the goals."""
     arrivals = poisson(random.Random(1), 12, prompt=1500, output=200)
     slo = Slo(ttft_s=1.0, tpot_s=0.016)
     plan = plan_of(arrivals, COSTS, slo, 4)

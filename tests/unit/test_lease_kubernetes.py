@@ -1,4 +1,4 @@
-"""The schedulers' record in a Lease object: over real HTTP, at a server that has the API server's semantics."""
+"""The schedulers' record in a Lease object, over real HTTP, with a server that behaves like the API server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMBER = DesiredInstance(name="a", role="decode", host="192.0.2.7", port=8088, d
 
 
 class Api:
-    """The server, and the clients that a test opens."""
+    """The server and a test's clients."""
 
     def __init__(self, leases: LeaseServer, account: Path) -> None:
         self.leases, self.account = leases, account
@@ -36,14 +36,14 @@ class Api:
         return made
 
     def holding(self, **more: Any) -> KubernetesLease:
-        """A client that has written version 1."""
+        """Returns a client that has written version 1."""
         made = self.client(**more)
         assert made.read() == LeaseRecord()
         assert made.write(record(1))
         return made
 
     def annotate(self, name: str, text: str) -> None:
-        """As another program does."""
+        """Changes the lease's annotation as another program would."""
         changed = self.lease()
         changed["metadata"]["annotations"][name] = text
         self.leases.put("pd", "schedulers", changed)
@@ -73,7 +73,7 @@ def record(version: int, holder: str = "scheduler-0@1", term: int = 1, **more: A
 
 
 def begin(own: Ownership, client: KubernetesLease) -> None:
-    """Writes the record without an owner that the lease is counted from."""
+    """Writes the first record, without an owner, from which the lease time counts."""
     first = wish(own, client)
     assert (first.version, first.term, first.holder) == (1, 0, "")
     own.after_write(first, client.write(first))
@@ -89,7 +89,7 @@ def test_the_record_is_in_the_lease_and_its_fields_are_for_people(api: Api) -> N
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"], spec["leaseTransitions"]) == ("scheduler-0@1", 15, 0)
     assert spec["acquireTime"] == spec["renewTime"]
     assert other.write(record(2, "scheduler-1@2", 2))
-    assert other.write(record(3, "scheduler-1@2", 2)), "it knows the resourceVersion of what it wrote"
+    assert other.write(record(3, "scheduler-1@2", 2)), "it must know its write's resourceVersion"
     spec = api.lease()["spec"]
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("scheduler-1@2", 1)
     assert spec["acquireTime"] < spec["renewTime"]
@@ -101,11 +101,11 @@ def test_only_the_next_version_of_what_was_read_is_written(api: Api) -> None:
     one, other = api.client(), api.client()
     assert one.read() == other.read()
     assert one.write(record(1))
-    assert not other.write(record(1, "scheduler-1@2")), "409: it exists"
+    assert not other.write(record(1, "scheduler-1@2")), "expected 409: it exists"
     assert other.read() == record(1)
     assert one.write(record(2))
-    assert not other.write(record(2, "scheduler-1@2")), "409: another resourceVersion"
-    assert not one.write(record(2)), "it is not the next"
+    assert not other.write(record(2, "scheduler-1@2")), "expected 409: another resourceVersion"
+    assert not one.write(record(2)), "not the next version"
     assert other.read() == record(2)
 
 
@@ -116,7 +116,7 @@ def test_a_lease_that_was_deleted_is_made_again_and_a_late_write_to_it_is_refuse
     assert not one.write(record(2)), "404"
     assert one.read() == LeaseRecord()
     assert one.write(record(1, term=7))
-    assert not other.write(record(2, "scheduler-1@2", 2)), "the object of another life"
+    assert not other.write(record(2, "scheduler-1@2", 2)), "an earlier object with the same name"
     assert other.read().term == 7
 
 
@@ -126,7 +126,7 @@ def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
     changed["metadata"]["labels"] = {"team": "x"}
     api.leases.put("pd", "schedulers", changed)
     api.annotate("note", "y")
-    assert not one.write(record(2)), "it has changed"
+    assert not one.write(record(2)), "the object has changed"
     assert one.read() == record(1)
     assert one.write(record(2))
     metadata = api.lease()["metadata"]
@@ -136,13 +136,13 @@ def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
 def test_a_namespace_that_is_none_is_named(api: Api) -> None:
     one = api.client()
     api.leases.answers = (404, b'{"kind":"Status","message":"namespaces \\"pd\\" not found"}')
-    assert one.read() == LeaseRecord(), "as where there is no Lease yet"
+    assert one.read() == LeaseRecord(), "expected the same as without a Lease"
     with pytest.raises(LeaseUnavailable, match='404 namespaces "pd" not found'):
         one.write(record(1))
 
 
 def owning(api: Api) -> tuple[list[float], KubernetesLease, Ownership]:
-    """One that may own the lease now; its clock."""
+    """Returns the clock, client and ownership of a scheduler that may own the lease now."""
     clock = [100.0]
     one, own = api.client(), Ownership("scheduler-0@1", 15.0, lambda: clock[0])
     begin(own, one)
@@ -196,7 +196,7 @@ def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
         with pytest.raises(LeaseUnavailable, match=told) as caught:
             one.read()
         assert "\n" not in str(caught.value)
-    (api.account / "token").write_text("renewed")  # as the kubelet does
+    (api.account / "token").write_text("renewed")  # as the kubelet renews it
     api.leases.rights["renewed"] = set(ALL)
     assert one.read() == LeaseRecord()
     api.leases.rights["renewed"] = {"get"}
@@ -224,7 +224,7 @@ def test_an_answer_that_is_none(api: Api, answer: tuple[int, bytes], told: str) 
 
 def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: Api) -> None:
     one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no complete answer within 0\.3 s"
-    api.leases.drip_s = 0.05  # each byte comes in time, and all of them take seconds
+    api.leases.drip_s = 0.05  # each byte arrives in time, but all together take seconds
     with pytest.raises(LeaseUnavailable, match=late):
         one.read()
     api.leases.drip_s, api.leases.is_endless = 0.0, True
@@ -232,7 +232,7 @@ def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: A
         with pytest.raises(LeaseUnavailable, match=late):
             ask()
     api.leases.is_endless = False
-    assert one.read() == record(2), "over a new connection; only the answer was missing"
+    assert one.read() == record(2), "expected a retry over a new connection, since only the answer was lost"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(LeaseUnavailable, match=r"no complete answer within 0\.3 s"):
@@ -279,8 +279,8 @@ def test_only_the_cluster_s_own_authority_is_believed(tmp_path: Path) -> None:
         one = KubernetesLease("pd", "schedulers", leases.url, account, 15.0, TIMEOUT_S)
         with pytest.raises(LeaseUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             one.read()
-        assert not leases.asked, "the token was not sent"
-        make_account(account, own, "pod")  # it was replaced
+        assert not leases.asked, "the token must not be sent"
+        make_account(account, own, "pod")  # replaces the service account
         assert one.read() == LeaseRecord()
         one.close()
 
@@ -333,7 +333,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, certificate: Certificate, m
 
 
 class ApiWay:
-    """One scheduler's way to the record of a world that is in a Lease."""
+    """One scheduler's access to a world's record in a Lease."""
 
     def __init__(self, store: Store, client: KubernetesLease) -> None:
         self._store, self._client = store, client

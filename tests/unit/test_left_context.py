@@ -1,4 +1,4 @@
-"""An answer's text behind its prompt's: together they are the decoded whole, for every kind of tokenizer."""
+"""Prompt text plus answer text equal the decoded whole, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @cache
 def bytes_of(rust: RustTokenizer, text: str) -> list[int]:
-    """The tokens of a text's bytes, where there are any."""
+    """Returns the byte tokens of a text, if the tokenizer has any."""
     if rust.token_to_id("<0x00>") is not None:
         return [FIRST_BYTE + byte for byte in text.encode()]
     return rust.encode(text, add_special_tokens=False).ids
 
 
 def drawn(rust: RustTokenizer, rng: random.Random) -> list[int]:
-    """Returns tokens of whole characters: spaces, words, special tokens, and characters of several tokens."""
+    """Draws tokens of whole characters: spaces, words, special tokens, and characters of several tokens."""
     has_bytes = rust.token_to_id("<0x00>") is not None
     others = [i for i in range(rust.get_vocab_size()) if not (has_bytes and FIRST_BYTE <= i < FIRST_BYTE + 256)]
     if rust.token_to_id("Ġ") is not None:
@@ -68,7 +68,7 @@ def test_the_texts_of_prompt_and_answer_are_the_decoded_whole(
 
 
 def test_a_resumed_answer_follows_the_prompt_that_was_sent(tmp_path: Path) -> None:
-    """A template may name the date, so that the prompt made anew differs from that of the order."""
+    """The sent prompt counts, because a template that renders the date gives another one when rendered again."""
     service, _ = services_in(tmp_path, KINDS["llama2"]())("world")
     sent, other = completion(service, "Hello"), completion(service, [1])
     assert [piece.text for piece in whole(service, completion(service, [1]))] == ["world"]
@@ -77,7 +77,7 @@ def test_a_resumed_answer_follows_the_prompt_that_was_sent(tmp_path: Path) -> No
 
 
 def test_every_sequence_has_its_own_text(tmp_path: Path) -> None:
-    """The prompt ends inside a character."""
+    """Each sequence completes the character in which the prompt ends."""
     rust = KINDS["llama2"]()
     service, router = services_in(tmp_path, rust)()
     *begun, last = bytes_of(rust, "日")
@@ -87,7 +87,7 @@ def test_every_sequence_has_its_own_text(tmp_path: Path) -> None:
 
 
 def test_a_stop_word_of_spaces_is_text(tmp_path: Path) -> None:
-    """One space alone decodes to nothing, as a special token does."""
+    """A space alone decodes to nothing, like a special token, but must count as text."""
     KINDS["unigram"]().save(str(tmp_path / "tokenizer.json"))
     request = request_of(GenerationConfig(stop_words=[" ", "</s>"]), Tokenizer(tmp_path))
     assert (request.stops, request.stop_token_ids) == ([" "], [2])

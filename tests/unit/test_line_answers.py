@@ -1,4 +1,4 @@
-"""Requests of batches: they begin after all others, try again while others are served, end with their own errors."""
+"""Requests of batches begin after all others, retry while others are served, and end with their own errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DECODE = SimpleNamespace(
 
 
 class Calls:
-    """Fails with these errors, one after another, and then answers."""
+    """Raises these errors one after another, and then answers."""
 
     def __init__(self, errors: Sequence[Exception]) -> None:
         self._errors, self.callers = [*errors], list[Caller]()
@@ -71,7 +71,7 @@ def admission_of(router: Any, throttle: BatchThrottle | None = None) -> LineAdmi
 def answered(
     errors: Sequence[Exception], monkeypatch: pytest.MonkeyPatch, http: HttpConfig | None = None, owner: str = "name:t"
 ) -> tuple[LineAnswer, list[Caller]]:
-    """Returns the line, and the callers of each try; nothing waits long."""
+    """Returns the answered line and the caller of each attempt; waits are short."""
     monkeypatch.setattr(line_answers, "LONGEST_WAIT_S", 0.0)
     monkeypatch.setattr(line_answers, "RETRY_S", 0.0)
     calls = Calls(errors)
@@ -115,7 +115,7 @@ def test_it_is_its_owners_and_comes_after_all_others(monkeypatch: pytest.MonkeyP
     keys = HttpConfig(api_keys=("k",))
     _, (caller,) = answered([], monkeypatch, keys)
     assert (caller.tenant, caller.models) == ("name:t", ("m",))
-    assert caller.client not in ("name:t", ""), "its owner's other requests keep their share"
+    assert caller.client not in ("name:t", ""), "its owner's other requests must keep their share"
     assert caller.priority(1 - (1 << 31)) > (1 << 31)
     assert caller.meter is not None
     _, (caller,) = answered([], monkeypatch, HttpConfig())
@@ -140,7 +140,7 @@ def test_a_server_that_stops_writes_no_errors(monkeypatch: pytest.MonkeyPatch) -
         calls = Calls([GenerationError("the server is shutting down")] * 9)
         answers = LineAnswers(cast(Any, calls), admission_of(router_of()), HttpConfig(), TenantCounts(), lambda: True)
         kept = KeptBatch(batch=BATCH, owner="", output_id="", error_id="")
-        assert (await answers.answer(kept, ENTRY)).is_complete, "it goes on until it is cancelled"
+        assert (await answers.answer(kept, ENTRY)).is_complete, "it must continue until it is cancelled"
 
     asyncio.run(run())
 
@@ -184,14 +184,14 @@ def test_streams_tell_whose_they_are() -> None:
         assert not throttle.is_beside_others(1e9)
         mine.heard_s = asyncio.get_running_loop().time() - 100
         throttle._paused_until_s = 0.0
-        async with asyncio.timeout(10), admission.admitted():  # it has its first token, though nobody has read it
+        async with asyncio.timeout(10), admission.admitted():  # its first token has arrived, although unread
             ended(mine, None)
 
     asyncio.run(run())
 
 
 def test_nobody_is_told_to_wait_for_a_batch() -> None:
-    """A queue's expected waits count what comes before a request: no batch does."""
+    """Batches come after all other requests, so they do not count in expected waits."""
     queue = FairQueue()
     batch, other = queue.client("batch", 0.0), queue.client("other", 0.0)
     queue.join(QueueEntry(batch, 1000, 1, priority=BATCH_PRIORITY))

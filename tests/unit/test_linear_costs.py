@@ -1,4 +1,4 @@
-"""Fits of a step's terms to synthetic steps whose terms are known, and files of costs."""
+"""Fitting a step's cost terms to synthetic steps with known terms, and cost files."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def test_a_step_that_reads_weights_as_long_as_it_computes_few_tokens_is_fitted()
 
 def test_noisy_steps_predict_steps_that_were_not_measured() -> None:
     held_out = [StepWork(20, 10_000), StepWork(48, 9_000), StepWork(3, 1_500), StepWork(0, 0, 500, 500 * 1_000)]
-    held_out += [StepWork(10, 4_000, 700, 700 * 350)]  # decode rows beside a prompt: neither was fitted together
+    held_out += [StepWork(10, 4_000, 700, 700 * 350)]  # decode rows beside a prompt, a mix that was not fitted
     for seed in range(20):
         found, error = fit_step(measured(FLAT, DECODES + PROMPTS, seed, 0.05))
-        assert 0.02 < error < 0.06, "the mean of |noise| is 4 %"
+        assert 0.02 < error < 0.06, "the noise's mean magnitude is 4 %"
         for work in held_out:
             assert found.seconds(work) == pytest.approx(FLAT.seconds(work), rel=0.1), (seed, work, found)
 
 
 def test_the_fit_is_the_best_of_a_grid() -> None:
-    """Terms that would be negative are 0, and the others are the best without them."""
+    """Negative terms become 0, and the others are the best fit without them."""
     rng = random.Random(3)
     grid = [StepCost(step_s=1e-4 * a, row_s=1e-5 * b) for a in range(300) for b in range(20)]
     for _ in range(20):
@@ -166,4 +166,4 @@ def test_more_instances_than_cores_share_them() -> None:
     cost = NeighbourCost(1.1, 2.0, num_cores=2)
     assert [cost.factor(True, number) for number in (1, 2, 3, 4)] == pytest.approx([1.0, 2.0, 3.0, 4.0])
     assert [cost.factor(False, number) for number in (1, 2, 4)] == pytest.approx([1.0, 1.1, 2.2])
-    assert NeighbourCost(1.1, 2.0).factor(True, 4) == 2.0, "cores that nobody counted crowd nobody"
+    assert NeighbourCost(1.1, 2.0).factor(True, 4) == 2.0, "without a core count there is no crowding"

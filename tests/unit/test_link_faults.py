@@ -1,4 +1,4 @@
-"""Faults of one peer affect only its link: other links open and live, threads report, drains are acknowledged."""
+"""A peer's faults affect only its link: other links open and stay up, threads report, drains are acknowledged."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
     waiting = [threading.Thread(target=wait_in_vain, args=(sender,), daemon=True) for sender in lonely]
     for thread in waiting:
         thread.start()
-    pair = Pair("dist")  # within its own, shorter time
+    pair = Pair("dist")  # within its own shorter timeout
     pair.move(blocks([1]), [2])
-    assert all(thread.is_alive() for thread in waiting), "the pair opened while the others waited"
+    assert all(thread.is_alive() for thread in waiting), "the pair must open while the others wait"
     pair.close()
 
 
 def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> None:
-    """It is waited for without the lock that all links' probes share."""
+    """A link waits for its announced probe without the lock that all links' probes share."""
     target, healthy, config = random_pool(2), random_pool(3), make_config("dist")
     answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
@@ -106,7 +106,7 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     receiver.open()
     assert Probe(target, LAYOUT, healthy.probe_seed).problem(receiver, 0, chunk, 1.0) == ""
     refused = answers.get(timeout=WAIT_S)
-    assert isinstance(refused, wire.LinkRefused), "the stalled one gives up within the connect timeout"
+    assert isinstance(refused, wire.LinkRefused), "the stalled link must fail within the connect timeout"
     stalled.close()
 
 
@@ -130,14 +130,14 @@ def test_transports_that_were_not_chosen_are_closed() -> None:
     assert link.await_ready().transport == "local"
     link.send.settle()
     link.transfer([1, 2], [7, 8])
-    assert isinstance(link.events.get(timeout=WAIT_S), Landed)  # and so the thread has settled
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)  # so the thread has finished its copies
     assert [offer.transport for offer in link.send.offers] == ["local"]
     link.close()
 
 
 def test_only_so_many_payloads_are_under_way() -> None:
     class Works:
-        """A group whose sends end when they are waited for."""
+        """A group whose sends end when waited for."""
 
         def __init__(self) -> None:
             self.waiting: deque[int] = deque()
@@ -157,7 +157,7 @@ def test_only_so_many_payloads_are_under_way() -> None:
     for at in range(3 * NUM_UNDER_WAY):
         pair.sender.send(at, pair.sender.prepare(blocks([1])))
     assert works.most == NUM_UNDER_WAY
-    assert len(set(works.waiting)) == NUM_UNDER_WAY, "each has a tag of its own"
+    assert len(set(works.waiting)) == NUM_UNDER_WAY, "each send must have its own tag"
     pair.close()
 
 
@@ -176,7 +176,7 @@ def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.Mon
             return getattr(listener, name)
 
     server._listener = Failing()  # type: ignore[assignment]
-    for _ in range(3):  # the first is taken by the accept that runs already
+    for _ in range(3):  # the accept already in progress takes the first one
         offer = PoolAddress(server.name).offer("shm")
         ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM).open()
     assert failures == [2]
@@ -224,7 +224,7 @@ def test_frames_that_are_dropped_buy_no_time() -> None:
 
 
 class Post(RecordedMail):
-    """Its mail is waited for: it comes from links' threads."""
+    """Recorded mail that tests wait for, because links' threads send it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Post(RecordedMail):
 
 
 class OneLane:
-    """The receiving end of a link's only lane, as far as InLinks asks it; and what makes it."""
+    """The part of a single-lane receiving end that InLinks uses, and its factory."""
 
     received_nbytes = num_dropped = 0
 
@@ -264,7 +264,7 @@ def make_in_links(
 
 
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
-    """Its end makes the thread forget; that must not come after the thread's own end."""
+    """Drains must be acknowledged before the thread ends, because the thread forgets transfers."""
     links, post, events, _ = make_in_links(random_pool(2), down=lambda conn, reason: links.table.forget(conn, "t"))
     links.on_open("c", "prefill-0@1", OPENED, is_announced=True)
     assert isinstance(post.queue.get(timeout=WAIT_S), wire.LinkRefused)
@@ -282,7 +282,7 @@ def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
 
 
 def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer's probe may come as soon as the answer has left, and must find its way."""
+    """The peer's probe may arrive as soon as the answer is sent, and must reach its link."""
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.table.is_open("c")))
@@ -291,7 +291,7 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_lands_is_progress_of_its_sender() -> None:
-    """A step of the prefill instance may be longer than the lease, as long as its layers come in."""
+    """A prefill step may outlast the lease as long as its layers keep arriving."""
     lane = OneLane()
     links, _, _, now = make_in_links(random_pool(2), lane)
     links.on_open("c", "prefill-0@1", OPENED, is_announced=True)

@@ -1,4 +1,4 @@
-"""Frames of one link: only its own pass, once, in order; all others are dropped and counted."""
+"""A link accepts only its own frames, once and in order; it drops and counts all others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KEY = LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@2")
 OTHERS = [
     LinkKey.derive(b"another secret", "link", "prefill-0@1", "decode-0@2"),
     LinkKey.derive(b"secret", "another link", "prefill-0@1", "decode-0@2"),
-    LinkKey.derive(b"secret", "link", "prefill-0@9", "decode-0@2"),  # an earlier life
+    LinkKey.derive(b"secret", "link", "prefill-0@9", "decode-0@2"),  # an earlier process of the peer
     LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@9"),
-    LinkKey.derive(b"secret", "linkprefill-0@1", "", "decode-0@2"),  # the same bytes, cut elsewhere
+    LinkKey.derive(b"secret", "linkprefill-0@1", "", "decode-0@2"),  # the same bytes, split differently
 ]
 
 
@@ -45,7 +45,7 @@ def test_a_frame_of_another_link_is_dropped(key: LinkKey) -> None:
     opener = Opener(KEY)
     assert opener.open(frames(key)[0]) is None
     assert opener.dropped == {"forged": 1}
-    assert opener.open(frames()[0]) == header(0), "the link lives"
+    assert opener.open(frames()[0]) == header(0), "the link must stay up"
 
 
 def test_a_missing_frame_ends_the_link() -> None:
@@ -93,4 +93,4 @@ def test_without_hmac_frames_are_still_numbered() -> None:
     assert opener.open(first) is None
     assert opener.open(second) is not None
     unproven = LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@2", is_on=False)
-    assert Opener(KEY).open(frames(unproven)[0]) is None, "not taken where a proof is wanted"
+    assert Opener(KEY).open(frames(unproven)[0]) is None, "an unproven frame must not be accepted"

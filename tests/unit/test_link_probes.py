@@ -1,4 +1,4 @@
-"""The ends of a link of the pre-flight, in one process."""
+"""Both ends of a pre-flight link, in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begun(role: Role) -> ProbeEnd:
 
 
 def test_what_the_sender_knows_to_have_landed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that takes the receiver's events may be late."""
+    """Landings that the sender knows of count, even if the receiver's event thread is late."""
     goes_on, take = threading.Event(), ReceivingEnd._take
 
     def late(end: ReceivingEnd, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""Links over pairs rest and wake: the state machines of both ends, joined by messages, without threads or sockets."""
+"""Idle pair links close and reopen: both ends' state machines exchange messages, without threads or sockets."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class End:
         self.is_pair = False
 
     def open(self, transport: str, *_: object) -> None:
-        """At P."""
+        """Opens P's end."""
         self.is_pair = transport == "dist"
         self._pairs.update({self._conn} if self.is_pair else ())
         self._net.check()
 
     def start(self) -> None:
-        """At D."""
+        """Starts D's end."""
         assert self._opened is not None
         link_id, transport = self._opened.link_id, self._opened.lanes[0].offers[0].transport
         self.open(transport)
@@ -83,7 +83,7 @@ class End:
 class Net:
     """Prefill and decode instances whose messages arrive in order.
 
-    `hosts`: by instance, of those that the scheduler has named; `trusting`: the instances with --trust-network.
+    `hosts`: instance -> host, for instances named by the scheduler; `trusting`: instances with --trust-network.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Net:
         self._hosts, self._trusting = hosts or {}, trusting
         self.now_s, self.transport, self.works = 0.0, transport, True
         self.most = {"p": most_p, "d": most_d}
-        self.mail: deque[tuple[str, bool, wire.Body]] = deque()  # connection, to P, body
+        self.mail: deque[tuple[str, bool, wire.Body]] = deque()  # (connection, whether to P, body)
         self.live: set[str] = set()
-        self.pairs: dict[str, set[str]] = defaultdict(set)  # by instance
+        self.pairs: dict[str, set[str]] = defaultdict(set)  # instance -> its open pairs
         self.num_conns = 0
         self.d = {f"d{at}": DEnd(self, f"d{at}") for at in range(num_d)}
         self.p = {f"p{at}": PEnd(self, f"p{at}") for at in range(num_p)}
@@ -137,7 +137,7 @@ class Net:
         return {peer.split("@")[0]: str(state) for peer, state in self.p[p].links.states().items()}
 
     def hand_over(self, p: str, d: str) -> str:
-        """Starts a transfer, or waits for its link."""
+        """Offers a transfer, or waits for its link; returns which."""
         return self.p[p].admit(d)
 
 
@@ -200,7 +200,7 @@ class PEnd:
 
     def read(self, conn: str, body: wire.Body) -> None:
         links = self.links
-        if isinstance(body, wire.Heartbeat):  # here it stands for the connection that opens
+        if isinstance(body, wire.Heartbeat):  # represents an opening connection here
             return links.on_opened(conn)
         hear: dict[type[wire.Body], Callable[[str, Any], None]] = {
             wire.LinkAnswer: links.on_answer,
@@ -240,7 +240,7 @@ class DEnd:
 
 
 def resting_and_open(net: Net) -> tuple[str, str]:
-    """P's one link that rests, and the other."""
+    """Returns the decode instances of P's resting link and of its open one."""
     net.run()
     (resting,) = [name for name, state in net.states("p0").items() if state == "resting"]
     (other,) = {"d0", "d1"} - {resting}
@@ -252,7 +252,7 @@ def test_links_beyond_the_limit_rest_and_are_routed() -> None:
     net.run()
     states = net.states("p0")
     assert sorted(states.values()) == ["resting", "resting", "up (dist)", "up (dist)"]
-    assert all(state.is_up for state in net.p["p0"].links.states().values()), "all four may be routed"
+    assert all(state.is_up for state in net.p["p0"].links.states().values()), "all four must be routable"
 
 
 def test_a_transfer_wakes_its_link_and_the_least_recently_used_one_rests() -> None:
@@ -261,7 +261,7 @@ def test_a_transfer_wakes_its_link_and_the_least_recently_used_one_rests() -> No
     assert [net.hand_over("p0", name) for name in ("d0", "d1", "d2")] == ["offered", "offered", "awaits"]
     net.p["p0"].end()
     net.now_s += 1
-    assert net.hand_over("p0", "d0") == "offered"  # now d1 was used least recently
+    assert net.hand_over("p0", "d0") == "offered"  # now d1 is the least recently used
     net.p["p0"].end()
     net.run()
     assert net.p["p0"].woken == ["d2@1"]
@@ -273,13 +273,13 @@ def test_links_in_use_end_their_transfers_first_and_take_no_more() -> None:
     net.run()
     assert [net.hand_over("p0", name) for name in ("d0", "d1", "d2")] == ["offered", "offered", "awaits"]
     net.run()
-    assert net.p["p0"].woken == [], "both links are in use"
+    assert net.p["p0"].woken == [], "no link may be closed while both are in use"
     leaving = [name for name in ("d0", "d1") if net.p["p0"].table.link_to(f"{name}@1") is None]
-    assert len(leaving) == 1, "one of them takes no more transfers"
+    assert len(leaving) == 1, "one of them must take no more transfers"
     assert net.hand_over("p0", leaving[0]) == "awaits"
     net.p["p0"].end()
     net.run(20)
-    assert set(net.p["p0"].woken) == {"d2@1", f"{leaving[0]}@1"}, "each has had its turn, the first one first"
+    assert set(net.p["p0"].woken) == {"d2@1", f"{leaving[0]}@1"}, "each must get its turn, in order"
     assert net.p["p0"].woken[0] == "d2@1"
 
 
@@ -291,13 +291,13 @@ def test_the_decode_instance_has_a_limit_of_its_own() -> None:
     for name in sleeping:
         assert net.hand_over(name, "d0") == "awaits"
     net.run(20)
-    assert all(net.p[name].woken == ["d0@1"] for name in sleeping), "D has asked the idle ones to rest"
+    assert all(net.p[name].woken == ["d0@1"] for name in sleeping), "D must ask idle links to rest"
     assert sorted(net.states(f"p{at}")["d0"] for at in range(4)) == ["resting", "resting", "up (dist)", "up (dist)"]
 
 
 @pytest.mark.parametrize(("most_p", "most_d"), [(1, 1), (1, 2), (3, 2), (0, 1)])
 def test_every_pair_gets_its_turn(most_p: int, most_d: int) -> None:
-    """Limits of both kinds together: no place waits for a place."""
+    """With limits at both ends, no deadlock: every pair of instances gets a link in turn."""
     net = Net(3, 3, most_p, most_d)
     net.run()
     wanted = [(p, d) for p in net.p for d in net.d]
@@ -336,11 +336,11 @@ def test_a_pair_that_fails_to_wake_is_proven_before_it_is_routed_again() -> None
     net.works = False
     net.run()
     assert net.p["p0"].lost == [(f"{resting}@1", "the pair does not open")]
-    assert net.states("p0")[resting].startswith("waiting"), "it is not routed"
+    assert net.states("p0")[resting].startswith("waiting"), "it must not be routable"
     net.works = True
     net.now_s += 10
     net.run(20)
-    assert net.states("p0")[resting] == "up (dist)", "it was proven, although nothing waits for it"
+    assert net.states("p0")[resting] == "up (dist)", "it must be proven, although no transfer waits for it"
 
 
 def test_a_decode_instance_that_leaves_while_its_link_wakes_holds_no_place() -> None:
@@ -363,11 +363,11 @@ def test_a_decode_instance_that_never_confirms_the_rest_does_not_keep_the_place(
     net.d[open_].read = lambda conn, body: None  # type: ignore[method-assign]  # it is stopped
     assert net.hand_over("p0", resting) == "awaits"
     net.run()
-    assert p.woken == [f"{resting}@1"], "the place is free at once"
+    assert p.woken == [f"{resting}@1"], "the place must be free at once"
     assert net.states("p0")[open_] == "resting"
     net.now_s += TIMES.connect_timeout_s
     net.run()
-    assert not any(conn.split(">")[1].startswith(open_) for conn in net.live), "the connection is given up"
+    assert not any(conn.split(">")[1].startswith(open_) for conn in net.live), "the connection must be closed"
 
 
 def test_a_prefill_instance_that_dies_in_the_queue_is_forgotten() -> None:
@@ -375,7 +375,7 @@ def test_a_prefill_instance_that_dies_in_the_queue_is_forgotten() -> None:
     net.run()
     sleeping = [name for name in net.p if net.states(name)["d0"] == "resting"]
     (awake,) = set(net.p) - set(sleeping)
-    assert net.hand_over(awake, "d0") == "offered"  # in use: the others must wait
+    assert net.hand_over(awake, "d0") == "offered"  # in use, so the others must wait
     for name in sleeping:
         assert net.hand_over(name, "d0") == "awaits"
     net.run()

@@ -1,4 +1,4 @@
-"""The text of a link's state is what /instances has always shown, and can be read back."""
+"""A link state's text in /instances is stable, and can be parsed back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resources that connections leave behind at a real listener."""
+"""What connections leave behind at a real listener."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.until import until
 
 
 def test_a_connection_that_has_ended_leaves_nothing_for_the_collector() -> None:
-    """The collector runs so seldom that leftovers of connections would reach tens of megabytes."""
+    """A closed connection must not need the garbage collector, which runs so rarely that tens of MB would pile up."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -44,7 +44,7 @@ def test_a_connection_that_has_ended_leaves_nothing_for_the_collector() -> None:
                 await visit(listener.getsockname()[1])
             await until(lambda: not server.limiter.num_open, 0.001)
             await asyncio.sleep(0)
-            assert len(protocols()) <= before + 1  # the event loop may still have the last one
+            assert len(protocols()) <= before + 1  # the event loop may still refer to the last one
         finally:
             gc.enable()
             server.should_exit = True

@@ -1,4 +1,4 @@
-"""A worker's report on leases and on leaked blocks."""
+"""A worker's report of leases and leaked blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_blocks_that_no_request_holds_are_told() -> None:
     scheduler.blocks.share(sibling.tables[0])
     assert num_leaked_blocks(scheduler) == 0
     scheduler.blocks.take(3)
-    assert num_leaked_blocks(scheduler) == 2  # while one is shared, fewer are reported, and never too many
+    assert num_leaked_blocks(scheduler) == 2  # shared blocks may reduce the count, but never increase it
     for each in (request, sibling):
         scheduler.running[:] = [r for r in scheduler.running if r is not each]
         scheduler._holdings.give_back(each)
@@ -44,7 +44,7 @@ def test_blocks_that_no_request_holds_are_told() -> None:
 
 
 def test_leaked_blocks_of_all_groups_are_told() -> None:
-    """Places of blocks that a window has passed hold nothing."""
+    """Leaks in all groups count; table entries that a window has passed hold no block."""
     groups = [LayerGroup(BlockPool(16)), LayerGroup(BlockPool(16), within(4)), LayerGroup(BlockPool(4), STATE)]
     scheduler = StepScheduler(groups, StepSizes(4, 4, 64))
     scheduler.add(request_of("hybrid"))
@@ -116,7 +116,7 @@ def test_a_landing_that_stands_still_counts_as_expired() -> None:
     assert imports.num_expired == 0
     now_s[0] = 1000.0
     imports.expire()
-    imports.expire()  # it drains now, and is not given up twice
+    imports.expire()  # it drains now, and must not be given up twice
     assert (imports.num_expired, outcomes.import_ended.call_count) == (1, 1)
 
 

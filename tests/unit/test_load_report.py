@@ -1,4 +1,4 @@
-"""The report of a load: figures and series from outcomes alone, and what guidellm's side leaves for it."""
+"""A load's report: figures and series computed from outcomes, and from guidellm's records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_figures_are_those_of_the_outcomes() -> None:
         assert found[f"tpot_p{percent}"] == pytest.approx(numpy.percentile(tpot_ms, percent))
     both = sum(ttft <= 600 and tpot <= 40 for ttft, tpot in zip(ttft_ms, tpot_ms, strict=True))
     assert found["goodput"] == pytest.approx(both / 52.0)
-    assert found["slo_met"] == pytest.approx(100 * both / 200)  # a failed request is not within its goals
+    assert found["slo_met"] == pytest.approx(100 * both / 200)  # failed requests miss their goals
     assert (found["errors"], found["cache_hits"]) == (4, 25.0)
     assert found["prefill_stage_p50"] == pytest.approx(0.8 * float(numpy.percentile(ttft_ms, 50)))
     assert found["handover_stage_p50"] == pytest.approx(0.1 * float(numpy.percentile(ttft_ms, 50)))
@@ -107,7 +107,7 @@ def test_gaps_that_grow_evenly_count_as_one_by_one(first_s: float, growth_s: flo
 
 
 def test_series_over_time_against_brute_force() -> None:
-    """Each stage's mean number of requests is what looks at a thousand moments an interval count."""
+    """Each stage's mean number of requests equals a count at a thousand moments per interval."""
     run = some_run()
     series = over_time(run, num_intervals=13)
     for at in (0, 5, 12):

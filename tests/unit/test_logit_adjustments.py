@@ -1,4 +1,4 @@
-"""Masks and penalties: the same as transformers' processors, and the state they keep never matters to the outcome."""
+"""Masks and penalties equal transformers' processors; the state that they keep never changes a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EOS = frozenset({7, 11})
 
 
 def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
-    """One row of logits [vocab_size] after the masks and penalties of one request."""
+    """Returns one row of logits [vocab_size] after a request's masks and penalties."""
     request = Request("r", RequestSpec(prompt, Sampling(**params)), output_token_ids=output)
     adjustment = adjustment_of(request, len(logits), EOS)
     work = logits.clone()[None]
@@ -79,7 +79,7 @@ def test_adjusts_as_transformers_does(name: str) -> None:
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], warpers: list[hf.LogitsProcessor]) -> None:
-    """With evenly spaced numbers instead of random ones, each token is drawn in proportion to its probability."""
+    """Evenly spaced numbers instead of random ones draw each token in proportion to its probability."""
     num_draws = 2000
     even = (np.arange(num_draws) + 0.5) / num_draws
     knobs = DrawParameters.of([Sampling(**params)] * num_draws, even, VOCAB_SIZE)
@@ -116,8 +116,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 @pytest.mark.parametrize(
     ("params", "token_id"),
     [
-        ({"bad_words": tuple((i,) for i in range(4))}, 2),  # the most likely, as if there were no masks
-        ({"allowed_token_ids": (0, 3), "bad_words": ((0,), (3,))}, 3),  # the most likely of the allowed ones
+        ({"bad_words": tuple((i,) for i in range(4))}, 2),  # the likeliest token, as without masks
+        ({"allowed_token_ids": (0, 3), "bad_words": ((0,), (3,))}, 3),  # the likeliest allowed token
         ({"allowed_token_ids": (99,)}, 2),
         ({"logit_bias": tuple((i, -math.inf) for i in range(4))}, 2),
     ],
@@ -165,7 +165,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def generate(request: Request, num_tokens: int, sampler: Sampler) -> None:
-    """Logits are a function of the position, as if there were a model."""
+    """Generates tokens from logits that are a function of the position."""
     while len(request.output_token_ids) < num_tokens:
         position = len(request.output_token_ids)
         logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(position))
@@ -188,7 +188,7 @@ def test_replay_with_or_without_state_gives_the_same_tokens() -> None:
 
 
 def test_state_follows_whatever_becomes_of_the_output() -> None:
-    """Tokens are added one by one or many, taken back, replaced; the counts are those of a count from scratch."""
+    """Counts equal those from scratch when tokens are added singly or together, removed, or replaced."""
     rng = random.Random(0)
     request = Request("r", RequestSpec([0, 1, 1, 40], Sampling(repetition_penalty=1.1)))
     for _ in range(600):
@@ -208,7 +208,7 @@ def test_state_follows_whatever_becomes_of_the_output() -> None:
 
 
 def test_forks_share_the_tokens_but_not_the_numbers() -> None:
-    """n rows of one request equal n requests of their own; later a copied state does not mix them up."""
+    """n rows of one request equal n separate requests, also after their state was copied."""
     sampler = Sampler(VOCAB_SIZE, EOS)
     parent = Request("r", RequestSpec([1, 2, 3], Sampling(**EVERYTHING)))
     logits = random_case(3)[0].expand(8, -1)

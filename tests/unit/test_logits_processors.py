@@ -1,4 +1,4 @@
-"""The operator's logits processors: how they are named and loaded, their place in sampling, and their faults."""
+"""An operator's logits processors: names and loading, their place in sampling, and their faults."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_class_that_cannot_serve_ends_the_start(name: str, fault: str) -> None
 
 
 def test_what_a_processor_reads_has_vllms_names() -> None:
-    """Every name is one of vLLM 0.33's."""
+    """Every attribute available to a processor has its name in vLLM 0.33."""
     assert CONFIG.scheduler_config == BatchFacts(1)
     assert CONFIG.speculative_config is None
     row = row_of(min_tokens=2, stop_token_ids=(5,), logit_bias=((3, 1.0),), extra={"a": 1}, top_k=-1)
@@ -141,7 +141,7 @@ def test_the_pages_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [each.token_id for each in sampler.sample(lines.clone(), rows)] == [12, int(lines[1].argmax())]
 
 
-# ---- their place
+# ---- their place in sampling
 
 
 def test_they_come_after_masks_and_before_penalties() -> None:
@@ -180,11 +180,11 @@ def test_a_guide_holds_behind_them() -> None:
     (found,) = sampler_with("ByTokens").sample(logits_of(3), [row_of(mask=mask)])
     assert found.token_id in (5, 6)
     stuck = sampler_with("OnlyOne").sample(logits_of(3), [row_of(mask=mask, extra={"target": 30})])
-    assert stuck == [Sampled(NO_TOKEN, None)]  # nothing is left, as for masks that contradict a guide
+    assert stuck == [Sampled(NO_TOKEN, None)]  # no token is left, as when masks contradict a guide
 
 
 def test_processors_that_keep_the_best_token_shape_only_draws() -> None:
-    """They come after temperature and min_p, and before top_k and top_p."""
+    """Such processors run after temperature and min_p and before top_k and top_p, and not for greedy requests."""
     sampler, plain = sampler_with("Sharpens"), Sampler(VOCAB_SIZE, EOS)
     for seed in range(40):
         line = logits_of(seed)
@@ -210,7 +210,7 @@ def test_without_a_concern_rows_are_as_without_processors() -> None:
 
 
 def test_a_state_follows_the_tokens_however_they_came() -> None:
-    """Token by token, made again in the middle, and with another list of the same tokens."""
+    """Covers tokens one by one, a state rebuilt midway, and another list with the same tokens."""
     sampler, row = sampler_with("Rolling"), row_of()
     output = row.request.output_token_ids
     for position in range(12):
@@ -223,7 +223,7 @@ def test_a_state_follows_the_tokens_however_they_came() -> None:
         for token_id in output:
             state = own.rolled(state, token_id)
         expected = int(own.shifted(line[0], state).argmax())
-        for _ in range(2):  # asking twice changes nothing
+        for _ in range(2):  # a second call changes nothing
             now = row._replace(position=position)
             assert sampler.sample(line.clone(), [now])[0].token_id == expected
         output.append(expected)

@@ -1,4 +1,4 @@
-"""`--log-config-file`: Python's own schema, and one line about what is wrong with a file."""
+"""`--log-config-file` takes Python's logging schema, and reports a faulty file in one line."""
 
 from __future__ import annotations
 

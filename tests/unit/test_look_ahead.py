@@ -1,4 +1,4 @@
-"""Requests that may continue before the host has seen the last token, and those that must wait for it."""
+"""Which requests may be launched before the host has seen their last token, and which must wait for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def core_that_goes_ahead(max_num_seqs: int = 4) -> EngineCore:
 
 
 def run(core: EngineCore, params: Sampling) -> None:
-    """The output must equal that of each request alone."""
+    """Runs random prompts together; asserts that each output equals that of the request alone."""
     request = Request("r", RequestSpec([1, 2, 4], params))
     core.scheduler.add(request)
     tokens = [token for _ in range(30) for _, token in core.step().sampled]
@@ -55,7 +55,7 @@ def run(core: EngineCore, params: Sampling) -> None:
 def test_what_is_asked_of_the_logits_keeps_nobody_from_going_ahead(asked: dict[str, Any], temperature: float) -> None:
     core = core_that_goes_ahead()
     run(core, Sampling(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True, **asked))
-    assert core.ahead.num_ahead == 11  # of twelve steps: the first is the host's
+    assert core.ahead.num_ahead == 11  # of twelve steps; the first is planned by the host
 
 
 def crowd(core: EngineCore, num_requests: int, prompt: list[int], **asked: Any) -> list[Request]:
@@ -69,7 +69,7 @@ def crowd(core: EngineCore, num_requests: int, prompt: list[int], **asked: Any) 
 
 
 def waiting_at_early_launches(core: EngineCore) -> list[int]:
-    """Runs everything; returns the sequences that waited whenever a step was launched early."""
+    """Runs everything; returns the number of waiting sequences at each step launched ahead."""
     seen = []
     for _ in range(200):
         before = core.ahead.num_ahead
@@ -82,20 +82,20 @@ def waiting_at_early_launches(core: EngineCore) -> list[int]:
 
 
 def test_steps_go_ahead_while_places_or_blocks_are_taken() -> None:
-    """Four places, six requests of twelve tokens: the last two enter the step behind the first ones' last."""
+    """With four places and six requests of twelve tokens, the last two enter right after the first ones' last step."""
     core = core_that_goes_ahead()
     requests = crowd(core, 6, [1, 2, 4], max_tokens=12)
     assert waiting_at_early_launches(core) == [2] * 11 + [0] * 12
     for request in requests:
         assert [request.output_token_ids] == generate_alone([1, 2, 4], request.sampling)
-    # A place is free, but a third prompt's blocks are not
+    # A place is free, but not enough blocks for a third prompt
     core = core_that_goes_ahead()
     crowd(core, 3, list(range(4, 4 + 4 * 14)), max_tokens=6)
     assert waiting_at_early_launches(core)[:2] == [1, 1]
 
 
 def test_a_request_that_could_be_admitted_is_not_made_to_wait() -> None:
-    """It arrives while a step is under way and is planned right after it."""
+    """A request that arrives during a step is planned right after it."""
     core = core_that_goes_ahead()
     crowd(core, 2, [1, 2, 4], max_tokens=12)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_a_request_that_could_be_admitted_is_not_made_to_wait() -> None:
     core.scheduler.add(late)
     assert late not in core.step().plan.admitted
     assert late in core.step().plan.admitted
-    assert core.ahead.num_ahead == core.num_steps  # also this one was planned before the host had seen the last
+    assert core.ahead.num_ahead == core.num_steps  # this step, too, was planned before the host saw the last token
 
 
 ALONE = Sampling(max_tokens=12)
@@ -122,7 +122,7 @@ HOST: dict[str, tuple[bool, Sampling, dict[str, Any], Pooling | None]] = {
 
 @pytest.mark.parametrize("why", HOST)
 def test_requests_that_need_the_host(why: str) -> None:
-    """And only they do."""
+    """Only requests of these kinds wait for the host."""
     needs, sampling, own, pooling = HOST[why]
     assert needs_host(Request("r", RequestSpec([1, 2, 4], sampling, pooling=pooling), **own)) == needs
 
@@ -144,7 +144,7 @@ def chunks_by_step(core: EngineCore) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_planned_early_are_those_planned_late(seed: int) -> None:
-    """If every end is foreseen, each step computes the same tokens of the same requests, prompts among them."""
+    """If all ends are predictable, each step computes the same tokens of the same requests, including prompts."""
     found = []
     for goes_ahead in (False, True):
         rng = random.Random(seed)
@@ -168,7 +168,7 @@ def test_steps_planned_early_are_those_planned_late(seed: int) -> None:
 
 
 def test_chunks_of_a_long_prompt_are_computed_ahead_and_may_be_aborted() -> None:
-    """Chunks of 32 tokens, none of which waits for the host, beside a sequence that decodes; then both decode."""
+    """Chunks of 32 tokens do not wait for the host beside a decoding sequence; then both sequences decode."""
     core = core_that_goes_ahead()
     short, long = RequestSpec([1, 2, 4], GREEDY), RequestSpec(list(range(4, 36)) * 3, GREEDY)
     requests = [Request("short", short, arrival_s=0.0), Request("long", long, arrival_s=1.0)]
@@ -181,7 +181,7 @@ def test_chunks_of_a_long_prompt_are_computed_ahead_and_may_be_aborted() -> None
     assert core.ahead.num_ahead == len(plans) - 1
     for request in requests:
         assert [request.output_token_ids] == generate_alone(request.prompt_token_ids, GREEDY)
-    # Its blocks go to another request, whose tokens are those that it gives alone
+    # Its blocks are given to another request, whose tokens are the same as alone
     core = core_that_goes_ahead()
     requests = [Request(name, RequestSpec(list(range(4, 36)) * 3, GREEDY)) for name in ("aborted", "late")]
     core.scheduler.add(requests[0])
@@ -198,7 +198,7 @@ def test_chunks_of_a_long_prompt_are_computed_ahead_and_may_be_aborted() -> None
 @pytest.mark.parametrize("num_places", [1, 2])
 @pytest.mark.parametrize("aborts", [False, True])
 def test_a_leg_that_lacks_pixels_is_reported_whenever_it_enters(num_places: int, aborts: bool) -> None:
-    """Behind a sequence that ends, beside one that decodes, and beside one that is aborted."""
+    """Covers a leg that enters after an ending sequence, beside a decoding one, and beside an aborted one."""
     core = core_that_goes_ahead(num_places)
     text = Request("text", RequestSpec([1, 2], GREEDY), arrival_s=0.0)
     order = RequestSpec([1, 7, 7, 7, 7, 2, 3], GREEDY, spans=(Span(1, 5, b"d"),), images=(Image(4, 4),))

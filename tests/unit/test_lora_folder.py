@@ -1,4 +1,4 @@
-"""Folders of adapters: what is read of them, what identifies them, and those that are refused by name."""
+"""LoRA folders: how they are read and identified, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.sparse_files import MANY_NBYTES, num_bytes_read, padded
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
-Tensors = dict[str, tuple[str, list[int]]]  # dtype and shape
+Tensors = dict[str, tuple[str, list[int]]]  # name -> (dtype, shape)
 PLAIN: Tensors = {A: ("F32", [4, 8]), B: ("F32", [6, 4])}
 
 
@@ -76,11 +76,11 @@ def test_forms_of_names(tmp_path: Path, form: str, prefix: str) -> None:
         ({"use_rslora": True}, 4, 4.0),
         ({"lora_alpha": 3.5}, 4, 0.875),
         ({"alpha_pattern": {"q_proj": 1}}, 4, 0.25),
-        ({"alpha_pattern": {"proj": 1}}, 4, 2.0),  # not the end of a name from a dot on
-        ({"alpha_pattern": {r"layers.\d+.self_attn.q_proj": 1, "q_proj": 2}}, 4, 0.25),  # the first that matches
+        ({"alpha_pattern": {"proj": 1}}, 4, 2.0),  # must match whole components of a name
+        ({"alpha_pattern": {r"layers.\d+.self_attn.q_proj": 1, "q_proj": 2}}, 4, 0.25),  # the first match counts
         ({"alpha_pattern": {r"^model.layers.0.self_attn.q_proj": 1}}, 4, 0.25),
         ({"alpha_pattern": {r"model\.layers\.\d+\.self_attn\.q_proj": 1}}, 4, 0.25),
-        ({"alpha_pattern": {"self.attn.q_proj": 1}}, 4, 2.0),  # a dot is a dot
+        ({"alpha_pattern": {"self.attn.q_proj": 1}}, 4, 2.0),  # a dot matches only a dot
         ({"alpha_pattern": {r"^layers.\d+.self_attn.q_proj": 1}}, 4, 2.0),
         ({"r": 2, "rank_pattern": {"self_attn.q_proj": 4}}, 4, 2.0),
     ],
@@ -216,7 +216,7 @@ def test_bytes_behind_the_tensors_are_refused_before_they_are_read(tmp_path: Pat
 
 def test_a_rank_above_the_limit_is_refused_before_its_numbers_are_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {})
-    tensors = {A: [64, 1 << 23], B: [6, 64]}  # 2 GiB, in a hole
+    tensors = {A: [64, 1 << 23], B: [6, 64]}  # 2 GiB as a hole
     header, at = {}, 0
     for name, shape in tensors.items():
         header[name] = entry(shape, at, at := at + math.prod(shape) * 4)
@@ -235,7 +235,7 @@ def test_a_large_file_is_read_in_steps_and_once(tmp_path: Path) -> None:
     data = found.weights()
     assert num_bytes_read() - before < 2 * found.file_nbytes + MANY_NBYTES
     assert bytes(data[:]) == found.file.read_bytes()
-    asked: list[int] = []  # at once
+    asked: list[int] = []  # sizes that are allocated at once
 
     class Steps(io.BytesIO):
         def readinto(self, buffer: Any) -> int:
@@ -284,7 +284,7 @@ def test_folders_that_are_refused(tmp_path: Path, spoil: Callable[[Path], None],
 
 
 def test_links_of_a_hubs_cache(tmp_path: Path) -> None:
-    """A snapshot's files are links to blobs; a link from there to anywhere else is refused."""
+    """A hub snapshot's files are links to blobs; links to other places are refused."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1a"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Adapters take turns: nobody waits for longer than the bound that docs/adapters.md states."""
+"""Adapters take turns, so that none waits longer than the bound in docs/adapters.md."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_the_one_that_waited_longest_is_next() -> None:
         taking_part.append("".join(sorted({each.order.variant for each in requests if turn.has(each)})))
     assert taking_part == ["ab", "ac", "bc", "ab"]
     turn = LoraRotation(2).next(of("a", ""))
-    b, c, plain, a = of("b", "c", "", "a")  # one that enters takes the room that is left
+    b, c, plain, a = of("b", "c", "", "a")  # a new adapter takes the free place
     assert [turn.admits(each) for each in (plain, a, b, c, b)] == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_the_bound_holds_whatever_arrives(most: int) -> None:
-    """Adapters come and go at random: `bound` steps after one came or last took part, it takes part."""
+    """With random adapters, each takes part within `bound` steps after it arrived or last took part."""
     rng = random.Random(most)
     rotation, wanted = LoraRotation(most), [f"{at}" for at in range(9)]
-    last: dict[str, tuple[int, int]] = {}  # the step after which it waits, and how many were wanted then
+    last: dict[str, tuple[int, int]] = {}  # adapter -> (step after which it waits, number of wanted adapters then)
     for step in range(2000):
         wanted = [each for each in wanted if rng.random() > 0.05] + [f"new-{step}"] * (rng.random() < 0.3)
         rng.shuffle(wanted)
@@ -56,13 +56,13 @@ def test_the_bound_holds_whatever_arrives(most: int) -> None:
 
 
 def steps_of(scheduler: StepScheduler, requests: list[Request]) -> list[set[str]]:
-    """Computes all to their ends; returns the adapters of each step."""
+    """Runs all requests to their ends; returns each step's adapters."""
     for each in requests:
         scheduler.add(each)
     found = []
     while scheduler.requests:
         plan = scheduler.plan()
-        assert plan.chunks, "nothing can be computed, and requests are left"
+        assert plan.chunks, "requests are left, but a step computes nothing"
         found.append({each.order.variant for each, _ in plan.chunks} - {""})
         for each in scheduler.computed(plan):
             each.output_token_ids.append(1)
@@ -76,7 +76,7 @@ def steps_of(scheduler: StepScheduler, requests: list[Request]) -> list[set[str]
 @pytest.mark.parametrize("num_blocks", [64, 12])
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_steps_have_so_many_adapters_and_all_requests_end(most: int, num_blocks: int) -> None:
-    """Also in a pool so small that requests are preempted, and with more requests than run at a time."""
+    """Holds with preemptions in a small pool, and with more requests than can run at a time."""
     rng = random.Random(most)
     scheduler = StepScheduler([LayerGroup(BlockPool(num_blocks))], StepSizes(4, 6, 16, most_adapters=most))
     requests = [request(str(at), rng.choice(["", "a", "b", "c", "d"]), rng.randrange(1, 20)) for at in range(24)]

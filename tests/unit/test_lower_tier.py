@@ -1,4 +1,4 @@
-"""Tiers below host memory by their tables: several ranks that answer in any order, fail, and forget; no real stores."""
+"""The tables of tiers below host memory, with ranks that answer in any order, fail and forget; no real stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pd_cluster.types import RequestSpec, Sampling
 
 
 class Ranks:
-    """Ranks with a queue of orders each. `slots`: the content of every slot as moves and reads leave it."""
+    """Ranks with a queue of orders each. `slots`: the content of every slot after moves and reads."""
 
     def __init__(self, seed: int, kind: LowerKind, num_ranks: int, num_slots: int, capacity: int) -> None:
         self.rng, self.now_s = random.Random(seed), 0.0
@@ -44,7 +44,7 @@ class Ranks:
             self.tier.opened(rank, [])
 
     def store(self, content: bytes) -> None:
-        """Host memory takes an evicted block, as a step does."""
+        """Stores an evicted block in host memory, as a step does."""
         moves: list[tuple[str, int, int]] = []
         self.host.begin(lambda *move: moves.append(move))
         self.host.store(0, content)
@@ -59,7 +59,7 @@ class Ranks:
                 each.append(order)
 
     def work(self, rank: int) -> None:
-        """One rank carries out an order: mostly the first, since reads may overtake."""
+        """Lets a rank execute an order, usually its first, because reads may overtake."""
         order = self.queues[rank].pop(0)
         files, slots, num = self.files[rank], self.slots[rank], 0
         fails = self.rng.random() < 0.1
@@ -147,7 +147,7 @@ def test_ranks_in_any_order_never_show_a_wrong_block(kind: LowerKind) -> None:
 
 
 def test_a_content_counts_where_every_rank_has_it() -> None:
-    """At the start: ranks whose folders differ agree on what all have, and the rest is discarded everywhere."""
+    """At the start, only contents that all ranks' folders have count; the others are discarded everywhere."""
     host = HostTier(4, 0, LoadCost(1))
     tier = LowerTier("disk", host, 10, 3, 1, lambda: 0.0)
     a, b, c, d = (bytes([each]) * 32 for each in range(4))
@@ -165,7 +165,7 @@ def test_writing_is_bounded_and_drops_the_oldest() -> None:
     world = Ranks(1, "disk", 1, 4, 100)
     for each in range(30):
         world.store(bytes([each]) * 32)
-    assert sum(isinstance(order, Write) for order in world.queues[0]) == 2, "half of the slots"
+    assert sum(isinstance(order, Write) for order in world.queues[0]) == 2, "expected at most half of the slots"
     assert world.tier.counts.num_dropped > 0
 
 
@@ -191,7 +191,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignor
 
 
 def full_host(num_slots: int, contents: list[bytes]) -> HostTier:
-    """Host memory with these contents, the first of them least recently used."""
+    """Returns host memory with these contents; the first is least recently used."""
     host = HostTier(num_slots, 0, LoadCost(1))
     host.begin(lambda kind, source, target: None)
     for content in contents:
@@ -234,7 +234,7 @@ def test_the_cost_of_a_load_is_without_its_wait_for_others() -> None:
 
 
 def test_only_what_a_rank_has_tried_and_lost_is_forgotten() -> None:
-    """A fetch that was not tried, one from before a reset, and a write from then, say nothing about today."""
+    """A fetch that was not tried, and a fetch or write from before a reset, must not forget the current content."""
     content = b"c" * 32
     for report, is_old, is_kept in [(UNKNOWN, False, True), (0, True, True), (0, False, False)]:
         tier = LowerTier("disk", HostTier(4, 0, LoadCost(1)), 100, 1, 1, lambda: 0.0)
@@ -252,7 +252,7 @@ def test_only_what_a_rank_has_tried_and_lost_is_forgotten() -> None:
     world.tier.done(TierDone("disk", 0, 0, 1))
     world.tier.done(TierDone("disk", 1, 0, 1))
     assert content in world.tier
-    assert not world.tier.take_commands(), "the newer one stays"
+    assert not world.tier.take_commands(), "the newer content must stay"
 
 
 def test_a_slot_that_is_read_is_not_in_the_way_of_those_that_can_be_taken() -> None:
@@ -265,7 +265,7 @@ def test_a_slot_that_is_read_is_not_in_the_way_of_those_that_can_be_taken() -> N
 
 
 class SlowStore:
-    """Answers once it may."""
+    """A store that answers once the test allows it."""
 
     num_bad = 0
 

@@ -1,4 +1,4 @@
-"""Mail between mailboxes of one process over loopback: delivery, epochs, secrets, silence, end of file."""
+"""Mail between mailboxes in one process over loopback: delivery, epochs, secrets, silence, end of file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SELDOM = Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0)
 
 @pytest.fixture
 def box() -> Iterator[Callable[..., Box]]:
-    """Makes mailboxes. One that listens is a worker; the others are schedulers, unless they have another key."""
+    """Yields a factory of mailboxes: listening ones are workers; others are schedulers, unless given another key."""
     made: list[Box] = []
 
     def make(
@@ -61,7 +61,7 @@ def box() -> Iterator[Callable[..., Box]]:
 
 @pytest.fixture
 def pair(box: Callable[..., Box]) -> tuple[Box, Box, str, str]:
-    """A worker that listens, a scheduler that is connected to it, and the connection as each of them names it."""
+    """Returns a listening worker, a scheduler connected to it, and each one's name of the connection."""
     server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
     conn = client.connect_to(server)
     assert client.wait("opened")[1:3] == (conn, "decode-0@7")
@@ -74,7 +74,7 @@ def test_mail_goes_both_ways_in_order(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     for number in range(500):
-        client.mailbox.send(conn, wire.Offer("t", number))  # before it is open: kept
+        client.mailbox.send(conn, wire.Offer("t", number))  # kept until the connection opens
     back = server.wait("opened")[1]
     assert [server.wait("message")[2] for _ in range(500)] == [wire.Offer("t", number) for number in range(500)]
     server.mailbox.send(back, wire.Credit("t", [0]))
@@ -83,7 +83,7 @@ def test_mail_goes_both_ways_in_order(box: Callable[..., Box]) -> None:
 
 
 def test_the_last_words_before_the_end_are_heard(pair: tuple[Box, Box, str, str]) -> None:
-    """A drained worker's last tokens: otherwise their request would be computed again elsewhere."""
+    """Messages before the end of a connection arrive; otherwise a drained worker's last tokens would be recomputed."""
     server, client, _, back = pair
     for number in range(200):
         server.mailbox.send(back, wire.Cancel(f"{number}", "x" * 100_000))
@@ -94,13 +94,13 @@ def test_the_last_words_before_the_end_are_heard(pair: tuple[Box, Box, str, str]
 
 def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(pair: tuple[Box, Box, str, str]) -> None:
     server, client, _, back = pair
-    assert server.mailbox.await_confirmed(WAIT_S), "nothing was sent"
+    assert server.mailbox.await_confirmed(WAIT_S), "nothing was sent, so nothing is awaited"
     held = threading.Event()
     client.on_message = lambda *_: held.wait(WAIT_S)  # type: ignore[method-assign, assignment]
     server.mailbox.send(back, wire.Credit("t", [0]))
-    assert not server.mailbox.await_confirmed(0.2), "the peer stands still; its silence is noticed after that"
+    assert not server.mailbox.await_confirmed(0.2), "the peer is paused, and its silence not noticed yet"
     assert server.wait("closed")[1] == back
-    assert server.mailbox.await_confirmed(WAIT_S), "the peer has been given up"
+    assert server.mailbox.await_confirmed(WAIT_S), "the peer was given up, so nothing is awaited"
     held.set()
 
 
@@ -114,7 +114,7 @@ def test_mail_for_a_predecessor_is_dropped(box: Callable[..., Box]) -> None:
 
 
 def test_another_secret_gets_no_connection(box: Callable[..., Box]) -> None:
-    """The worker admits this scheduler's key; the scheduler hears no proof that it can believe, and sends nothing."""
+    """The worker admits the scheduler's key, but the scheduler gets no valid proof, and sends nothing."""
     server, client = box("decode-0", 7, listen=True), box("scheduler", 8, secret=b"x" * 32)
     conn = client.connect_to(server)
     client.mailbox.send(conn, wire.Offer("t", 1))
@@ -125,7 +125,7 @@ def test_another_secret_gets_no_connection(box: Callable[..., Box]) -> None:
 
 
 def test_the_clusters_secret_is_not_enough_to_connect(box: Callable[..., Box]) -> None:
-    """The worker's public key, which is no secret, does not help either: ZAP checks the client's."""
+    """Nor does the worker's public key help, because ZAP checks the client's key."""
     server, client = box("decode-0", 7, listen=True), box("scheduler", 8, key=OTHER_KEY)
     conn = client.connect_to(server)
     assert client.wait("closed")[1:] == (conn, NOT_ADMITTED)
@@ -172,7 +172,7 @@ def test_nobody_listens(box: Callable[..., Box]) -> None:
 def test_the_other_end_stands_still_while_the_connection_opens(
     box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system accepts for a process that stands still: it is not taken for one with another key."""
+    """The kernel accepts connections for a paused process; this is not mistaken for a wrong key."""
     monkeypatch.setattr(zmq_sockets, "HANDSHAKE_TIMEOUT_S", 0.3)
     client = box("prefill-0", 8)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -187,7 +187,7 @@ def test_end_of_file_is_noticed_at_once(pair: tuple[Box, Box, str, str]) -> None
 
 
 def test_a_heartbeat_finds_connections_that_the_other_end_has_closed(box: Callable[..., Box]) -> None:
-    """A worker that drains sends one at once, so it does not wait for a scheduler that is gone."""
+    """A draining worker sends a heartbeat at once, so that it does not wait for a scheduler that has gone."""
     times = Timeouts(heartbeat_interval_s=2 * WAIT_S, dead_after_s=10 * WAIT_S)
     server, client = (box(name, 7, listen=name == "decode-0", times=times) for name in ("decode-0", "scheduler"))
     client.connect_to(server)
@@ -203,14 +203,14 @@ def test_a_heartbeat_finds_connections_that_the_other_end_has_closed(box: Callab
 
 
 def test_who_speaks_over_a_connection_that_was_given_up_is_told(pair: tuple[Box, Box, str, str]) -> None:
-    """This happens after a pause that only one side noticed: the other side does not wait for silence."""
+    """After a pause that only one side noticed, the other side is notified on its next message, not by silence."""
     server, client, conn, back = pair
     server.mailbox.disconnect(back)
     assert client.wait("closed")[1:] == (conn, "the other end has given up the connection")
 
 
 def test_after_a_long_pause_all_connections_are_lost(pair: tuple[Box, Box, str, str]) -> None:
-    """The others have given this process up meanwhile; it must not believe in anything that it held before."""
+    """Peers have closed their connections by then, so the process must not rely on its earlier state."""
     _, client, conn, _ = pair
     client.ahead_s = 100
     assert client.wait("closed")[1:] == (conn, wire.PAUSED)
@@ -255,7 +255,7 @@ def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box]) -
     server.mailbox.beat()
     server.mailbox.send(to_worker, wire.Offer("after", 1))
     assert worker.wait("message")[2] == wire.Offer("after", 1)
-    assert worker.beats.qsize() == 1, "that of all, which came before the message"
+    assert worker.beats.qsize() == 1, "expected one heartbeat, with all links"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box]) -
 def test_garbage_and_frames_over_another_key_do_not_harm(
     pair: tuple[Box, Box, str, str], garbage: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client chooses its identity, and may take one over that has become free: its key is what it is heard by."""
+    """A client chooses its ZeroMQ identity, and may reuse a free one, so frames are checked by the connection's key."""
     server, client, conn, _ = pair
 
     def received(router: Any) -> tuple[bytes, bytes, list[bytes]]:
@@ -307,15 +307,15 @@ def test_closed_or_given_up_it_holds_nothing_and_takes_no_orders(box: Callable[.
 
 
 def test_a_mailbox_has_more_peers_than_sockets_in_a_default_context(box: Callable[..., Box]) -> None:
-    """ZeroMQ begins with 1,023, and each peer takes three."""
+    """A ZeroMQ context allows 1,023 sockets by default, and each peer takes three."""
     worker, own = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 1, times=SELDOM)
-    for _ in range(10):  # all handshakes at once would take longer than one may
+    for _ in range(10):  # in groups, because all handshakes at once would exceed the deadline
         conns = {own.connect_to(worker) for _ in range(40)}
         assert {own.next("opened")[1] for _ in conns} == conns
 
 
 def test_a_mailbox_without_descriptors_goes_on(box: Callable[..., Box]) -> None:
-    """What cannot be opened is reported as closed; what is open stays, and later ones open when there is room."""
+    """A connection that cannot open is reported as closed; others stay; later ones open once descriptors are free."""
     worker, own = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 1, times=SELDOM)
     first = own.connect_to(worker)
     assert own.next("opened")[1] == first
@@ -323,7 +323,7 @@ def test_a_mailbox_without_descriptors_goes_on(box: Callable[..., Box]) -> None:
         for _ in range(10):
             own.connect_to(worker)
         while "Too many open files" not in (reason := own.wait("closed")[2]):
-            pass  # one that opened to no end
+            pass  # a connection that failed to open
     assert reason.startswith("cannot connect to 127.0.0.1:")
     later = own.connect_to(worker)
     while own.wait("opened")[1] != later:
@@ -333,7 +333,7 @@ def test_a_mailbox_without_descriptors_goes_on(box: Callable[..., Box]) -> None:
 
 
 def test_links_and_peers_are_told_by_what_has_changed(box: Callable[..., Box]) -> None:
-    """Each scheduler hears of all links, and then of changes; workers of none. A gap ends the connection."""
+    """Each scheduler gets all links and then changes; workers get none. A gap closes the connection."""
     server, first, second = (box("prefill-0", 7, listen=True, times=SELDOM), *(box(n, 8, times=SELDOM) for n in "ab"))
     worker = box("decode-0", 9, key=OTHER_KEY, times=SELDOM)
     told = first.connect_to(server)
@@ -365,11 +365,11 @@ def test_links_and_peers_are_told_by_what_has_changed(box: Callable[..., Box]) -
     first.mailbox.send(again, wire.Peers([server.info], 1, 2))
     assert first.wait("message")[2] == wire.StaleTerm(2)
     second.mailbox.send(other, wire.Peers([worker.info], 2, 2))
-    assert server.wait("message")[2] == wire.Peers([worker.info], 2), "the refused order has left nothing"
+    assert server.wait("message")[2] == wire.Peers([worker.info], 2), "the refused order must have no effect"
 
 
 def _links_of(box: Box) -> dict[str, LinkState]:
-    """Returns those of the next heartbeat."""
+    """Returns the link states in the next heartbeat."""
     load = box.beats.get(timeout=WAIT_S).load
     assert load is not None
     return load.links

@@ -1,4 +1,4 @@
-"""Memory freed by a step serves the next step: none of its pages comes from the kernel again."""
+"""Memory freed by one step is reused by the next, without new pages from the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots and deltas: receivers know what senders know, whatever has changed and whoever has come or gone."""
+"""Snapshots and deltas keep receivers' maps equal to senders', whatever changes and whichever peers come or go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def peer(name: str, epoch: int, role: Role = "decode") -> wire.PeerInfo:
 
 
 def test_a_scheduler_knows_the_links_that_a_worker_has() -> None:
-    """Connections open and are lost at any time; each begins with all links, and then has only what has changed."""
+    """Connections open and close at any time; each begins with a snapshot of all links, then gets changes only."""
     for seed in range(100):
         rng, links, sides = random.Random(seed), dict[str, LinkState](), dict[int, tuple[LinkSender, LinkReceiver]]()
         for step in range(60):
@@ -41,13 +41,13 @@ def test_a_scheduler_knows_the_links_that_a_worker_has() -> None:
                 heard = receiver.merged(msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=wire.Load))
                 assert heard == wire.Load(num_steps=step, links=links), (seed, step)
                 if conn != step:
-                    assert len(told.links) + len(told.gone_links) <= 1, "only what has changed"
+                    assert len(told.links) + len(told.gone_links) <= 1, "expected only changes"
                 again = receiver.merged(sender.with_changes(wire.Load(), links))
-                assert not links or again.links is heard.links, "what is derived from them stays"
+                assert not links or again.links is heard.links, "derived state must be kept"
 
 
 def test_a_worker_knows_the_peers_that_its_owner_names() -> None:
-    """Terms change, connections are lost, lives end, roles change: each has the whole list at any time."""
+    """Every worker has the whole list through changes of terms, connections, processes and roles."""
     for seed in range(100):
         rng, sender, term = random.Random(seed), PeersSender(), 1
         peers: dict[str, wire.PeerInfo] = {}
@@ -63,7 +63,7 @@ def test_a_worker_knows_the_peers_that_its_owner_names() -> None:
                     peers.pop(name, None)
                     conns.pop(name, None)
                 case 2 if name in peers:
-                    conns[name] = f"{name}#{step}"  # the connection was lost, and no one else has seen that
+                    conns[name] = f"{name}#{step}"  # the connection was lost unnoticed by the others
                 case 3 if name in peers:
                     peers[name] = msgspec.structs.replace(peers[name], role=rng.choice(ROLES))
                 case _:
@@ -71,16 +71,16 @@ def test_a_worker_knows_the_peers_that_its_owner_names() -> None:
             orders = sender.next(list(peers.values()), term, list(conns.values()))
             for conn, order in orders.items():
                 if conn in known and not is_term:
-                    assert len(order.peers) <= 1 >= len(order.gone), "only what has changed"
+                    assert len(order.peers) <= 1 >= len(order.gone), "expected only changes"
                 known[conn] = receivers[conn].merged(order).peers
             for conn in conns.values():
                 assert {each.name: each for each in known[conn]} == peers, (seed, step)
             if before == peers and not is_term:
-                assert all(conn.endswith(f"#{step}") for conn in orders), "nothing has changed for the others"
+                assert all(conn.endswith(f"#{step}") for conn in orders), "the others must get nothing"
 
 
 def test_a_connection_that_missed_a_change_is_told_all() -> None:
-    """As that of an instance which was not in the list for a while."""
+    """Covers an instance that was not in the list for a while."""
     sender, receiver = PeersSender(), PeersReceiver()
     one, other = peer("worker-0", 1), peer("worker-1", 1)
     receiver.merged(sender.next([one], 0, ["a", "b"])["a"])
@@ -92,7 +92,7 @@ def test_a_connection_that_missed_a_change_is_told_all() -> None:
 
 @pytest.mark.parametrize("number", [0, 2, 4, 5])
 def test_a_lost_delta_is_noticed(number: int) -> None:
-    """One that is out of order changes nothing; a snapshot is welcome at any time."""
+    """A delta out of order changes nothing; a snapshot is accepted at any time."""
     receiver, links = PeersReceiver(), LinkReceiver()
     one, other = peer("worker-0", 1), peer("worker-1", 1)
     for at in (1, 2):
@@ -100,7 +100,7 @@ def test_a_lost_delta_is_noticed(number: int) -> None:
         links.merged(wire.Load(links={"a": PHASES[at]}, links_number=at))
     with pytest.raises(DeltaLost):
         receiver.merged(wire.Peers([other], 3, number))
-    if number:  # which tells nothing
+    if number:  # an empty delta
         with pytest.raises(DeltaLost):
             links.merged(wire.Load(links={"b": PHASES[0]}, links_number=number))
     assert links.merged(wire.Load()).links == {"a": PHASES[2]}
@@ -111,7 +111,7 @@ def test_a_lost_delta_is_noticed(number: int) -> None:
 
 
 def test_an_order_that_a_fence_refuses_leaves_nothing_behind() -> None:
-    """Two owners: the later one's list is its own, and the first one begins anew when it owns again."""
+    """With two owners, the later one's list replaces the first's, which sends a snapshot when it owns again."""
     fence, receivers = Fence(), (PeersReceiver(), PeersReceiver())
     first, second = PeersSender(), PeersSender()
     peers = [peer(f"worker-{at}", 1) for at in range(4)]

@@ -1,4 +1,4 @@
-"""Pictures from other hosts and from files: which addresses and paths are never used."""
+"""Pictures from other hosts and from files: addresses and paths that are never used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOWNLOADS = Downloads((HOST,), (), 1000)
         *("fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "2002:7f00:1::"),
         *("64:ff9b::7f00:1", "2001:0:7f00:1::", "fec0::2", "::127.0.0.1", "::ffff:0:127.0.0.1", "168.63.129.16"),
         "192.0.0.192",
-        "8.8.4.4",  # of the cluster
+        "8.8.4.4",  # an address of the cluster
     ],
 )
 def test_addresses_that_are_never_connected_to(address: str) -> None:
@@ -95,12 +95,12 @@ class Server(BaseHTTPRequestHandler):
             self.wfile.write(self.headers["Host"].encode()[:10].ljust(size, b"."))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A server that counts as public, under HOST's name."""
+    """Runs a server that counts as public, under the name HOST."""
     resolve(monkeypatch, ["127.0.0.1"])
     monkeypatch.setattr(media_download, "may_connect", lambda address, refused, allowed: address == "127.0.0.1")
     with serving() as port:
@@ -123,7 +123,7 @@ def serving() -> Iterator[int]:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> list[str]:
-    """Names have these addresses; returns the list of names that are asked for."""
+    """Makes all names resolve to these addresses; returns the list of resolved names."""
     asked: list[str] = []
 
     def found(host: str, port: int, *_: object, **__: object) -> list[Any]:
@@ -158,7 +158,7 @@ def test_downloads_that_fail(port: int, path: str, said: str) -> None:
 
 @pytest.mark.parametrize("path", ["slow", "drips"])
 def test_a_slow_server(port: int, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Also one that never ends its headers, and never pauses for as long as a socket would wait."""
+    """Covers a server that never ends its headers but sends bytes within the socket's timeout."""
     monkeypatch.setattr(media_download, "TIMEOUT_S", 0.3)
     with pytest.raises(RequestError, match="could not be fetched"):
         downloaded(f"http://{HOST}:{port}/{path}", DOWNLOADS)
@@ -166,7 +166,7 @@ def test_a_slow_server(port: int, monkeypatch: pytest.MonkeyPatch, path: str) ->
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], []])
 def test_a_name_with_a_private_address(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
-    """Also one that has public ones, too: nothing is connected to."""
+    """A name with any private address is refused without connecting, even if it also has public ones."""
     asked = resolve(monkeypatch, addresses)
 
     def connect(*_: object) -> None:
@@ -179,7 +179,7 @@ def test_a_name_with_a_private_address(monkeypatch: pytest.MonkeyPatch, addresse
 
 
 def test_an_address_that_is_itself_allowed() -> None:
-    """It is none of the cluster's own, and other addresses stay refused, also where a redirect leads to them."""
+    """An allowed address may be private if it is not the cluster's; others stay refused, also after redirects."""
     with serving() as port:
         url = f"http://127.0.0.1:{port}/a"
         for domains in (("127.0.0.1",), (ANY_HOST, "127.0.0.1")):
@@ -194,7 +194,7 @@ def test_an_address_that_is_itself_allowed() -> None:
 
 
 def test_the_address_that_was_checked_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that has another address the next time gains nothing."""
+    """A name that resolves differently the next time gains nothing."""
     asked, connected = resolve(monkeypatch, ["8.8.8.8"]), []
 
     def connect(place: tuple[str, int], timeout_s: float) -> None:
@@ -220,7 +220,7 @@ def test_files_below_the_root_alone_are_read(tmp_path: Path, monkeypatch: pytest
     for path in (outside, root, root / "link", root / "pipe", root / "no", f"{root}/../outside", "host/a", f"{root}\0"):
         with pytest.raises(RequestError, match="must name a file below the server's"):
             fetched(f"file://{path}", places)
-    with monkeypatch.context() as patch:  # a link that has changed after it was looked at
+    with monkeypatch.context() as patch:  # a link that changes after it was checked
         patch.setattr(os.path, "realpath", lambda path: os.fsencode(root) if isinstance(path, bytes) else str(root))
         with pytest.raises(RequestError, match="must name a file below the server's"):
             fetched(f"file://{root}/link", places)

@@ -1,4 +1,4 @@
-"""Two ranks meet by way of their link's connection alone: strangers find nothing to read, to write or to join."""
+"""Two ranks meet over their link's connection only, so strangers have nothing to read, overwrite or join."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.listeners import listeners
 from tests.support.transports import WAIT_S, Link
 
 ROOT = Path(__file__).parents[2]
-START_S = 60.0  # torch is imported
+START_S = 60.0  # includes the import of torch
 
 
 @contextlib.contextmanager
 def outsider(found: dict[str, list[str]]) -> Iterator[None]:
-    """A stranger looks for stores in this process meanwhile; `found` gets what it saw."""
+    """Runs a stranger that looks for this process's stores during the block; `found` receives what it saw."""
     command = [sys.executable, "-m", "tests.support.outsider", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
@@ -57,8 +57,8 @@ def test_a_stranger_reads_and_writes_nothing_while_links_come_up_and_afterwards(
             assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
     for link in links:
         link.close()
-    assert found["ports"], "gloo listens, at least"
-    assert not found["keys"], "what two ranks agree about is nobody else's"
+    assert found["ports"], "gloo at least must listen"
+    assert not found["keys"], "a stranger read what two ranks agree on"
 
 
 def test_keys_are_sent_once_and_the_other_ends_are_never_sent_back() -> None:
@@ -97,7 +97,7 @@ def test_a_pair_that_nobody_has_opened_listens_nowhere() -> None:
 
 
 class SlowMail(Link):
-    """The ends hear of each other's keys when `go` is set."""
+    """The ends receive each other's keys only once `go` is set."""
 
     go: threading.Event
 
@@ -119,12 +119,12 @@ class SlowMail(Link):
 
 
 def test_a_stranger_who_guesses_gloos_numbers_gets_no_link_and_no_block() -> None:
-    """The stranger arrives before the peer; the link is refused in time, and the next one comes up."""
+    """If a stranger connects before the peer, the link fails in time, and the next one comes up."""
     before = listening_ports()
     SlowMail.go = threading.Event()
     link = SlowMail("dist", connect_timeout_s=4.0)
     assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
-    assert poll(lambda: len(listening_ports() - before) == 2, WAIT_S), "both ends' listeners"
+    assert poll(lambda: len(listening_ports() - before) == 2, WAIT_S), "expected both ends' listeners"
     ports = listening_ports() - before
     strangers = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for port in ports for _ in range(16)]
     for number, stranger in enumerate(strangers):

@@ -1,4 +1,4 @@
-"""Several schedulers: one owner of membership at any time, in random orders of events; the record in a folder."""
+"""With several schedulers, membership has at most one owner under random orders of events; the record in a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRec
 from pd_cluster.errors import ConfigError, LeaseUnavailable
 from tests.support.scheduler_world import DURATION_S, Store, Way, World
 
-SEEDS = range(200)  # 100 of them noticed all but one of the deliberate faults that 6ae04940 has
+SEEDS = range(200)  # 100 seeds detected all but one of the seeded faults of commit 6ae04940
 SLOW_SEEDS = range(10_000, 20_000)
 
 
@@ -63,7 +63,7 @@ def test_no_two_own_membership_in_10000_random_orders(removals: float) -> None:
 
 @pytest.mark.parametrize("num_removals", [1, 3])
 def test_of_a_record_that_was_removed_no_two_are_owners(num_removals: int) -> None:
-    """The owner writes it again after each removal, dies, and the last removal leaves none: all unseen by the other."""
+    """The owner rewrites the removed record, then dies; the last removal stays. The other scheduler sees none of it."""
     clock, store = Clock(), Store(random.Random(0), lambda: clock.now_s)
     store.is_sure = True
     one, other = (
@@ -75,7 +75,7 @@ def test_of_a_record_that_was_removed_no_two_are_owners(num_removals: int) -> No
     clock.now_s += DURATION_S
     look(one, ways[one], [MEMBER])
     store.record = LeaseRecord()
-    look(other, ways[other])  # sees none, and begins to wait
+    look(other, ways[other])  # sees no record, and begins to wait
     for _ in range(num_removals):
         clock.now_s += DURATION_S / 5
         look(one, ways[one], [MEMBER])
@@ -106,11 +106,11 @@ def look(own: Ownership, store: membership_lease.LeaseStore, members: Sequence[D
 
 
 def owned(folder: Path) -> tuple[Clock, LeaseFolder, Ownership, Ownership]:
-    """A record that the first of two owns."""
+    """Returns a record owned by the first of two schedulers."""
     clock, store = Clock(), LeaseFolder(folder / "lease")
     one, other = (Ownership(name, DURATION_S, clock) for name in ("scheduler-0@1", "scheduler-1@2"))
     look(one, store, [MEMBER])
-    assert one.term_now is None, "one that knows of a list may be about to write it"
+    assert one.term_now is None, "a scheduler with a list may be about to write it"
     clock.now_s += DURATION_S
     look(one, store, [MEMBER])
     look(other, store)
@@ -121,11 +121,11 @@ def test_another_takes_over_within_the_lease_and_keeps_the_list(tmp_path: Path) 
     clock, store, one, other = owned(tmp_path)
     assert (one.term_now, other.term_now) == (1, None)
     clock.now_s += 0.5
-    look(one, store, [MEMBER])  # renews
+    look(one, store, [MEMBER])  # renews the lease
     look(other, store)
-    clock.now_s += DURATION_S - 0.1  # it has died, or stands still
+    clock.now_s += DURATION_S - 0.1  # the owner has died or is paused
     look(other, store, other.record.members)
-    assert (one.term_now, other.term_now) == (1, None), "its lease is not over yet"
+    assert (one.term_now, other.term_now) == (1, None), "the lease has not expired yet"
     clock.now_s += 0.1
     look(other, store, other.record.members)
     assert (one.term_now, other.term_now) == (None, 2)
@@ -162,7 +162,7 @@ def test_the_folder_keeps_few_versions_and_no_other_files(tmp_path: Path) -> Non
     for version in range(1, 12):
         assert store.write(LeaseRecord(version=version, term=1, holder="a@1", members=[MEMBER]))
         assert not store.write(LeaseRecord(version=version, term=2, holder="b@2"))
-    assert not store.write(LeaseRecord(version=2, term=9, holder="b@2")), "by a process that stood still since then"
+    assert not store.write(LeaseRecord(version=2, term=9, holder="b@2")), "a write by a paused process"
     assert store.read() == LeaseRecord(version=11, term=1, holder="a@1", members=[MEMBER])
     names = sorted(os.listdir(store.path))
     assert names == [f"{version:020d}" for version in range(11 - NUM_KEPT + 1, 12)]
@@ -174,7 +174,7 @@ def test_a_version_is_followed_only_by_who_has_read_it(tmp_path: Path) -> None:
     one, other = LeaseFolder(tmp_path / "lease"), LeaseFolder(tmp_path / "lease")
     assert one.write(LeaseRecord(version=1, term=1, holder="a@1", stamp="a@1/1"))
     assert other.read().version == 1
-    (one.path / f"{1:020d}").unlink()  # by hand; its owner writes it again
+    (one.path / f"{1:020d}").unlink()  # removed by hand; its owner writes it again
     assert one.read() == LeaseRecord()
     assert one.write(LeaseRecord(version=1, term=1, holder="a@1", stamp="a@1/2"))
     assert not other.write(LeaseRecord(version=2, term=2, holder="b@2", stamp="b@2/1"))
@@ -187,7 +187,7 @@ def test_a_version_is_followed_only_by_who_has_read_it(tmp_path: Path) -> None:
 def test_a_write_that_is_refused_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Sequence[int]
 ) -> None:
-    """The folder is emptied just before the version gets its name, and others write at once."""
+    """Covers a folder that is emptied just before the new version gets its name, while others write."""
     store, link, unlink = LeaseFolder(tmp_path / "lease"), os.link, Path.unlink
     assert store.write(LeaseRecord(version=1, term=1, holder="a@1", stamp="a@1/1"))
     others = {version: msgspec.json.encode(LeaseRecord(version=version, holder="b@2")) for version in later}
@@ -198,7 +198,7 @@ def test_a_write_that_is_refused_leaves_nothing_behind(
             if version != 2:
                 (store.path / f"{version:020d}").write_bytes(content)
         link(new, file)
-        if 2 in others:  # ours is removed, too, and its number is taken
+        if 2 in others:  # our version is removed, and its number taken
             unlink(file)
             file.write_bytes(others[2])
 
@@ -218,7 +218,7 @@ def test_a_number_is_one_schedulers(tmp_path: Path) -> None:
     other.take(1)
     assert (one.path / "scheduler-0").stat().st_mode & 0o777 == 0o600
     assert not os.get_inheritable(one._lock)
-    os.close(one._lock)  # as when it ends
+    os.close(one._lock)  # as when its process ends
     LeaseFolder(tmp_path / "lease").take(0)
     (one.path / "scheduler-2").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"scheduler.index.* 2"):

@@ -1,4 +1,4 @@
-"""The cluster as an API process knows it: by the scheduler's word and by its own connections."""
+"""An API process's view of the cluster, from the scheduler's reports and its own connections."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class World:
         self.moved.append(instance.name)
 
     def hear(self, *views: InstanceView) -> None:
-        """Receives the news as it comes over the socket."""
+        """Receives a report as over the socket."""
         news = msgspec.json.decode(msgspec.json.encode(Instances(list(views))), type=ToApi)
         self.mirror.apply(news)
 
     def open(self, *views: InstanceView) -> Instance:
-        """Hears of them, and is connected to them; returns the first."""
+        """Reports instances and connects to them; returns the first."""
         self.hear(*views)
         for instance in self.mirror.instances:
             self.mirror.on_opened(instance.conn)
@@ -63,7 +63,7 @@ class World:
         return {instance.name: instance.shown_state for instance in self.mirror.instances}
 
     def lives(self) -> list[tuple[str, int]]:
-        """The name and the epoch of every life to which a connection was opened."""
+        """Returns (name, epoch) of every process to which a connection was opened."""
         return [(name, epoch) for name, epoch, *_ in self.mailbox.opened]
 
     def conn(self, name: str) -> str:
@@ -91,7 +91,7 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
     world.hear(view("prefill-0", state="unreachable", reason="x"), view("decode-0"))
     assert world.states()["prefill-0"] == "unreachable"
     world.hear(view("prefill-0"), view("decode-0"))
-    assert world.states()["prefill-0"] == "ready", "the scheduler's own connection had failed, not this one"
+    assert world.states()["prefill-0"] == "ready", "only the scheduler's connection failed"
     assert world.lives() == [("prefill-0", 1), ("decode-0", 1)]
     assert world.lost == []
 
@@ -100,7 +100,7 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
 async def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
     is_draining: bool, said: str
 ) -> None:
-    """One that drained before it ended is not told of as dead."""
+    """An instance that drained before its end is not reported as dead."""
     world = World()
     instance = world.open(view("decode-0"))
     world.mirror.on_heartbeat(instance.conn, wire.Load(is_draining=is_draining))
@@ -116,7 +116,7 @@ async def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() ->
     instance.num_sequences = 50
     world.mirror.on_heartbeat(instance.conn, wire.Load(num_running=50))
     world.mirror.on_closed(instance.conn, "cut")
-    instance.num_sequences = 0  # as the router does when it learns of the loss
+    instance.num_sequences = 0  # as the router does after the loss
     world.open(view("decode-0"))
     instance.num_sequences += 8
     assert instance.num_current_sequences == 8
@@ -124,7 +124,7 @@ async def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() ->
 
 @pytest.mark.parametrize("then", ["closed", "new life", "gone"])
 async def test_requests_are_told_of_a_loss_whoever_sees_it_first(then: str) -> None:
-    """The scheduler says that an instance is unreachable while the connection from here still seems open."""
+    """Covers an instance that the scheduler reports as unreachable while the local connection seems open."""
     world = World()
     conn = world.open(view("decode-0")).conn
     world.hear(view("decode-0", state="unreachable"))
@@ -158,7 +158,7 @@ async def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word(
 
 
 async def test_after_any_story_it_knows_what_the_scheduler_knows() -> None:
-    """Random lives and connections; when nothing changes any more, who is ready there is ready here."""
+    """After random restarts and reconnections, once all is quiet, the same instances are ready as at the scheduler."""
     for seed in range(20):
         rng, world = random.Random(seed), World()
         epochs = dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), 1)
@@ -198,7 +198,7 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
     processes.share_reports()
     assert told == [{"decode-0": a, "decode-1": b} for a, b in ((7, 5), (100, 0), (107, 5))]
-    processes.add_report(first, ApiReport({}))  # as when it has died
+    processes.add_report(first, ApiReport({}))  # as when the process has died
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
 
 

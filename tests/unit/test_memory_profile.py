@@ -1,4 +1,4 @@
-"""The largest step: its default size, the memory that it is measured to take, and what is said when it does not fit."""
+"""The largest step: its default size, its measured memory, and the error if it does not fit."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be() -> None:
         assert all(request.num_logit_rows(count) == 1 for request, count in chunks)
         blocks = [block for request, _ in chunks for block in request.tables[0]]
         assert blocks == list(range(len(blocks)))
-    assert memory_profile.peak_of_a_step(cast(CausalLM, None), [LAYOUT], 12, 2, 64, CPU) == 0, "on CPU nothing is run"
+    assert memory_profile.peak_of_a_step(cast(CausalLM, None), [LAYOUT], 12, 2, 64, CPU) == 0, "no step is run on CPU"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """A device whose allocator has held 1 GiB, with its pool on the host."""
+    """Measures on a fake device whose allocator has held 1 GiB, with the pool on the host."""
     monkeypatch.setattr(memory_profile, "KVPool", lambda layout, num_blocks, device: KVPool(layout, num_blocks))
     for name, found in (("reset_peak", None), ("synchronize", None), ("peak_nbytes", 1 << 30)):
         monkeypatch.setattr(memory_profile, name, lambda device, found=found: found)
@@ -56,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_the_pools_of_the_measured_step_do_not_count(measured: Callable[..., int]) -> None:
-    """Its sequences have one state among them."""
+    """The measured step's own pools do not count; all its sequences share one state."""
     batches: list[ForwardBatch] = []
 
     def model(batch: ForwardBatch) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_the_pools_of_the_measured_step_do_not_count(measured: Callable[..., int
 def test_graphs_take_the_largest_one_s_memory_and_their_logits(
     measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step has one token of each sequence; what the device held before does not count."""
+    """Counts the largest graph step, with one token per sequence, and its logits, but not memory held before."""
     monkeypatch.setattr(memory_profile, "reserved_nbytes", lambda device: (1 << 30) - 5000)
     batches: list[ForwardBatch] = []
 
@@ -104,7 +104,7 @@ def test_what_does_not_fit_names_its_flags(measured: Callable[..., int], monkeyp
 
 
 def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
-    """As the plan of a graph counts it; other attentions have none here."""
+    """Equals what a graph's plan needs; other attention backends have none here."""
 
     class Model:
         attention = "Triton"
@@ -114,7 +114,7 @@ def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
     plan = plan_decode(256, 20_000, LAYOUT.num_kv_heads, configs_for(head_dim, 16, group, (9, 0)), 132)
     found = memory_profile.decode_workspace_nbytes(cast(CausalLM, Model()), LAYOUT, 256, 20_000)
     assert found == 4 * plan.workspace_numel(8, head_dim)
-    of_rank = replace(LAYOUT, num_kv_heads=2 * LAYOUT.num_kv_heads, tp_size=2)  # of a model with twice as many heads
+    of_rank = replace(LAYOUT, num_kv_heads=2 * LAYOUT.num_kv_heads, tp_size=2)  # a rank of a model with twice the heads
     assert memory_profile.decode_workspace_nbytes(cast(CausalLM, Model()), of_rank, 256, 20_000) == found
     for attention in ("FlashInfer", "deterministic Triton"):
         Model.attention = attention
@@ -134,7 +134,7 @@ def test_lists_of_chosen_keys_are_counted_if_a_context_can_be_long_enough() -> N
 def test_a_large_gpu_takes_large_steps_by_default(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first is an H100's memory as CUDA reports it."""
+    """Large memory gives large default steps; the first size is an H100's as reported by CUDA."""
     memories: list[tuple[DeviceKind, int, int]] = [
         *(("cuda", 85_520_809_984, 8192), ("cuda", 70_000_000_000, 8192), ("cuda", 69_999_999_999, 2048)),
         *(("npu", 96 << 30, 2048), ("cpu", 0, 2048)),

@@ -1,4 +1,4 @@
-"""Large messages a slice at a time: order within a leg, turns between legs, room for others in between."""
+"""Large messages are handled in slices: in order within a leg, with other legs and tasks in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = 3 * SLICE_NUM_TOKENS + 1
 
 
 def step(position: int, count: int = LARGE) -> wire.Outputs:
-    """A token of each of so many requests."""
+    """Returns a message with one token for each of `count` requests."""
     return wire.Outputs([token(f"r{at}", position) for at in range(count)])
 
 
@@ -37,7 +37,7 @@ def note(items: Items, conn: str, outputs: wire.Outputs) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_every_leg_keeps_its_order(seed: int) -> None:
-    """In any order of arrival, each leg's prompt, tokens and end come as they were sent, and nothing twice."""
+    """For any arrivals, each leg's prompt, tokens and end are delivered in the order sent, and once."""
     rng = random.Random(seed)
     seen, sent = Items(list), Items(list)
     heard: list[float] = []
@@ -47,7 +47,7 @@ async def test_every_leg_keeps_its_order(seed: int) -> None:
         note(seen, conn, outputs)
 
     slices = MessageSlices(handle)
-    over: set[tuple[str, str]] = set()  # legs that have ended, and say nothing after that
+    over: set[tuple[str, str]] = set()  # ended legs, of which nothing may follow
     for position in range(rng.randrange(1, 12)):
         conn = rng.choice("ab")
         ids = [f"r{at}" for at in range(rng.randrange(LARGE)) if (conn, f"r{at}") not in over]
@@ -68,17 +68,17 @@ async def test_others_do_not_wait_for_a_large_message() -> None:
     seen: list[tuple[str, int]] = []
     slices = MessageSlices(lambda conn, outputs, heard_s: seen.append((conn, len(outputs.tokens))))
     slices.add("large", step(0), 0.0)
-    assert seen == [("large", SLICE_NUM_TOKENS)], "its first slice is handled at once"
+    assert seen == [("large", SLICE_NUM_TOKENS)], "its first slice must be handled at once"
     slices.add("small", step(0, 1), 0.0)
     assert seen[1:] == [("small", 1)]
     slices.add("large", wire.Outputs([token(f"r{LARGE - 1}", 1)]), 0.0)
-    assert len(seen) == 2, "behind what waits of its leg"
+    assert len(seen) == 2, "it must come after its leg's waiting messages"
     await settle()
     assert sum(count for conn, count in seen if conn == "large") == LARGE + 1
 
 
 async def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
-    """Five steps at once do not make five times as many slices: each leg's tokens come together."""
+    """If five steps wait, each leg's tokens are delivered together, instead of in five times as many slices."""
     seen: list[list[TokenOutput]] = []
     slices = MessageSlices(lambda conn, outputs, heard_s: seen.append(outputs.tokens))
     for position in range(5):

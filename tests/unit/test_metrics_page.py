@@ -1,4 +1,4 @@
-"""docs/metrics.md lists the metrics of /metrics, which include those that vLLM's dashboards query.
+"""docs/metrics.md lists all metrics of /metrics, which include those used by vLLM's dashboards.
 
 `python tests/unit/test_metrics_page.py --fix` rewrites the page.
 """
@@ -41,7 +41,7 @@ SECTIONS: dict[str, list[Any]] = {
 
 
 def page() -> str:
-    """The page with the tables that the code has."""
+    """Returns the page with tables generated from the code."""
     head, *sections = re.split(r"(?m)^## ", PAGE.read_text(encoding="utf-8"))
     parts = [head]
     for title, metrics in SECTIONS.items():
@@ -70,7 +70,7 @@ def shown(each: Any) -> str:
 def told(
     stats: Stats | None = None, instances: list[Instance] | None = None
 ) -> dict[str, dict[tuple[str, ...], float]]:
-    """Returns name -> values of labels but the model, by the labels' names -> number; from a cluster of two."""
+    """Returns metric -> label values (without the model), ordered by label -> number, for a cluster of two."""
     instance = ready("prefill-0")
     layout = LayoutInfo(
         num_layers=2, num_kv_heads=2, planes=keys_and_values(4), block_size=16, dtype="float32", tp_size=1, tp_rank=0
@@ -109,7 +109,7 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
 
 
 def test_lines_of_batches_by_state() -> None:
-    """Lines that end in one process count as running until their batch's counts are noted."""
+    """Lines that end in one process count as running until their batch's counts are stored."""
     assert told()["pd_cluster:batch_lines"] == {("waiting",): 3.0, ("running",): 2.0, ("answered",): 4.0}
     late = batch_lines_metric("tiny", RequestCounts(5, 4, 0), 3).decode()
     assert 'state="running"} 1.0' in late
@@ -121,7 +121,7 @@ def test_all_that_is_counted_is_told() -> None:
     assert {name for row in rows for name in row.numbers.values()} == {*COUNTERS, *BOUNDS}
 
 
-# Names from vLLM's example dashboard for Grafana, and older names of the same metrics.
+# Names from vLLM's example Grafana dashboard, and older names of the same metrics.
 QUERIED = """
 vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_count vllm:e2e_request_latency_seconds_sum
 vllm:prompt_tokens_total vllm:generation_tokens_total vllm:time_per_output_token_seconds_bucket
@@ -163,12 +163,12 @@ def test_what_is_told_is_what_was_counted() -> None:
 
 
 def test_tenants_beyond_the_named_ones_are_together() -> None:
-    """Whatever names a file brings, there are no more series than these."""
+    """The number of series is bounded, however many tenants a key file names."""
     stats = RequestStats()
     assert not any("tenant" in name for name in told(stats.snapshot()))
     stats.tenants.named = frozenset(names := with_names(["old"], (f"t{at}" for at in range(500))))
     assert (len(names), names[0], names[-1]) == (MAX_NAMED, "old", f"t{MAX_NAMED - 2}")
-    assert with_names(names, ["new", *names]) == names, "a name stays, or its counters would begin anew"
+    assert with_names(names, ["new", *names]) == names, "a name must stay, or its counters would restart"
     for at in range(500):
         stats.tenants.ended(f"t{at}", "finished")
         stats.tenants.computed(f"t{at}", 3, 4)
@@ -199,7 +199,7 @@ def test_what_is_there_now() -> None:
 
 
 def test_who_does_not_know_the_others_counts_says_so() -> None:
-    """Less than another process has said would look as if the counters had begun anew."""
+    """A process without the others' counts returns an error, because lower counters would look like a restart."""
     unused = cast(Any, None)
     routes = metrics_routes(unused, [], "tiny", Drain(1.0, lambda: None), lambda: None)
     for route in routes.routes:
@@ -225,7 +225,7 @@ def test_drafts_are_counted_from_the_start() -> None:
 
 
 def test_what_requests_wait_for() -> None:
-    """Those whose prompts are not begun elsewhere are a part of all that wait here, and the rest waits for room."""
+    """Waiting requests are divided into those whose prompts have not begun and those that wait for capacity."""
     both, none = ready("decode-0"), ready("decode-1")
     both.load = Load(num_waiting=7, num_expected=3)
     found = told(instances=[both, none])["vllm:num_requests_waiting_by_reason"]

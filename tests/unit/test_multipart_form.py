@@ -1,4 +1,4 @@
-"""Uploads as they arrive, in any pieces: the file's bytes, a few fields, and refusals of what is no such form."""
+"""Multipart uploads in any pieces: the file's bytes, a few fields, and refusals of malformed forms."""
 
 from __future__ import annotations
 

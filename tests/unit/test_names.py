@@ -1,4 +1,4 @@
-"""Names are the field's words; a file is found by its name; a folder fits on a screen."""
+"""Names use the field's terms, file names are unique, and a folder fits on a screen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("pd_cluster", "ranktable_tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-# Words that this project once coined, and what is said now. They are parts of no name: file, class, function, argument.
+# Words once coined here -> today's term. No name of a file, class, function or argument may contain them.
 COINED = {
     "trip": "link_probe",
     "trips": "link_probe",
@@ -31,7 +31,7 @@ COINED = {
     "judging": "reranking",
     "looking": "view_commands",
 }
-# Ordinary words that were names of files and classes where the field has a better one. Elsewhere they keep their sense.
+# Ordinary words, once used in names of files and classes, for which the field has better terms.
 UNCLEAR = {
     "endings": "stream_end",
     "attempts": "retry",
@@ -51,15 +51,15 @@ UNCLEAR = {
     "alone": "file_lock",
     "order": "RequestSpec",
 }
-# (word, path prefix): where an unclear word is the field's own.
+# (word, path prefix): places where an unclear word is the field's term.
 FIELD_TERMS = {
-    ("fit", "pd_cluster/costs/"),  # a regression is fitted
-    ("gate", "pd_cluster/model/"),  # the gate of a mixture of experts or of a gated layer
+    ("fit", "pd_cluster/costs/"),  # fitting a regression
+    ("gate", "pd_cluster/model/"),  # the gate of experts or of a gated layer
 }
 FOLDERS = ("cluster", "engine", "model", "service", "api")
 MAX_ENTRIES = 15
 SHARED_NAMES = {"__init__", "build", "worker"}  # files with one job in each package
-DEVICES = re.compile(r"pd_cluster/model/(?:kernels/\w+|layers)/")  # implementations of one interface share a name, too
+DEVICES = re.compile(r"pd_cluster/model/(?:kernels/\w+|layers)/")  # implementations of one interface may share names
 
 
 def words_of(name: str) -> list[str]:
@@ -67,7 +67,7 @@ def words_of(name: str) -> list[str]:
 
 
 def definitions(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yields each name that a file defines, and whether it is that of the file or of a class."""
+    """Yields each name that a file defines, and whether it is the file's or a class's name."""
     yield path.stem, True
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         match node:
@@ -88,7 +88,7 @@ def place_of(path: Path) -> str:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Lists its files and the folders that have files: a folder that has moved may leave compiled files behind."""
+    """Lists a folder's files and non-empty folders, because moved folders may leave compiled files behind."""
     own = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     return [path for path in own if path.is_file() or any(path.glob("*.*"))]
 

@@ -1,4 +1,4 @@
-"""gloo between hosts: refused by either end that does not trust the network, and nothing else is."""
+"""Either end that does not trust the network refuses gloo between hosts, and nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_host_and_other_transports_are_untouched(
 def test_a_worker_on_a_cpu_says_so_when_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise a cluster would start whose links are all refused."""
+    """Without the warning, a cluster would start although all its links are refused."""
     for address, role in (("10.0.0.1", "prefill"), ("10.0.0.2", "decode")):
         own = ["--api-server"] if role == "prefill" else []
         given = [f"--{role}-server-list", "0", *own, "--server-ip", address, "--device", "cpu"]
@@ -63,7 +63,7 @@ def test_a_worker_on_a_cpu_says_so_when_it_starts(
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", str(tmp_path / "local_ranktable_10.0.0.2_0.json"))
     model = Path(cli.__file__).parents[1] / "models" / "tiny-chat"
     for flags, is_refused in (("dist", True), ("curve", False), ("dist --trust-network", False)):
-        fault = [] if is_refused else ["--kv-disk-cache=/x"]  # the next thing that a start checks would end it, too
+        fault = [] if is_refused else ["--kv-disk-cache=/x"]  # a later check of the start would also end it
         argv = ["pd-cluster", "serve", f"--model={model}", "--device=cpu", f"--kv-transport={flags}", *fault]
         monkeypatch.setattr("sys.argv", [*" ".join(argv).split(), "--port=1", "--host=192.0.2.1"])
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""NIXL without NIXL: places of a piece, when a read is over, what an offer may say, and quarantine."""
+"""The NIXL transport with a fake agent: places of a piece, ends of reads, valid offers, and quarantine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_places_of_a_piece_are_its_bytes_in_order() -> None:
 
 
 class FakeNixl:
-    """The calls of an agent that the tests drive: states by handle, errors by name."""
+    """A fake agent controlled by tests: states by handle, errors by name."""
 
     def __init__(self) -> None:
         self.states: dict[str, str | Exception] = {}
@@ -111,7 +111,7 @@ def test_only_an_end_or_a_dead_peer_ends_a_read(monkeypatch: pytest.MonkeyPatch)
     assert (first.is_over, second.is_over) == (True, False)
     fake.states["h1"] = disconnected()
     assert agent.look_at(second) is ReadState.FAILED
-    assert not second.is_over, "another read of this peer's is under way, and its agent in use"
+    assert not second.is_over, "another read of this peer is in progress and uses its agent"
     with pytest.raises(LinkError, match="failed"):
         read(agent, peer)
     with pytest.raises(LinkError, match="being closed"):

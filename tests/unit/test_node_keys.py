@@ -1,4 +1,4 @@
-"""Keys of nodes: the commands and their files, proofs between mailboxes over loopback, rotation and revocation."""
+"""Node keys: commands and files, proofs between mailboxes over loopback, rotation and revocation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMES = Timeouts(heartbeat_interval_s=0.02, dead_after_s=2.0, connect_timeout_s=
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Runs `pd-cluster keys node …`; returns the exit code and what was said."""
+    """Runs `pd-cluster keys node …`; returns the exit code and the output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["pd-cluster", "keys", "node", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -48,7 +48,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 class World:
-    """A folder with nodes a and b, and a list that trusts both."""
+    """A folder with the keys of nodes a and b, and a list that trusts both."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.file, self._capsys = folder / "keys", folder / "trusted.nodes", capsys
@@ -75,7 +75,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a world's files, which the first test fills."""
+    """Returns a folder for a world's files, which the first test fills."""
     return tmp_path_factory.mktemp("template") / "world"
 
 
@@ -90,12 +90,12 @@ def world(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Box]]:
-    """Makes mailboxes. `node`: the file of its own key; `trusted`: its list."""
+    """Yields a factory of mailboxes. `node`: the file of its key; `trusted`: its list."""
     monkeypatch.setattr(mailbox_module, "READ_AGAIN_S", 0.02)
     made: list[Box] = []
 
     def make(name: str, epoch: int, node: str = "", trusted: str = "", private: bytes = b"") -> Box:
-        """Without a private key it is a worker that listens; the scheduler has SCHEDULER's."""
+        """Makes a listening worker, or, given a private key, a scheduler."""
         is_worker = private != SCHEDULER.private
         credentials = Credentials(SECRET, (SCHEDULER.public,), private, b"", node, trusted)
         made.append(Box(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES, is_worker))
@@ -111,7 +111,7 @@ def scheduler(box: Callable[..., Box], world: World) -> Box:
 
 
 def refusal(server: Box, client: Box) -> str:
-    """Returns why a connection did not open, as the end that connects hears it."""
+    """Returns the reason why a connection did not open, as reported to the connecting end."""
     conn = client.connect_to(server)
     found = client.next("closed")
     assert found[1] == conn
@@ -119,19 +119,19 @@ def refusal(server: Box, client: Box) -> str:
 
 
 def keys_of(world: World) -> list[tuple[bytes, str]]:
-    """Node a's in the list, with their ends."""
+    """Returns node a's keys in the list, with their expiry."""
     found = read_trusted_nodes(world.file).find("a")
     assert found is not None
     return [(each.key, each.until) for each in found.keys]
 
 
 def await_open(own: Box, other: Box) -> str:
-    """Connects until a list that was just written has been read."""
+    """Reconnects until the just written list has been read and the connection opens."""
     return str(await_event(own, other, lambda event, conn: event[:2] == ("opened", conn))[1])
 
 
 def await_event(own: Box, other: Box, wanted: Callable[[tuple[Any, ...], str], bool]) -> tuple[Any, ...]:
-    """Connects again and again until the answer is the one wanted. Of other connections, nothing is heard."""
+    """Reconnects until the wanted answer arrives; ignores other connections' events."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         conn = own.connect_to(other)
@@ -178,7 +178,7 @@ def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
     assert "`pd-cluster keys node rotate a --folder FOLDER` makes another" in said
     assert "has no node 'a'; it has b" in world.fails("revoke", "a", "--file", world.file)
     world.run("retire", "b", "--file", world.file)
-    world.run("rotate", "a", "--folder", world.folder)  # as docs/operations.md says
+    world.run("rotate", "a", "--folder", world.folder)  # as in docs/operations.md
     (new, _) = read_node_keys(Path(world.key("a"))).public
     world.run("trust", world.folder / "a.pub", "--file", world.file)
     again = read_trusted_nodes(world.file)
@@ -277,7 +277,7 @@ def test_nodes_are_believed_in_every_direction(box: Callable[..., Box], world: W
 
 
 def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: World, tmp_path: Path) -> None:
-    """The holder of a's key names himself b, in both roles that a worker has in a connection."""
+    """With node a's key, a worker cannot pass as node b, neither listening nor connecting."""
     forged = tmp_path / "forged.key"
     write_node_keys(forged, NodeKeys("b", read_node_keys(Path(world.key("a"))).private))
     false, own = box("decode-0", 7, str(forged)), scheduler(box, world)
@@ -290,11 +290,11 @@ def test_a_nodes_key_does_not_make_another_node(box: Callable[..., Box], world: 
     assert decode.next("message")
     assert (false.next("opened")[2], false.next("closed")[0]) == ("scheduler@1", "closed")
     assert "decode-0@7: node b has another key (" in refusal(decode, false)
-    assert decode.events.empty(), "it never heard of that connection"
+    assert decode.events.empty(), "it must not report that connection"
 
 
 def test_a_proof_is_good_for_one_pair_of_processes_only(world: World) -> None:
-    """A process cannot pass on another node's proofs, to a third process or to a later life of the same one."""
+    """A process cannot forward another node's proofs to a third process, or to a later process of the same name."""
 
     def nodes(own: str, key: KeyPair, node: str = "") -> Nodes:
         credentials = Credentials(SECRET, node_key_file=node, trusted_nodes=str(world.file))
@@ -329,11 +329,11 @@ def test_a_worker_without_a_key_or_at_another_host_is_not_admitted(box: Callable
 
 
 def test_old_and_new_keys_are_accepted_and_live_connections_stay(box: Callable[..., Box], world: World) -> None:
-    """Either file may be changed first, and the node's connection outlives the whole rotation."""
+    """Either file may change first, and the node's connection stays up during the whole rotation."""
     worker, own = box("decode-0", 7, world.key("a")), scheduler(box, world)
     opened = {await_open(own, worker)}
     for command in (
-        ("rotate", "a", "--folder", world.folder),  # the list has the old key alone
+        ("rotate", "a", "--folder", world.folder),  # the list has only the old key
         ("trust", world.folder / "a.pub", "--file", world.file),
         ("retire", "a", "--folder", world.folder, "--file", world.file),
     ):
@@ -366,7 +366,7 @@ def test_revocation_cuts_a_nodes_connections_and_says_so(
 
 
 def test_a_join_port_asks_for_a_node(box: Callable[..., Box], world: World) -> None:
-    port = box("unused", 1, private=SCHEDULER.private)  # only its handler is used
+    port = box("unused", 1, private=SCHEDULER.private)  # used only for its ZAP handler
     credentials = Credentials(SECRET, (SCHEDULER.public,), SCHEDULER.private, trusted_nodes=str(world.file))
     joining = Mailbox(Life(JOIN_PORT, JOIN_EPOCH), "scheduler", credentials, TIMES, admission=JoinAdmission)
     number = joining.bind("127.0.0.1", PortRange())

@@ -1,4 +1,4 @@
-"""Cheats gain nothing from proofs of nodes' keys, and files that cannot be read for a while change nothing."""
+"""Forged or replayed proofs of node keys are worthless, and temporarily unreadable files change nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PEER, OWN = "decode-0@7", "scheduler@1"
 
 
 class Pair:
-    """A worker of node a, whose keys are `keys`, and a scheduler whose list is the file."""
+    """A worker of node a with `keys`, and a scheduler whose trusted list is the file."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.key_file, self.line = folder / "trusted.nodes", folder / "a.key", KeyPair.of(b"")
@@ -70,7 +70,7 @@ class Pair:
         return worker.proofs_to(OWN, SCHEDULER.public, "client")[1]
 
     def believe(self, *private: bytes, node: str = "a") -> tuple[bytes, ...]:
-        """Returns the keys that the scheduler believes the peer to have."""
+        """Returns the keys that the scheduler accepts as the peer's."""
         return self.own.believe(node, self.proofs(*private), PEER, self.line.public, "client").keys
 
 
@@ -87,9 +87,9 @@ def test_a_stolen_key_beside_the_thief_s_own_is_cut_off_with_its_revocation(pair
     stolen, own = pair.keys.private[0], b"t" * 32
     shown = (own, stolen) if is_first else (stolen, own)
     keys = pair.believe(*shown)
-    assert keys == pair.keys.public, "a key that no list names counts for nothing"
+    assert keys == pair.keys.public, "an unlisted key must not count"
     assert pair.own.problem("a", keys) == ""
-    pair.trust(new_keys("a").public[0])  # the node goes on with another key
+    pair.trust(new_keys("a").public[0])  # the node continues with another key
     pair.revoke(pair.keys.public[0].hex())
     pair.own.read_again()
     assert " of node a was revoked at " in pair.own.problem("a", keys)
@@ -99,7 +99,7 @@ def test_a_stolen_key_beside_the_thief_s_own_is_cut_off_with_its_revocation(pair
 
 @pytest.mark.parametrize("under", ["a", "before"])
 def test_a_key_that_the_list_names_and_revokes_counts_nowhere(pair: Pair, under: str) -> None:
-    """An operator wrote the list, or took the revoked key in again under another name."""
+    """A revoked key stays invalid even if an operator lists it again, also under another name."""
     named, unknown = pair.keys.public[0], b"t" * 32
     part, over = PublicPart(named.hex()), PublicPart(new_keys("a").public[0].hex(), "2026-01-01")
     assert pair.own.trusts_key(named)
@@ -111,7 +111,7 @@ def test_a_key_that_the_list_names_and_revokes_counts_nowhere(pair: Pair, under:
         for shown in (pair.keys.private, (unknown, *pair.keys.private)):
             with pytest.raises(ConfigError, match="was revoked at"):
                 pair.believe(*shown)
-        assert "was revoked at" in pair.own.problem("a", [over.key]), "no key of the node counts any more"
+        assert "was revoked at" in pair.own.problem("a", [over.key]), "none of the node's keys may count"
         with pytest.raises(ConfigError, match="was revoked at"):
             check_own(pair.keys, pair.key_file, read_trusted_nodes(pair.file), pair.file, time.time())
     stays = new_keys("a")
@@ -140,7 +140,7 @@ def test_while_a_node_is_rotated_the_keys_count_that_the_list_has(pair: Pair) ->
     write_public(pair.file, TrustedNodes(1, [Node("a", [PublicPart(both.public[0].hex())])]))
     pair.own.read_again()
     assert pair.believe(*both.private) == both.public[:1]
-    assert pair.own.problem("a", both.public[1:]) == "", "a key that is only retired cuts nothing"
+    assert pair.own.problem("a", both.public[1:]) == "", "a retired key must not close connections"
 
 
 def test_no_secret_is_computed_with_keys_that_the_list_lacks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
     assert r"node 'x\ny' is not trusted" in lines[0]
     assert len(caplog.records) == MOST_LINES + 2
     assert all("\n" not in each and len(each) < 1000 for each in lines)
-    assert len(told) == 3 * MOST_LINES + 1, "each peer hears why"
+    assert len(told) == 3 * MOST_LINES + 1, "each peer must get the reason"
 
 
 # ---- files
@@ -220,7 +220,7 @@ def test_a_revocation_that_could_not_be_read_at_first_is_read_later(
         (line,) = [each.getMessage() for each in caplog.records]
         assert line == f"nothing has changed: {pair.file}: cannot be read: Too many open files"
         monkeypatch.setattr(os, "open", opened)
-        pair.key_file.write_text("node a\n")  # a fault of this file keeps no revocation away
+        pair.key_file.write_text("node a\n")  # a fault of this file must not delay revocations
         pair.own.read_again()
     assert " of node a was revoked at " in pair.own.problem("a", keys)
     assert [f"{pair.key_file}: " in each.getMessage() for each in caplog.records] == [False, True]
@@ -245,8 +245,8 @@ def test_a_list_with_a_fault_changes_nothing_and_is_told_each_time_that_it_retur
 def test_a_stamp_shows_changes_that_leave_the_time_of_the_content(pair: Pair) -> None:
     before, status = stamp_of(pair.file), os.stat(pair.file)
     deadline_s = time.monotonic() + 10.0
-    while stamp_of(pair.file) == before:  # ctime moves with the kernel's ticks
-        os.chmod(pair.file, 0o600)  # as chown does, which takes root
+    while stamp_of(pair.file) == before:  # ctime advances with the kernel's ticks
+        os.chmod(pair.file, 0o600)  # changes ctime like chown, which needs root
         os.utime(pair.file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert time.monotonic() < deadline_s
     assert before is not None
@@ -255,7 +255,7 @@ def test_a_stamp_shows_changes_that_leave_the_time_of_the_content(pair: Pair) ->
 
 
 def test_an_input_error_while_a_file_is_read_is_told_as_any_other(tmp_path: Path) -> None:
-    """The kernel lets this one be opened, and answers reads of its first bytes with EIO."""
+    """Uses a file that opens, but whose first read fails with EIO."""
     for read in (read_node_keys, read_trusted_nodes):
         with pytest.raises(ConfigError, match="/proc/self/mem: cannot be read: Input/output error"):
             cast(Any, read)(Path("/proc/self/mem"))
@@ -285,7 +285,7 @@ def test_a_rotation_that_was_interrupted_between_the_two_files_goes_on(
     code, said = command(capsys, "retire", "a", "--folder", folder)
     assert code == 1
     assert f"{public}: lacks the newest key of {key}: a rotation was interrupted; complete it with `pd-clus" in said
-    assert read_node_keys(key).public == (new, old), "the key that lists have is still there"
+    assert read_node_keys(key).public == (new, old), "the listed key must still exist"
     assert command(capsys, "rotate", "a", "--folder", folder, "--expires", "2099-01-31")[0] == 0
     assert read_node_keys(key).public == (new, old)
     parts = read_public_part(public).keys

@@ -1,4 +1,4 @@
-"""Versions of CANN, the driver and torch-npu: what a machine's files say, the faults, the page's table."""
+"""Versions of CANN, driver and torch-npu: from a machine's files, faults, and the table on the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.devices.npu_software import NEEDS, InstalledVersion, Software
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8")
-# As the packages write them, at the places of their installers.
+# As the packages' installers write them.
 DRIVER = "Version=25.3.rc1\nascendhal_version=7.35.23\naicpu_version=1.0\nInnerversion=V100R001C23SPC002B212\n"
 TOOLKIT = "package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100R001C10B001\narch=aarch64\nos=linux\n"
 RUNTIME = "Version=9.1.0\nversion_dir=cann-9.1.0\ntimestamp=20260601_000000000\n"
@@ -45,7 +45,7 @@ def put(file: Path, text: str) -> Path:
 
 
 def machine(root: Path, cann: str = "usr/local/Ascend/cann-9.1.0/aarch64-linux/ascend_toolkit_install.info") -> None:
-    """A machine's files, and the link that CANN's installer makes."""
+    """Writes a machine's files, and the link that CANN's installer makes."""
     put(root / "usr/local/Ascend/driver/version.info", DRIVER)
     put(root / cann, TOOLKIT if cann.endswith("install.info") else RUNTIME)
     put(root / "dev/davinci4", "")
@@ -125,7 +125,7 @@ def test_check_says_it_where_npus_are_and_nothing_elsewhere(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("software of the NPUs: ") and "HDK driver 25.3.rc1" in line for line in lines)
     (fault,) = [line for line in lines if line.startswith("warning: CANN")]
-    assert f"searched {env['ASCEND_HOME']}" in fault  # in one line, however long
+    assert f"searched {env['ASCEND_HOME']}" in fault  # reported in one line of any length
 
 
 def test_the_page_has_the_table() -> None:
@@ -142,7 +142,7 @@ def test_the_project_s_metadata_and_images_keep_to_the_table() -> None:
     torch_npu = bounds["torch-npu"]
     assert project["optional-dependencies"]["npu"] == [f"torch-npu>={torch_npu.least},<{torch_npu.below}"]
     (torch,) = (each for each in project["dependencies"] if each.startswith("torch>"))
-    assert torch.startswith(f"torch>={bounds['torch'].least},<"), "torch-npu ends earlier"
+    assert torch.startswith(f"torch>={bounds['torch'].least},<"), "only the lower bounds must agree"
     pins = re.findall(r"\b(torch(?:-npu)?)==([\d.]+)", (ROOT / "deploy/Dockerfile.npu").read_text(encoding="utf-8"))
     assert {name for name, _ in pins} == {"torch", "torch-npu"}
     assert all(bounds[name].is_met_by(version) for name, version in pins)  # type: ignore[index]

@@ -43,7 +43,7 @@ def test_without_a_factor_the_base_follows_the_length_alone() -> None:
 
 @pytest.mark.parametrize("overrides", [{"rope_theta": 9}, {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR}])
 def test_what_would_change_nothing_is_refused(overrides: dict[str, Any]) -> None:
-    """Each kind of layers has positions of its own here."""
+    """In this model each kind of layer has its own rope parameters, so an override without effect is refused."""
     with pytest.raises(
         ModelError, match=r"for each kind of layer; give .* with KIND one of full_attention, sliding_attention"
     ):
@@ -60,13 +60,13 @@ def test_values_of_another_kind_are_refused(value: Any) -> None:
 
 
 def test_longrope_of_one_kind_of_layers_is_refused() -> None:
-    """A step's longest request would decide for all."""
+    """It is refused, because a step's longest request would change the frequencies of all."""
     with pytest.raises(ModelError, match=r"rope_parameters\.full_attention: longrope for only one kind"):
         RopeScaling.of({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}})
 
 
 def test_the_outer_of_two_original_lengths_counts() -> None:
-    """transformers does the same."""
+    """As in transformers, the outer of two original lengths counts."""
     name = "original_max_position_embeddings"
     config = {"max_position_embeddings": 64, name: 32, "rope_scaling": {"rope_type": "longrope", name: 8}}
     assert RopeScaling.of(config) == RopeScaling(kind="longrope", reach=32, most=64)
@@ -79,7 +79,7 @@ def test_numerics_differ_by_the_name_of_a_flag() -> None:
     assert Numerics(dtype="bfloat16").difference(Numerics()) == (called("dtype"), "bfloat16", "float32")
     other = Numerics(attention_backend="sdpa")
     assert other.difference(Numerics()) == (called("attention_backend"), "sdpa", "auto")
-    assert Numerics(device="cuda", attention_backend="Triton").difference(other) is None, "another kind of device"
+    assert Numerics(device="cuda", attention_backend="Triton").difference(other) is None, "devices differ in kind"
     ordered, fixed = Numerics(key_order="halves"), Numerics(deterministic=True)
     assert ordered.difference(Numerics()) == (KEY_ORDER, "halves", "model")
     assert fixed.difference(Numerics()) == (called("deterministic"), "on", "off")

@@ -1,4 +1,4 @@
-"""`LLM` over a router that plays back tokens: inputs and outputs, their order, and who is to blame for an error."""
+"""`LLM` over a router that plays back tokens: inputs, outputs, their order, and the attribution of errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids(text: str) -> list[int]:
 
 
 def test_the_package_has_the_names_and_stays_light() -> None:
-    """Processes that need none of them import none of what they need."""
+    """The package exports the names lazily, so processes that do not use them do not import their dependencies."""
     code = (
         "import sys, pd_cluster; before = len(sys.modules)\n"
         "names = [name for name in sys.modules if name.startswith('pd_cluster')]\n"
@@ -109,7 +109,7 @@ def test_the_same_script_draws_the_same_seeds(make: MakeLLM) -> None:
     assert seeds(seed=None)[:4] != seeds(seed=None)[:4]
 
 
-# ---- what comes out
+# ---- outputs
 
 
 def test_logprobs_in_vllms_shape(make: MakeLLM) -> None:
@@ -132,7 +132,7 @@ def test_logprobs_in_vllms_shape(make: MakeLLM) -> None:
         assert second[ids("z")[0]].decoded_token == "z"
 
 
-# ---- whose error is whose
+# ---- attribution of errors
 
 
 def test_one_prompt_that_cannot_be_served_leaves_the_others_whole(
@@ -163,7 +163,7 @@ def test_a_guide_that_cannot_be_followed_hurts_its_own_prompt_only(make: MakeLLM
 def test_a_request_that_fails_on_its_way_hurts_only_itself(
     make: MakeLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A foreseen failure, and an error that nobody has thought of."""
+    """Covers an expected failure and an unexpected exception."""
     llm, offline = make("xyz")
     complete = offline.service.complete
     failures = {2: InstanceLost("decode-0 died"), 3: KeyError("bug")}
@@ -180,7 +180,7 @@ def test_a_request_that_fails_on_its_way_hurts_only_itself(
         *((200, None), (500, "decode-0 died"), (500, "KeyError: 'bug'"), (200, None))
     ]
     assert outputs[1].prompt_token_ids == [2]
-    assert any(record.exc_info for record in caplog.records), "its place is told"
+    assert any(record.exc_info for record in caplog.records), "the log must have the traceback"
 
 
 # ---- chat
@@ -263,7 +263,7 @@ class ClosedTerminal(ClosedPipe):
 def test_answers_do_not_need_anybody_who_reads_of_them(
     make: MakeLLM, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO | None
 ) -> None:
-    """A program whose stderr was closed, such as a daemon's, or goes to a pipe that `head` has left."""
+    """Covers a closed stderr, as a daemon's, and a pipe whose reader has gone."""
     llm, _ = make("xyz")
     monkeypatch.setattr(sys, "stderr", stderr)
     assert [output.outputs.text for output in llm.generate(["a", "b"])] == ["xyz", "xyz"]

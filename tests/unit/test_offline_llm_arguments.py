@@ -1,4 +1,4 @@
-"""`LLM`'s own arguments: every one of both documents and of `serve` is honoured, without effect aloud, or refused."""
+"""Every argument of `LLM` in both documents, and of `serve`, is honoured, reported as without effect, or refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_signature_is_the_documents() -> None:
-    """It has 003's names, order and defaults; later arguments are keyword-only."""
+    """The signature has document 003's names, order and defaults; later arguments are keyword-only."""
     parameters = inspect.signature(LLM).parameters
     documented = (
         "model, tokenizer=None, tokenizer_mode='auto', skip_tokenizer_init=False, trust_remote_code=False, "
@@ -54,7 +54,7 @@ def test_the_defaults_are_those_of_serve_and_ask_for_nothing(make: MakeLLM, capl
     _, offline = make()
     engine = offline.config.engine
     assert (engine.tensor_parallel_size, engine.dtype, engine.seed, engine.swap_space_gib) == (1, "auto", 0, 4.0)
-    assert engine.gpu_memory_utilization is None, "the share of a GPU is not asked of a CPU"
+    assert engine.gpu_memory_utilization is None, "a GPU's memory share must not apply to a CPU"
     assert (engine.block_size, engine.max_num_seqs, engine.enable_prefix_caching) == (None, 256, True)
     assert (offline.config.prefill, offline.config.decode, offline.config.max_logprobs) == (0, 0, 20)
     assert warnings_of(caplog) == []
@@ -94,7 +94,7 @@ def test_instances_that_share_experts_are_worker_processes(make: MakeLLM, caplog
         ({"device_memory_utilization": 0.25, "num_blocks": 9}, {"gpu_memory_utilization": 0.25, "num_blocks": 9}),
         ({"kv_cache_memory": 0.5}, {"kv_cache_memory_gib": 0.5}),
         ({"swap_space": 0}, {"swap_space_gib": 0}),
-        # values as vLLM has them
+        # vLLM's values
         ({"kv_cache_memory_bytes": 3 << 29}, {"kv_cache_memory_gib": 1.5}),
         ({"kv_cache_memory_bytes": "512M"}, {"kv_cache_memory_gib": 0.5}),
         *(({"max_model_len": given}, {"max_model_len": n}) for given, n in (("1k", 1000), ("1K", 1024), (-1, None))),
@@ -109,7 +109,7 @@ def test_instances_that_share_experts_are_worker_processes(make: MakeLLM, caplog
                 {"speculative_model": "[ngram]", "num_speculative_tokens": 8},
             )
         ),
-        # what asks for nothing
+        # values that request nothing
         ({"enforce_eager": True, "load_format": "safetensors", "quantization": None, "enable_lora": False}, {}),
         ({"speculative_config": None, "kv_transfer_config": {}, "logits_processors": [], "runner": "auto"}, {}),
     ],
@@ -138,7 +138,7 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
         chat_template="{{ messages[0].content }}", tool_call_parser="hermes", enable_auto_tool_choice=True
     )
     assert (offline.config.chat.template, offline.config.chat.tool_parser) == ("{{ messages[0].content }}", "hermes")
-    assert offline.config.chat.trusts_request_templates, "who writes the script may write templates"
+    assert offline.config.chat.trusts_request_templates, "a script's author may supply templates"
     for name in ("reasoning_parser", "resoning_parser"):
         assert make(**{name: "qwen3"})[1].config.chat.reasoning_parser == "qwen3"
     assert make(max_logprobs=7)[1].config.max_logprobs == 7
@@ -194,7 +194,7 @@ def test_what_names_the_files_of_the_model_reaches_the_engine() -> None:
     assert engine.max_seq_len_to_capture == 99
     both = {"max_seq_len_to_capture": 512, "swap_space": 4, "swap_space_gib": 8}
     engine = config_of({"model": model, **both, "max_context_len_to_capture": 4096}).engine
-    assert (engine.max_seq_len_to_capture, engine.swap_space_gib) == (512, 8.0), "4 is the signature's default"
+    assert (engine.max_seq_len_to_capture, engine.swap_space_gib) == (512, 8.0), "the signature's default is 4"
     assert config_of({"model": model, "rope_theta": 7.0}).engine.hf_overrides == {"rope_theta": 7.0}
 
 

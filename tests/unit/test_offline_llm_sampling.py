@@ -1,4 +1,4 @@
-"""SamplingParams: the meaning of its fields to the engine, and the same checks as the API's."""
+"""SamplingParams: how its fields reach the engine, and the same checks as in the API."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ GUIDES = [
 
 
 def test_a_guide_by_any_of_its_names(make: MakeLLM) -> None:
-    llm, offline = make("a")  # one for all: each begins a process that checks guides
+    llm, offline = make("a")  # shared, because each starts a process that checks guides
     for params, guide in GUIDES:
         llm.generate("x", params, use_tqdm=False)
         llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
@@ -135,7 +135,7 @@ def test_a_guide_by_any_of_its_names(make: MakeLLM) -> None:
 
 @dataclasses.dataclass
 class GuidedDecodingRequest:
-    """The class of vLLM 0.6."""
+    """vLLM 0.6's class."""
 
     guided_json: Any = None
     guided_regex: str | None = None

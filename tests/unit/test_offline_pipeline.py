@@ -1,4 +1,4 @@
-"""LMDeploy's calls over an engine that plays back its answer: batches and streams."""
+"""LMDeploy's calls over an engine that plays back an answer: batches and streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ make = pytest.fixture(engines)
 
 @pytest.mark.parametrize(("arguments", "num_ends"), [({}, 0), ({"allow_control_tokens": True}, 2)])
 def test_control_tokens_in_messages_are_text(make: Make, arguments: dict[str, Any], num_ends: int) -> None:
-    """In a text that becomes a message, too; one that goes to the model as it is keeps them."""
+    """Control tokens in messages, or in a prompt that becomes a message, stay text; raw prompts keep them."""
     engine, offline = make(**arguments)
     engine(["a<eos>"])
     engine([[{"role": "user", "content": "b<eos>"}]])
@@ -112,7 +112,7 @@ def test_wrong_input_is_refused_before_any_work(make: Make) -> None:
     assert offline.prompts == []
 
 
-# ---- lMDeploy's sessions over an engine that plays back its answer: turns, steps, and how they end
+# ---- LMDeploy's sessions over an engine that plays back an answer: turns, steps and ends
 
 
 def test_a_session_of_texts_goes_on_from_its_tokens(make: Make) -> None:
@@ -196,11 +196,11 @@ def test_a_session_answers_one_turn_at_a_time(make: Make) -> None:
         turn(engine, "three", 5, sequence_start=False)
 
 
-# ---- what LMDeploy's `pipeline` takes, what it refuses by name, and what it says to have no effect
+# ---- arguments of LMDeploy's `pipeline`: honoured, refused by name, or without effect
 
 
 def test_documented_defaults_of_pipeline(make: Make) -> None:
-    """Both documents' orders are signatures of their own, over an implementation with the defaults."""
+    """Each document's argument order is a separate signature over one implementation with the defaults."""
     for overload in typing.get_overloads(pipeline):
         defaults = {name: each.default for name, each in inspect.signature(overload).parameters.items()}
         assert [defaults[name] for name in ("instance_num", "tp", "log_level")] == [32, 1, "ERROR"]
@@ -275,7 +275,7 @@ def test_drafting_is_configured_as_in_vllm_or_by_lmdeploys_own_class(make: Make)
 
 
 def test_which_model_is_served_and_how_it_is_read(make: Make) -> None:
-    """Arguments follow `LLM`'s; a field of the engine's configuration precedes the same override."""
+    """Arguments behave as in `LLM`; a field of the engine configuration takes precedence over the same override."""
     _, offline = make(
         try_unlisted=["helium"],
         language_model_only=True,

@@ -1,4 +1,4 @@
-"""LMDeploy's configuration classes: documented fields and defaults, and what each becomes here or is refused with."""
+"""LMDeploy's configuration classes: documented fields and defaults, and each field's meaning or refusal here."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None
     request = request_of(asked, tokenizer, (start, "there"))
     assert request.stop == ["stop", "there"]
     assert request.stop_token_ids == [*tokenizer.encode(end, False), *tokenizer.encode(start, False)]
-    # ignore_eos goes beyond the ends of answers that a template knows
+    # ignore_eos also ignores the template's end tokens
     assert request_of(dataclasses.replace(asked, ignore_eos=True), tokenizer, (start, "there")).stop == ["stop"]
     with pytest.warns(UserWarning, match="do_sample=True has no effect with top_k 1"):
         assert request_of(GenerationConfig(do_sample=True), tokenizer).temperature == 0.0

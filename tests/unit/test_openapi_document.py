@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid in itself, and of the very routes, models and limits that the server has."""
+"""The OpenAPI document is valid and matches the server's routes, models and limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def operations(written: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, An
 
 
 def values(node: Any, key: str) -> Iterator[Any]:
-    """Returns the values of this key, at any depth."""
+    """Yields the values of this key at any depth."""
     if isinstance(node, dict):
         if key in node:
             yield node[key]
@@ -74,7 +74,7 @@ def test_examples_are_what_their_schemas_say(openai: bool) -> None:
     for path, _, operation in operations(written):
         if "requestBody" in operation:
             body = operation["requestBody"]["content"]["application/json"]
-            least = 3 if path.endswith("/chat/completions") else path != "/classify"  # which needs a classifier
+            least = 3 if path.endswith("/chat/completions") else path != "/classify"  # /classify needs a classifier
             assert len(body["examples"]) >= least, path
             for example in body["examples"].values():
                 validator_of(written, body["schema"]).validate(example["value"])

@@ -1,4 +1,4 @@
-"""`pd-cluster instances` against an admin port without sockets: its requests, its waits and its output."""
+"""`pd-cluster instances` against a fake admin port without sockets: requests, waits and output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    """Gives this answer to every request; the requests are kept."""
+    """Answers every request with this answer, and records the requests."""
     asked: list[httpx.Request] = []
 
     def use(answer: Answer) -> list[httpx.Request]:
@@ -66,7 +66,7 @@ def token_file(tmp_path: Path) -> Path:
 
 
 def states(*entries: dict[str, Any] | None) -> Answer:
-    """The list as it is from one question to the next; the last one stays. Commands are taken."""
+    """Returns an answer that lists these states, one per query; the last one repeats. Accepts commands."""
     left = itertools.chain(entries, itertools.repeat(entries[-1]))
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -158,7 +158,7 @@ def test_refusals_are_passed_on(answers: Answers) -> None:
 
 
 def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
-    """The file that is named, or the one beside the table; beside a table alone, what --derive-secret makes of it."""
+    """From the named file, or the file next to the table; with only a table, from what --derive-secret gives."""
     assert Admin("u").token() == ""
     folder = tmp_path / "tables"
     made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")

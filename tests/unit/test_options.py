@@ -1,4 +1,4 @@
-"""`pd-cluster serve`: the flags for chats and for the layers before the API, and refusals."""
+"""`pd-cluster serve`: flags for chats and for the HTTP layers before the API, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refused(start: str) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
     assert "\n" not in str(caught.value)
 
 
-# ---- in front of the API
+# ---- before the API
 
 
 def test_keys_of_the_command_line_come_before_the_variable() -> None:
@@ -68,7 +68,7 @@ def test_keys_that_nobody_can_send_are_refused_unseen() -> None:
             {},
             "--api-key-tenant 'b': key 2 of --api-key already belongs to",
         ),
-        # other keys, and what goes with them
+        # other keys and related flags
         (["--max-connections=0"], {}, "--max-connections 0: must be at least 1"),
         (["--api-key=a", "--metrics-key=a"], {}, "--metrics-key: is also one of the API keys"),
         (["--ssl-keyfile=k"], {}, "--ssl-keyfile k: needs --ssl-certfile FILE"),
@@ -173,7 +173,7 @@ def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
 
 
 def test_the_marks_of_reasoning_in_a_config_of_vllm() -> None:
-    """vLLM's own server is started with them."""
+    """Accepts reasoning markers in the form of vLLM's server flags."""
     marks = '--reasoning-config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'
     assert options(marks, "--reasoning-parser=qwen3").chat().reasoning_parser == "qwen3"
     with refused("--reasoning-config: reasoning_start_str '<think>': --reasoning-parser mistral has [THINK]"):
@@ -212,7 +212,7 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(SOURCE, encoding="utf-8")
     assert chat_of(f"--chat-template={file}").template == SOURCE
-    # workers get the same flags, and their hosts need not have the file
+    # workers get the same flags, but need not have the file
     assert options("--model=m", f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None
     wrong = tmp_path / "wrong.jinja"
     wrong.write_bytes(b"\xff\xfe{{ }}")

@@ -1,4 +1,4 @@
-"""How a worker tells the tokens of steps with drafts: together, each once, with what became of the drafts."""
+"""How a worker sends tokens of steps with drafts: together, each once, with a report on the drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ S = "conn-of-s"
 
 
 def tokens_of(start: int, stop: int, num_tokens: int, has_logprobs: bool) -> list[TokenOutput]:
-    """The tokens of one step; the last of an answer's ends it."""
+    """Returns one step's tokens; an answer's last token ends it."""
     found = []
     for position in range(start, stop):
         logprobs = Logprobs(-position, 1, [(position, -0.5)]) if has_logprobs else None
@@ -73,7 +73,7 @@ def test_steps_of_any_size_are_told_whole_and_in_order(gathers: bool, has_logpro
         if gathers and not has_logprobs:
             assert len(told) == 1 + -(-(num_tokens - 1) // (MAX_UNSENT + 1))
         read = msgspec.msgpack.decode(wire.encode_body(wire.Outputs(told)), type=wire.Outputs)
-        assert read.tokens == told, "a scheduler reads what was written, within the limits of its types"
+        assert read.tokens == told, "a scheduler must be able to decode the message"
 
 
 def truth(request: Request) -> list[int]:
@@ -94,7 +94,7 @@ def test_a_step_with_drafts_leaves_in_one_output_with_its_report(seed: int) -> N
     assert [each.token_id for token in own for each in token.apart()] == truth(Request("r", order))
     for token in own:
         num_accepted = token.drafts.steps[0][1] if token.drafts is not None else 0
-        assert len(token.earlier) == num_accepted, "what a step gave has not left together"
+        assert len(token.earlier) == num_accepted, "a step's tokens must be sent together"
     steps = [step for token in own if token.drafts is not None for step in token.drafts.steps]
     numbers = {each.transfer_id: each.numbers for _, body in world.post.messages for each in body.events}
     assert (numbers["r"]["num_drafted"], numbers["r"]["num_accepted"]) == tuple(map(sum, zip(*steps, strict=True)))
@@ -106,6 +106,6 @@ def test_a_step_with_drafts_leaves_in_one_output_with_its_report(seed: int) -> N
     world.mail(wire.Attach(DIGEST, "r", 0))
     world.step()
     again = [each for _, body in world.post.messages for each in body.tokens]
-    assert [each.position for each in again] == list(range(30)), "each is kept by itself"
+    assert [each.position for each in again] == list(range(30)), "each token must be recorded separately"
     assert [step for each in again if each.drafts is not None for step in each.drafts.steps] == steps
     world.assert_home()

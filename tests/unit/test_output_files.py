@@ -1,4 +1,4 @@
-"""Output that an operator names: as in a shell, and nothing that was there is lost."""
+"""Output files named by an operator: opened as by a shell, without losing existing content."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_wrong_name_is_one_line(name: str, fault: str) -> None:
 
 
 def test_its_faults_stay_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    """The client reads no detail; the log has it."""
+    """A policy's error fails only its request; the client gets no details, the log has them."""
     with caplog.at_level(logging.ERROR):
         for name in ("failing", "one"):
             with pytest.raises(Unavailable, match=r"^the routing policy has failed$"):

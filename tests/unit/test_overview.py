@@ -1,4 +1,4 @@
-"""The overview: figures of the last minutes from counts, marks, and what is wrong. Pure, with an injected clock."""
+"""The overview: figures of the last minutes, events, and problems. Pure, with an injected clock."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     assert {kind for kind, _, _ in _texts(marks)} == {"up"}
     number = len(instances)
     marks.look(1.0, instances)
-    assert not marks.since(number), "nothing has changed"
+    assert not marks.since(number), "without a change there must be no event"
     lost = instances[0]
     lost.state, lost.reason = "unreachable", "its connection was closed"
     marks.look(2.0, instances)
@@ -101,7 +101,7 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     marks.look(2.1, instances)
     lost.state = "connecting"
     marks.look(2.2, instances)
-    assert len(marks.since(number)) == 1, "one death is one mark"
+    assert len(marks.since(number)) == 1, "one death must be one event"
     lost.state, lost.reason = "ready", ""
     marks.look(3.0, instances)
     assert _texts(marks, number + 1) == [("up", lost.name, "is ready")]
@@ -143,7 +143,7 @@ def test_what_is_wrong_comes_worst_first() -> None:
         f"{prefill.name}: 3 requests wait for states (--max-num-seqs, --state-cache); 97 of 100 are held"
     ]
     assert any(text.startswith("no KV cache can be sent from") for _, text in _problems(world)), (
-        "links have not been heard of"
+        "links must have been reported first"
     )
 
 
@@ -190,7 +190,7 @@ async def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> Non
             roster.set_state(roster.instances[0], "unreachable", "gone")
             while not any(mark["kind"] == "down" for mark in overview.to_json(0, 0)["marks"]):
                 await asyncio.sleep(0)
-            assert overview.to_json(0, 0)["samples"] == [], "no second has passed"
+            assert overview.to_json(0, 0)["samples"] == [], "less than a second must give no rate"
             now[0] += 1.5
             roster.wake()
             while not overview.to_json(0, 0)["samples"]:

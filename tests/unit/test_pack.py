@@ -1,4 +1,4 @@
-"""Pieces of KV cache between pools of any block size and dtype, against a token-by-token reference."""
+"""Pieces of KV cache between pools of any block size and dtype, against a per-token reference."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def random_pool(layout: KVLayout, seed: int) -> KVPool:
 
 
 def token(data: torch.Tensor, block_size: int, table: list[int], position: int, layer: int) -> torch.Tensor:
-    """[2, heads, head_dim]"""
+    """Returns one token's keys and values, [2, heads, head_dim]."""
     return data[table[position // block_size], layer, :, position % block_size]
 
 
 def random_piece(
     rng: random.Random, source: KVLayout, target: KVLayout, is_verbatim: bool
 ) -> tuple[KVPiece, list[int]]:
-    """A piece of a prompt, and the target's table of the whole prompt."""
+    """Draws a piece of a prompt, and the target's table for the whole prompt."""
     num_tokens = rng.randrange(1, 40)
     source_table = rng.sample(range(NUM_BLOCKS), source.num_blocks_for(num_tokens))
     target_table = rng.sample(range(NUM_BLOCKS), target.num_blocks_for(num_tokens))
@@ -89,12 +89,12 @@ def test_a_piece_arrives_and_nothing_else_changes(
                 expected = convert(convert(sent, ours.dtype, route.wire_dtype), route.wire_dtype, theirs.dtype)
                 assert torch.equal(token(b.data, size, table, position, layer), expected)
                 token(before, size, table, position, layer).copy_(expected)
-        if not route.is_verbatim:  # whole blocks travel, with what is behind the last token
-            assert torch.equal(before, b.data), "something beside the piece was written"
+        if not route.is_verbatim:  # verbatim, whole blocks are sent, including slots after the last token
+            assert torch.equal(before, b.data), "something outside the piece was written"
 
 
 def test_what_travels_is_the_narrower_dtype() -> None:
-    """int8 is for the wire only: a transport that reads the pool itself gains nothing by it, and stays exact."""
+    """The narrower dtype is sent. A transport that reads the pool directly does not use int8, and stays exact."""
     half = dataclasses.replace(LAYOUT, dtype="float16")
     assert PoolRoute(LAYOUT, half).wire_dtype == PoolRoute(half, LAYOUT).wire_dtype == "float16"
     assert PoolRoute(LAYOUT, LAYOUT, wants_int8=True, one_sided=True).precision == ""
@@ -134,7 +134,7 @@ def test_pairs_that_cannot_work_are_refused_by_name() -> None:
 
 
 def test_head_ranges_cover_all_heads() -> None:
-    """Split while there are enough heads, replicated when there are more ranks."""
+    """Heads are split if there are enough for all ranks, and replicated otherwise."""
 
     def ranges(num_kv_heads: int, tp_size: int) -> list[tuple[int, int]]:
         layout = dataclasses.replace(LAYOUT, num_kv_heads=num_kv_heads, tp_size=tp_size)

@@ -1,4 +1,4 @@
-"""Every command line of pd-cluster and pd-ranktable in the documents parses: the commands, flags and values exist."""
+"""Every command line of pd-cluster and pd-ranktable in the documents parses, so its flags and values exist."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMMAND = whole_command()
 NAMES = "|".join(COMMAND.commands)
 SPAN = re.compile(rf"`((?:pd-cluster|pd-ranktable|{NAMES}) [^`\n]+)`")
 COMMAND_LINE = re.compile(r"^ *(pd-cluster|pd-ranktable|sh|curl|python|docker|kubectl|helm) ", re.MULTILINE)
-OPEN = re.compile(r"…|\||\[|\.\.\.|\{| / |\bN\b")  # of a span that is a pattern, not a command
+OPEN = re.compile(r"…|\||\[|\.\.\.|\{| / |\bN\b")  # marks of spans that are patterns, not commands
 
 
 def lines(page: Path) -> Iterator[tuple[str, bool]]:
-    """Yields each command line of the page, and whether it is a whole one: a span may leave arguments out."""
+    """Yields each command line of a page, and whether it is complete: an inline span may omit arguments."""
     text = page.read_text("utf-8")
     for command in commands_of(text):
         yield command, True
@@ -38,7 +38,7 @@ def lines(page: Path) -> Iterator[tuple[str, bool]]:
 
 
 def parse(words: list[str], is_whole: bool) -> None:
-    """Raises what the command line would."""
+    """Parses a command line; raises its error."""
     command: Any = COMMAND
     path = []
     while words and words[0] in getattr(command, "commands", {}):
@@ -59,7 +59,7 @@ def parse(words: list[str], is_whole: bool) -> None:
 
 
 def parse_ranktable(words: list[str], is_whole: bool) -> None:
-    """Raises what the command line would, AssertionError in the place of an exit."""
+    """Parses a command line; raises its error, or AssertionError instead of exiting."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -70,7 +70,7 @@ def parse_ranktable(words: list[str], is_whole: bool) -> None:
 
 
 def words_of(line: str) -> list[str]:
-    """Returns a command line's words, without variables in front and a redirection behind."""
+    """Returns a command line's words, without leading variables and a trailing redirection."""
     words = shlex.split(line.replace("\\\n", " "), comments=True)
     while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
         words = words[1:]
@@ -79,7 +79,7 @@ def words_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranktable_cli, "_run", lambda parser, args: 0)  # parsed, and not done
+    monkeypatch.setattr(ranktable_cli, "_run", lambda parser, args: 0)  # parses without running
     for line, is_whole in lines(page):
         words = words_of(line)
         program = Path(words[0]).name if words else ""
@@ -89,7 +89,7 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             elif program == "pd-ranktable":
                 parse_ranktable(words[1:], is_whole)
         except (Exception, SystemExit) as error:
-            if is_whole or "requires an argument" not in str(error):  # a span may name a flag without its value
+            if is_whole or "requires an argument" not in str(error):  # an inline span may name a flag without its value
                 raise AssertionError(f"{line}: {error}") from error
 
 
@@ -124,11 +124,11 @@ def test_up_says_where_flags_of_instances_go(
         assert shown.endswith(f"`pd-cluster up -- {flag}`\n")
     for short in (["-tp", "9999"], ["-tp=9999"]):
         shown = said(*short, "--", "--nnodes", "2")
-        assert shown.startswith("pd-cluster: --nnodes 2: not supported"), "-tp was read before it"
+        assert shown.startswith("pd-cluster: --nnodes 2: not supported"), "-tp must be accepted before it"
 
 
 def test_no_command_is_where_no_test_would_read_it() -> None:
-    """In a block without a language, or an indented one."""
+    """No command is in a block without a language, or in an indented one, which no test reads."""
     for page in PAGES:
         text = page.read_text("utf-8")
         for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):

@@ -1,4 +1,4 @@
-"""Documents are consistent: links lead somewhere, pictures match their texts, the map has every package."""
+"""Documents are consistent: links resolve, pictures match their sources, the map lists every package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED = re.compile(r'<a id="([^"]+)">')
 
 
-OF_OTHERS = re.compile(r"npu_fusion_attention|ip_forward|(?:UCX|OTEL)_[A-Z_]+")  # names in other software
+OF_OTHERS = re.compile(r"npu_fusion_attention|ip_forward|(?:UCX|OTEL)_[A-Z_]+")  # other software's names
 
 
 def name_of(page: Path) -> str:
@@ -30,7 +30,7 @@ def name_of(page: Path) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of a page: those that it names, and its headings', as GitHub makes them, numbered where they repeat."""
+    """Returns a page's anchors: explicit ones, and those that GitHub makes of headings, numbered if repeated."""
     found = set(NAMED.findall(text))
     for heading in HEADING.findall(CODE_BLOCK.sub("", text)):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
@@ -41,7 +41,7 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """The page's relative links that lead to no file, or to no heading of the page that they name."""
+    """Returns the page's relative links to missing files or headings."""
     text = page.read_text("utf-8")
     plain = CODE_SPAN.sub("``", CODE_BLOCK.sub("", text))
     dead = []
@@ -70,7 +70,7 @@ def test_every_picture_has_a_text_and_matches_it() -> None:
 
 
 def test_the_table_of_layers_matches_the_code() -> None:
-    """Row by row: the first cell of a row under "Layers" names one layer of LAYERS, in order."""
+    """The first cells of the rows under "Layers" are the layers of LAYERS, in order."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     section = text.partition("\n## Layers\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ") and "`" in line.split("|")[1]]
@@ -78,7 +78,7 @@ def test_the_table_of_layers_matches_the_code() -> None:
 
 
 def test_a_page_names_modules_that_exist() -> None:
-    """A path in backticks such as `engine/step/core` or `kv/layout.lanes` is a module or package of pd_cluster."""
+    """Paths in backticks such as `engine/step/core` or `kv/layout.lanes` are modules or packages of pd_cluster."""
     top = {path.stem for path in PACKAGE.iterdir() if path.is_dir()}
     for page in (page for page in PAGES if page not in TOP):
         found = re.findall(r"`(?:pd_cluster/)?(\w+(?:/\w+)+)(?:\.\w+)?/?`", page.read_text("utf-8"))
@@ -88,13 +88,13 @@ def test_a_page_names_modules_that_exist() -> None:
 
 
 def spans(page: Path) -> set[str]:
-    """Returns what stands in backticks, outside of blocks of code."""
+    """Returns the page's spans in backticks, outside code blocks."""
     return set(re.findall(r"`([^`\n]+)`", CODE_BLOCK.sub("", page.read_text("utf-8"))))
 
 
 @functools.cache
 def sources() -> dict[Path, str]:
-    """Returns the text of everything that is no page: code, scripts, settings of deployments."""
+    """Returns the text of all files except pages: code, scripts, deployment settings."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     kinds, own = re.compile(r"\.(py|sh|c|h|js|css|html|ya?ml|tpl|toml)$"), Path(__file__).name
     files = [ROOT / name for name in listed.split("\0") if kinds.search(name) and not name.endswith(own)]
@@ -108,7 +108,7 @@ def words() -> set[str]:
 
 @functools.cache
 def members(name: str) -> set[str] | None:
-    """Returns methods and fields of a class of pd_cluster, its bases' among them; None: there is no such class."""
+    """Returns a pd_cluster class's methods and fields, inherited ones included; None if there is no such class."""
     found: set[str] = set()
     head = re.compile(rf"^class {name}\b(?:\[.*?\])?(?:\((.*?)\))?:\n((?:(?: .*)?\n)*)", re.MULTILINE)
     for file, text in sources().items():
@@ -120,7 +120,7 @@ def members(name: str) -> set[str] | None:
 
 
 def unknown_names(page: Path) -> list[str]:
-    """Returns paths, members of classes, and names of code that the page has and the repository has not."""
+    """Returns the page's paths, class members and code names that the repository lacks."""
     unknown = []
     for span in sorted(spans(page)):
         path = re.fullmatch(r"((?:tests|scripts|deploy|ranktable_tools)/[\w./-]+?)(?:::\w+)?/?", span)
@@ -135,7 +135,7 @@ def unknown_names(page: Path) -> list[str]:
     return unknown
 
 
-PATCHED = {"EngineConfig.max_prefill_seqs"}  # made by a patch of docs/extending.md
+PATCHED = {"EngineConfig.max_prefill_seqs"}  # added by a patch in docs/extending.md
 
 
 def test_a_page_names_what_the_code_has() -> None:

@@ -1,4 +1,4 @@
-"""The policies' choices beside those of an exhaustive search, in random clusters that change."""
+"""The policies' choices equal those of an exhaustive search, in changing random clusters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = keys_of(chain_hashes(PrefixScope("model", Numerics()).root(PROMPTS[-1]), 
 
 
 class RandomCluster:
-    """Instances that come, go, change their roles and loads, and lose links, all by chance. Small loads make ties."""
+    """Instances that randomly come, go, change roles and loads, and lose links. Small loads make ties."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -51,7 +51,7 @@ class RandomCluster:
             self.relink(each)
 
     def restart(self, each: Instance) -> None:
-        """Another life of it, which may be no life."""
+        """Restarts an instance, or leaves it dead."""
         rng = self.rng
         each.info = info_of(
             each.name, each.role, epoch=rng.randrange(9), model_identity="model", layout=rng.choice([LAYOUT, None])
@@ -69,7 +69,7 @@ class RandomCluster:
         each.known_blocks.apply(wire.CacheKeys(added=KEYS[: 8 * rng.choice([0, 0, 1, 15, 62])]))
 
     def relink(self, prefill: Instance) -> None:
-        """Any of its links may have another state, or none; some are to lives that are over."""
+        """Changes or removes the states of random links; some links lead to processes that have ended."""
         rng, links = self.rng, dict[str, LinkState]()
         for other in self.instances:
             if rng.random() < 0.95:
@@ -115,7 +115,7 @@ def chosen(name: str, instances: list[Instance], ask: RoutingRequest) -> str:
     "seeds", [range(1000), pytest.param(range(2000, 35_400), marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
 )
 def test_each_choice_is_that_of_an_exhaustive_search(seeds: range) -> None:
-    """Three choices of each cluster, between changes: 100,000 slow ones."""
+    """Compares three choices between changes of each cluster; 100,000 in the slow run."""
     kinds = Counter[str]()
     for seed in seeds:
         cluster = RandomCluster(seed)
@@ -150,7 +150,7 @@ def _check_sides(instances: list[Instance], ask: RoutingRequest, at: tuple[int, 
 
 
 def test_sessions_are_spread_and_move_only_with_their_instances() -> None:
-    """Of 2,000 sessions over 5 + 7 instances; an instance that leaves loses its own, on its own side alone."""
+    """With 2,000 sessions over 5 + 7 instances, a leaving instance moves only its own sessions, on its side only."""
     sides = [Instance(f"prefill-{at}", "prefill", "127.0.0.1", 1, ["0"], state="ready") for at in range(5)]
     decodes = [Instance(f"decode-{at}", "decode", "127.0.0.1", 1, ["0"], state="ready") for at in range(7)]
     for prefill in sides:
@@ -167,7 +167,7 @@ def test_sessions_are_spread_and_move_only_with_their_instances() -> None:
     assert all(220 < counts[each.name] < 360 for each in decodes), counts
     pairs = Counter(map(shown, before.values()))
     assert len(pairs) == 35
-    assert max(pairs.values()) < 95, "the choice of one side says nothing of the other"
+    assert max(pairs.values()) < 95, "the choices of both sides must be independent"
     for gone in (sides[1], decodes[3]):
         after = places([each for each in instances if each is not gone])
         for name in names:

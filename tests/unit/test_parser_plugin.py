@@ -1,4 +1,4 @@
-"""A file of the operator adds formats of tool calls; what is wrong with it is said in one line."""
+"""An operator's file adds tool call formats; its faults are reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies read as reasoning, content and calls, however their text is cut into pieces."""
+"""Parsing replies into reasoning, content and calls, however their text is split into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REASONING_PARSERS = ("", "deepseek_r1", "qwen3")
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Neighbours of one kind are one."""
+    """Merges adjacent parts of one kind."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -62,7 +62,7 @@ def tagged(*texts: str) -> str:
 
 
 def plain(*texts: str) -> list[Case]:
-    """Texts without a call."""
+    """Returns cases for texts without a call."""
     return [(text, [Content(text)]) for text in texts]
 
 
@@ -75,7 +75,7 @@ HERMES: list[Case] = [
     (tagged('{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}'), call(0, "é", '{"a" : 1 }')),
     (tagged(F.replace("{}", '" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"')), call(0, "f", '{"a": "\\n😀"}')),
     (tagged('{"name":"f"}'), call(0, "f")),
-    # not quite a call
+    # almost a call
     (tagged(F.replace("{}}", '{"a":1}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
     (tagged(F.replace("{}}", '{"a":1}}}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
     (f"{tagged(F.replace('{}', '{a}'))}ok", [*call(0, "f", "{a}}"), Content("ok")]),
@@ -227,7 +227,7 @@ LONG = LONG.replace("0}", "1" + "0" * 2000 + "}")
     ],
 )
 def test_no_character_is_looked_at_again_and_again(parser: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the text that a stream still has when more arrives can be examined twice."""
+    """Each character is examined a bounded number of times: again only if it is still held when more text arrives."""
     num_again = num_pieces = 0
     add = TextStream.add
 
@@ -289,13 +289,13 @@ def test_calls_come_after_reasoning_and_not_within(parser: str, text: str, parts
 
 @pytest.mark.parametrize(("parser", "text", "parts"), CASES)
 def test_a_call_ends_reasoning_that_is_never_closed(parser: str, text: str, parts: list[Part]) -> None:
-    """However the text is cut, and where a call's mark was mentioned before; without a call all of it is reasoning."""
+    """Also if the reasoning mentions a call's marker earlier, in any split; without a call, all text is reasoning."""
     begins = begins_of(FORMATS[parser]) if parser else ()
-    thought = f"I could {'' if parser == 'mistral' else ''.join(begins)} it.\n\n"  # Mistral's mark is never text
+    thought = f"I could {'' if parser == 'mistral' else ''.join(begins)} it.\n\n"  # Mistral's marker is never text
     form, whole = ReplyFormat(parser, "qwen3"), f"<think>\n{thought}{text}"
     at = next((at for at, part in enumerate(parts) if isinstance(part, CallBegin)), None)
     if at is None or not begins:
-        said = "".join(part[-1] for part in parts) if begins else text  # marks without a call are nothing
+        said = "".join(part[-1] for part in parts) if begins else text  # markers without a call are dropped
         expected: list[Part] = [Reasoning(f"{thought}{said}".strip(" \t\r\n"))]
     else:
         before = "".join(part[-1] for part in parts[:at])
@@ -315,7 +315,7 @@ def test_markers_and_ids_are_those_of_the_formats() -> None:
         ids = {ReplyFormat(parser).call_id("f", at) for at in range(100)}
         assert len(ids) == 100
         assert all(re.fullmatch(shape, each) for each in ids)
-    kimi = ReplyFormat("kimi_k2")  # its template writes nothing else of them
+    kimi = ReplyFormat("kimi_k2")  # its template writes no other markers
     assert [kimi.call_id("f", 0), kimi.call_id("g-x.y", 12)] == ["functions.f:0", "functions.g-x.y:12"]
     for config, parser in (({"tool_call_parser": "hermes"}, "hermes"), ({}, ""), ({"tool_call_parser": "unknown"}, "")):
         assert own_tool_parser(config) == parser

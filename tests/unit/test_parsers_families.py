@@ -1,4 +1,4 @@
-"""Calls and reasoning as the chat templates of many models' cards write them, read however they are cut."""
+"""Calls and reasoning as written by many models' chat templates, parsed in any split."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Cases = list[tuple[str, list[Part] | None]]
 
 
 def plain(*texts: str) -> Cases:
-    """Texts without a call."""
+    """Returns cases for texts without a call."""
     return [(text, [Content(text)]) for text in texts]
 
 
@@ -97,7 +97,7 @@ QWEN: Cases = [
         "Yes.\n" + tagged(function("f", city='New "York"\n\nUS', days="3"), function("g")),
         [Content("Yes.\n"), *call(0, "f", '{"city": "New \\"York\\"\\n\\nUS", "days": 3}'), *call(1, "g")],
     ),
-    (  # types: a number as a text stays a text, and the words of Python are understood
+    (  # types: a quoted number stays a string, and Python's literals are understood
         tagged(function("f", **TYPES)),
         call(0, "f", '{"city": "12", "flag": true, "any": "12", "list": [1, {}], "free": {"a": 1}, "other": "abc"}'),
     ),
@@ -107,20 +107,20 @@ QWEN: Cases = [
     ("<tool_call>\n<function=f>\n</tool_call>so", [*call(0, "f"), Content("so")]),
     *plain("<tool_call>hello</tool_call>", "<function=a b>", "<function="),
     ("<tool_call>\n\n</tool_call> so", [Content(" so")]),
-    (  # end markers that are missing: of values, of calls, of both
+    (  # without end markers of values, of calls, or of both
         "<tool_call>\n<function=f>\n<parameter=days>\n3\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=city>\n"
         f"Bonn\n{tagged(function('g'))}",
         [*call(0, "f", '{"days": 3}'), *call(1, "f", '{"city": "Bonn"}'), *call(2, "g")],
     ),
-    (  # two calls between one pair of markers, and text where none belongs
+    (  # two calls between one pair of markers, and misplaced text
         tagged(function("f", days="3").replace("f>", "f>\nso") + "\nand\n" + function("g")),
         [
             *(CallBegin(0, "f"), CallArguments(0, "{"), Content("so\n"), CallArguments(0, '"days": 3}')),
             *(Content("\nand\n"), *call(1, "g")),
         ],
     ),
-    (tagged(function("f", city=TAGS)), call(0, "f", f'{{"city": {json.dumps(TAGS)}}}')),  # that are text of a value
-    *(  # other spellings of values that the schema wants
+    (tagged(function("f", city=TAGS)), call(0, "f", f'{{"city": {json.dumps(TAGS)}}}')),  # markers in a value's text
+    *(  # other spellings of values in the schema
         (f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>", call(0, "f", shown))
         for key, text, shown in (
             *(("flag", "TRUE", '{"flag": true}'), ("flag", "yes", '{"flag": "yes"}'), ("days", "+3", '{"days": 3}')),
@@ -258,7 +258,7 @@ def test_calls_of_the_cards(parser: str) -> None:
         content = "".join(part.text for part in whole if isinstance(part, Content))
         shown = content if parser in TOKEN_MARKUP else text
         assert read(form, list(text), "none") == [Content(shown)] * bool(shown)
-        if parts is not None and CallBegin(1, "g") in parts:  # one beyond the limit leaves no trace
+        if parts is not None and CallBegin(1, "g") in parts:  # a call beyond the limit leaves no trace
             less = read(form, list(text), most_calls=1)
             assert {part.index for part in less if isinstance(part, CallBegin | CallArguments)} == {0}
 
@@ -366,7 +366,7 @@ def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -
     at = 0 if parser == "minimax_m2" else 1
     before = "".join(part[-1] for part in parts[:at])
     form = ReplyFormat(parser, "deepseek_r1")
-    tools = () if parser == "kimi_k2" else TOOLS  # the second of its calls is of no tool there
+    tools = () if parser == "kimi_k2" else TOOLS  # its second call names no tool
     for pieces in ([f"<think>so {text}"], [f"so {text}"], list(f"<think>so {text}")):
         assert read(form, pieces, tools=tools) == [Reasoning(f"so {before}".strip()), *parts[at:]]
         closed = [*pieces, "</think>", "Hi"]

@@ -1,4 +1,4 @@
-"""JSON that comes in pieces, held against the standard library's reader of whole texts."""
+"""Scanning JSON in pieces, against the standard library's parser of whole texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def scanned(pieces: Iterator[str]) -> tuple[bool, str, str]:
-    """Returns whether it was a value, the text taken, and the rest."""
+    """Returns whether a value was complete, the consumed text, and the rest."""
     stream, taken, found = TextStream(), [], []
 
     def read() -> Steps[None]:
@@ -70,12 +70,12 @@ def test_a_value_is_taken_whole_and_verbatim(seed: int) -> None:
         text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
         assert scanned(pieces_of(text + ' ] more, {"', rng))[:2] == (True, text)
         assert scanned(iter(text))[:2] == (True, text)
-        assert not scanned(iter(text[: rng.randrange(len(text))]))[0]  # cut short
+        assert not scanned(iter(text[: rng.randrange(len(text))]))[0]  # a truncated text
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_what_the_library_refuses_is_refused(seed: int) -> None:
-    """One character of a text is another: both still read it, or neither does."""
+    """After replacing one character of a text, both parsers accept it or both reject it."""
     rng = random.Random(seed)
     value = {"a": [1, -2.5e3, {"b": True, "c": None}, [], {}, "x y"], "d": {"e": [[0]]}}
     letters = list(json.dumps(value, indent=rng.choice([None, 1])))
@@ -141,7 +141,7 @@ def test_escapes_stand_for_what_the_library_says(seed: int) -> None:
     ],
 )
 def test_escapes_that_are_none(raw: str, text: str) -> None:
-    """The output can always be encoded."""
+    """Invalid escapes give output that can be encoded."""
     for pieces in (iter([raw]), iter(raw)):
         assert decoded(pieces) == text
     text.encode()

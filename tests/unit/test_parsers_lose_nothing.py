@@ -1,7 +1,7 @@
-"""Whatever a model writes appears as content, reasoning, or a call, in every format, also where its markup is damaged.
+"""Every word that a model writes appears in content, reasoning or a call, in every format, even with damaged markup.
 
-Texts have words such as `w3x` wherever a model puts its own: around calls, in names, keys and values, between
-parameters. A word that a damaged text still has must be in one of the parts.
+Texts have words such as `w3x` at every place for a model's own words: around calls, in names, keys and values, between
+parameters. Words that remain in a damaged text must be in one of the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.format_replies import Call
 from tests.support.json_writers import JSON_WRITERS
 from tests.unit.test_parsers import read
 
-NUM_DAMAGED = 30  # of each kind, for each format
+NUM_DAMAGED = 30  # damaged texts of each kind and format
 WORD = re.compile(r"w[0-9]+x")
 BORDER = re.compile(r"(?<=[<>{}\[\](),:=|\"'`\s｜])|(?=[<>{}\[\](),:=|\"'`\s｜])")
 PIECE = re.compile(r"</?[^<>\s]*>?|[{}\[\](),:=\"'`]|w[0-9]+x|\S+")
@@ -37,7 +37,7 @@ ARGUMENTS = '{"w2x": "w3x </b> w5x", "w4x": [5, "w6x"]}'
 
 
 def tagged(form: str, key: str, close: str, newline: str = "\n") -> str:
-    """A call with two parameters. `form` has a place for them, `key` for a parameter's name."""
+    """Returns a call with two parameters. `form` has a place for the parameters, `key` for a parameter's name."""
     parameters = "\n".join(
         f"{key.format(name)}{newline}{value}{newline}{close}"
         for name, value in (("w2x", "w3x </b> w5x"), ("w4x", "w6x"))
@@ -88,7 +88,7 @@ def dsml(section: str, gap: str = "") -> str:
     return f"<{mark}{section}>\n{one}\n{one}\n</{mark}{section}>"
 
 
-CALLS = {  # as the models' cards have them
+CALLS = {  # as in the model cards
     "apertus": f"<|tools_prefix|>[{KEYED}, {KEYED}]<|tools_suffix|>",
     "deepseek_v32": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
@@ -146,7 +146,7 @@ def with_a_piece_missing(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def with_a_word_more(text: str, rng: random.Random) -> Iterator[str]:
-    """Not within a header of gpt-oss's, which is markup up to <|message|>."""
+    """Yields the text with an added word, except in gpt-oss's headers, which are markup up to <|message|>."""
     places = [at.start() for at in BORDER.finditer(text)]
     headers = [range(at.start() + 1, at.end()) for at in re.finditer(r"<\|(channel|start)\|>.*?<\|message\|>", text)]
     places = [at for at in places if not any(at in header for header in headers)]

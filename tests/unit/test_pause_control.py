@@ -1,4 +1,4 @@
-"""Requests that an operator keeps leave their instances, wait as long as it takes, and go on after their tokens."""
+"""Requests kept during a pause leave their instances, wait without a limit, and continue after their tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def submits(world: World) -> list[wire.Submit]:
 
 
 async def begun(world: World) -> tuple[AsyncGenerator[TokenOutput, None], str]:
-    """Begins a request whose first token is read."""
+    """Begins a request and reads its first token."""
     serving, first, request_id = await world.begin()
     for prefill in world.instances[:2]:
         world.outputs(prefill.conn, token(request_id, 0))
@@ -50,7 +50,7 @@ async def test_it_goes_on_after_its_tokens() -> None:
 
 @pytest.mark.parametrize("looks", [True, False])
 async def test_one_that_looks_for_an_instance_is_kept_too(looks: bool) -> None:
-    """As is one whose reader comes late, when the gate is open again."""
+    """A request that is looking for an instance is also kept, even if its reader reads only after the resume."""
     world = World()
     serving, _ = await begun(world)
     if looks:
@@ -108,7 +108,7 @@ async def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
 
 @pytest.mark.parametrize("max_queue_s", [None, 5.0])
 async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -> None:
-    """Those that wait since before, and those that come; by the headers alone, too."""
+    """Refuses waiting and new requests, also on their headers alone."""
     world = World(max_queue_s=max_queue_s)
     await world.router.control_requests("paused")
     waiting = asyncio.ensure_future(anext(world.serve()))

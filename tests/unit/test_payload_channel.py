@@ -1,4 +1,4 @@
-"""The encrypted pair: payloads come whole, in order and for one peer alone; nobody waits for an end that is gone."""
+"""The encrypted pair delivers payloads whole, in order and to one peer only; no end waits for a closed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def ends() -> Iterator[tuple[KeyPair, PayloadSender, PayloadReceiver]]:
-    """The sender's keys and both ends, not connected."""
+    """Yields the sender's keys and both ends, not yet connected."""
     keys = KeyPair.of(b"")
     receiver, sender = PayloadReceiver(HOST, keys.public), PayloadSender(keys)
     try:
@@ -62,7 +62,7 @@ def test_payloads_of_any_size_come_in_order() -> None:
 
 
 def test_only_the_peer_is_admitted_and_only_once() -> None:
-    """Before it has come, and afterwards, when even its own keys open nothing."""
+    """Others are refused before the peer connects; afterwards even the peer's keys are refused."""
 
     def is_refused(stranger: KeyPair, port: int, server_key: bytes) -> bool:
         other = PayloadSender(stranger)
@@ -75,7 +75,7 @@ def test_only_the_peer_is_admitted_and_only_once() -> None:
 
     with ends() as (keys, sender, receiver):
         assert is_refused(KeyPair.of(b""), receiver.port, receiver.public_key)
-        assert is_refused(keys, receiver.port, KeyPair.of(b"").public), "the receiver proves its key, too"
+        assert is_refused(keys, receiver.port, KeyPair.of(b"").public), "the receiver must prove its key, too"
         meet(sender, receiver, receiver.port)
         assert is_refused(KeyPair.of(b""), receiver.port, receiver.public_key)
         assert is_refused(keys, receiver.port, receiver.public_key)
@@ -84,7 +84,7 @@ def test_only_the_peer_is_admitted_and_only_once() -> None:
 
 
 def test_nothing_is_readable_on_the_way() -> None:
-    """A relay between the two ends sees no run of the payload's bytes."""
+    """A relay between the ends sees no part of the payload in the clear."""
     secret = b"a prompt that nobody else may read " * 1000
     seen = bytearray()
     with ends() as (_, sender, receiver), socket.create_server((HOST, 0)) as listening:
@@ -118,7 +118,7 @@ def test_another_payload_than_the_announced_one_is_refused() -> None:
 
 
 def pump(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
-    """Copies until an end is closed, and closes the other direction then."""
+    """Copies until one end closes, then closes the other direction."""
     with source, target:
         try:
             while data := source.recv(1 << 16):
@@ -130,7 +130,7 @@ def pump(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
 
 def test_a_sender_hears_of_a_receiver_that_is_gone() -> None:
     def send_many() -> None:
-        for tag in range(1000):  # it may hear of the other end's after a few
+        for tag in range(1000):  # it may notice the other end's close only after some
             sender.send(memoryview(bytes(1 << 20)), tag).wait(WAIT_S)
 
     with opened() as (sender, receiver):
@@ -163,7 +163,7 @@ def test_an_address_that_makes_no_sense_is_refused(value: bytes) -> None:
 
 
 def test_gloo_cannot_come_under_the_encrypted_pairs_name() -> None:
-    """Otherwise a prefill instance could have a decode instance take payloads in the clear from another host."""
+    """Otherwise a prefill instance could make a decode instance accept unencrypted payloads from another host."""
     offer = GroupOffer("g", "gloo").offer("curve")
     assert "sends with 'gloo' over curve" in BY_NAME["curve"].why_not(CPU, offer)
 

@@ -1,4 +1,4 @@
-"""Files of pictures: what is read, what is refused and in which words."""
+"""Picture files: what is decoded, and the messages for what is refused."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_equal_pictures_in_other_files_have_one_digest() -> None:
     digests.add(fitted(picture, RULES)[1])
     assert len(digests) == 1
     assert prepared(file_of(noise(seed=1)), RULES)[1] not in digests
-    turned = Pictures.frombytes("RGB", (24, 16), picture.tobytes())  # the same bytes in another shape
+    turned = Pictures.frombytes("RGB", (24, 16), picture.tobytes())  # the same bytes with other dimensions
     assert fitted(turned, RULES)[1] not in digests
 
 
 def test_a_picture_is_turned_upright_before_it_is_counted() -> None:
     exif = Pictures.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # rotated by 90 degrees
     image, _ = prepared(file_of(noise(16, 24), exif=exif), RULES)
     assert (image.num_rows, image.num_columns) == (4, 6)
     upright, _ = fitted(noise(16, 24).transpose(Pictures.Transpose.ROTATE_270), RULES)
@@ -80,7 +80,7 @@ def test_modes_become_color() -> None:
         found = in_color(picture)
         assert found.mode == "RGB"
         assert abs(found.getpixel((3, 3))[0] - (255 if mode == "1" else 200)) < 3  # type: ignore[index]
-    for mode in ("I", "F"):  # white is 255, which still fits 8 bits: the scale stays
+    for mode in ("I", "F"):  # white is 255, as with 8 bits, so values are not rescaled
         found = in_color(Pictures.new("L", (16, 16), 255).convert(mode))
         assert found.getpixel((3, 3)) == (255, 255, 255)
     for mode in ("RGBA", "LA", "PA"):
@@ -113,10 +113,10 @@ def png(bits: int, color: int, values: bytes, clear: tuple[int, ...]) -> bytes:
 def test_the_transparent_color_of_a_png_is_white(
     bits: int, color: int, values: bytes, clear: tuple[int, ...], second: tuple[int, ...]
 ) -> None:
-    """At every depth, for a file that is decoded here and for a picture that its caller has opened."""
+    """Covers every depth, for files and for pictures that the caller has opened."""
     opened = Pictures.open(io.BytesIO(png(bits, color, values, clear)))
     decode(opened)
-    decode(opened)  # a second time changes nothing
+    decode(opened)  # decoding again changes nothing
     first = (255, 255, 255) if bits > 1 else (0, 0, 0)
     assert [in_color(opened).getpixel((x, 0)) for x in (0, 1)] == [first, second]
 
@@ -141,13 +141,13 @@ def test_files_that_are_refused(data: bytes, said: str) -> None:
 
 
 def test_a_text_that_unpacks_to_a_gigabyte_is_not_unpacked() -> None:
-    """Compressed texts and profiles beside a picture's pixels are as long as their sender likes."""
+    """Compressed texts and profiles in a picture file may expand to any size, so they are not decompressed."""
     whole, pack = file_of(noise()), zlib.compressobj(9)
     packed = b"".join(pack.compress(bytes(1 << 20)) for _ in range(100)) + pack.flush()
     tracemalloc.start()
     for name, data in ((b"zTXt", b"a\0\0" + packed), (b"iCCP", b"a\0\0" + packed), (b"iTXt", b"a\0\1\0\0\0" + packed)):
         chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        with contextlib.suppress(RequestError):  # an unread text is no reason to refuse the picture
+        with contextlib.suppress(RequestError):  # refusing the picture is allowed, too
             assert prepared(whole[:33] + chunk + whole[33:], RULES)[0].num_rows
     _, most_nbytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -183,7 +183,7 @@ def test_data_urls() -> None:
             fetched(url, Places())
 
 
-# ---- pictures of prompts on their way in: child processes, limits, and the memory that they are kept in
+# ---- intake of prompts' pictures: child processes, limits, and memory
 
 
 PART = VisionPart("qwen2_vl", RULES, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
@@ -204,7 +204,7 @@ def sources(*urls: str) -> list[Source]:
 
 
 async def test_pictures_take_the_places_of_their_placeholders(tmp_path: Path) -> None:
-    """A bad one is named, and the child that decodes them goes on."""
+    """An error names the bad picture, and the decoding child continues."""
     (tmp_path / "a.png").write_bytes(file_of(picture(1)))
     async with intake_of(domains=("pictures.example",), local_root=str(tmp_path)) as intake:
         one = data_url(picture(1))
@@ -227,7 +227,7 @@ async def test_pictures_take_the_places_of_their_placeholders(tmp_path: Path) ->
 
 
 async def test_addresses_of_the_cluster_are_never_fetched_from() -> None:
-    """Nor is any address inside of a network, also where every host is allowed."""
+    """Neither the cluster's nor any private address is fetched from, even if all hosts are allowed."""
     async with intake_of(domains=(ANY_HOST,)) as intake:
         for address in ("8.8.4.4", "127.0.0.1", "169.254.169.254"):
             with pytest.raises(RequestError, match=f"{address}: its address is not public"):
@@ -248,7 +248,7 @@ async def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "takes too long"])
 async def test_a_decoder_that_fails_takes_no_other_picture_with_it(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """Where it takes too long it is killed; the next picture gets another one."""
+    """A decoder that takes too long is killed; the next picture gets a new one."""
     async with intake_of(cache_gb=0.0) as intake:
         exchange, url = job_child.JobChild.exchange, data_url(picture(1))
         await intake.place([7], sources(url), "prompt")
@@ -288,13 +288,13 @@ class Counts:
 
 
 async def test_what_was_read_is_kept_for_its_tenant() -> None:
-    """Until there is no more room: the least recently used goes."""
+    """Decoded pictures are kept per tenant; when memory is full, the least recently used is dropped."""
     counts, urls = Counts(), [data_url(picture(seed)) for seed in range(2)]
     async with intake_of(counts, cache_gb=2.5 * RULES.num_bytes(Image(4, 6)) / (1 << 30)) as intake:
         read, kept = [False, "read", ("image", True)], [True, ("image", True)]
         for url, salt, expected in (
             *((urls[0], "a", read), (urls[0], "a", kept), (urls[0], "b", read), (urls[0], "a", kept)),
-            *((urls[1], "a", read), (urls[0], "a", kept), (urls[0], "b", read)),  # urls[1] in the place of b's
+            *((urls[1], "a", read), (urls[0], "a", kept), (urls[0], "b", read)),  # urls[1] replaced b's picture
         ):
             counts.found.clear()
             shown = await intake.place([7], sources(url), "prompt", (), salt)
@@ -303,7 +303,7 @@ async def test_what_was_read_is_kept_for_its_tenant() -> None:
 
 
 async def test_a_request_says_how_its_pictures_are_read_and_a_sender_names_them() -> None:
-    """Another size is another content; what was kept for one setting never serves another."""
+    """A request's size settings are part of the content, so pictures kept for one setting never serve another."""
     async with intake_of() as intake:
         url = data_url(picture(1))
 
@@ -322,7 +322,7 @@ async def test_a_request_says_how_its_pictures_are_read_and_a_sender_names_them(
         assert large.num_rows * large.num_columns == 48
         with pytest.raises(RequestError, match="its min_pixels are too close to the folder's max_pixels"):
             await shown(min_pixels=1024)
-        # a name stands for what its tenant sent last by it, and never for what is sent beside it
+        # a name refers to the picture that its tenant last sent under it, except for one sent with the name
         one, two = (data_url(picture(seed)) for seed in (1, 2))
 
         async def digest(url: str, salt: str = "a", **more: Any) -> bytes:
@@ -360,7 +360,7 @@ async def test_options_that_cannot_be_had() -> None:
                 intake.options(given, "mm_processor_kwargs")
             assert said in str(raised.value)
             assert raised.value.param == "mm_processor_kwargs"
-    async with intake_of(processor={"max_pixels": 512}) as intake:  # the server's own hold where a request says nothing
+    async with intake_of(processor={"max_pixels": 512}) as intake:  # the server's settings apply by default
         assert [intake.options(given, "x").max_pixels for given in ({}, {"max_pixels": 300})] == [512, 300]
     with pytest.raises(ConfigError, match="--mm-processor-kwargs: max_pixels 2048: this model's folder has"):
         MediaPreparation(PART, MediaSettings(processor={"max_pixels": 2048}))
@@ -375,13 +375,13 @@ def test_pixels_are_counted_until_they_are_released() -> None:
     held.release()
     held.release()
     assert budget.in_memory.taken_nbytes == 40
-    del other  # a prompt that was never sent
+    del other  # its prompt was never sent
     gc.collect()
     assert budget.in_memory.taken_nbytes == 0
 
 
 async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path) -> None:
-    """They are the same, travel as they are, and are counted within a limit of their own."""
+    """Pixels beyond the memory limit are in an unnamed file, unchanged, can be sent, and count against a limit."""
     nbytes = RULES.num_bytes(Image(4, 6))
     limits = {"memory_gb": 1.5 * nbytes / (1 << 30), "spill_path": str(tmp_path), "spill_gb": 2.5 * nbytes / (1 << 30)}
     async with intake_of(**limits) as intake, intake_of() as other:
@@ -414,7 +414,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
 
 
 def test_a_decode_leg_that_would_compute_a_picture_without_pixels() -> None:
-    """It is finished and named; one whose cached prefix covers its pictures runs."""
+    """Such a leg ends with an error; one whose cached prefix covers its pictures runs."""
     scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 8, 64))
     fields = {"spans": (Span(1, 5, b"d"),), "images": (Image(4, 4),)}
     order = RequestSpec([1, 7, 7, 7, 7, 2, 3], Sampling(max_tokens=20), **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`pd-cluster plan` as it is typed, over the real simulator, and what it refuses before it simulates."""
+"""`pd-cluster plan` command lines over the real simulator, and refusals before simulating."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = StepCost(step_s=0.01, row_s=0.0001, context_token_s=1e-8, prompt_token_s=
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A trace of long prompts, and costs that were measured on a CPU."""
+    """Writes a trace of long prompts, and costs measured on a CPU."""
     folder, rng = tmp_path_factory.mktemp("plan"), random.Random(5)
     at_s, arrivals = 0.0, []
     for _ in range(40):
@@ -42,7 +42,7 @@ def plan(files: dict[str, str], *words: str) -> Result:
 
 @pytest.mark.slow
 def test_a_plan_over_the_simulator_says_what_to_start(files: dict[str, str]) -> None:
-    """Prompts of 1,000 tokens take 0.1 s, in which no colocated instance makes two tokens 14 ms apart."""
+    """Prompts of 1,000 tokens take 0.1 s, so a colocated instance cannot keep tokens 14 ms apart."""
     found = Path(files["folder"], "plan.json")
     words = ("--costs", files["costs"], "--devices", "2", "--slo-ttft", "0.6", "--json", str(found))
     done = plan(files, *words, "--slo-tpot", "0.014")
@@ -58,7 +58,7 @@ def test_a_plan_over_the_simulator_says_what_to_start(files: dict[str, str]) -> 
 
 
 def test_goals_that_no_layout_meets_name_the_nearest(files: dict[str, str]) -> None:
-    """A step takes 10 ms by itself."""
+    """The goal is shorter than a step's fixed 10 ms."""
     goals = ("--slo-tpot", "0.001", "--num-requests", "6")
     done = plan(files, "--costs", files["costs"], "--devices", "1", *goals)
     assert done.exit_code == 1

@@ -1,4 +1,4 @@
-"""Costs of a device that nobody measured, against figures by hand; and the lines that start a layout."""
+"""Estimated costs of a device that was not measured, against manual figures, and commands that start a layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ranktable_tools import cli as ranktable_cli
 from tests.unit.test_deploy_helm import CHART
 from tests.unit.test_page_commands import parse, words_of
 
-NUM_TABLE = 128_256 * 8192  # weights of the embeddings, and as many of the output layer
+NUM_TABLE = 128_256 * 8192  # weights of the embeddings, and of the output layer
 NUM_WEIGHTS = 70_553_706_496
 LLAMA_70B = ModelNeeds(
     name="llama-70b",
@@ -48,7 +48,7 @@ LLAMA_70B = ModelNeeds(
     layouts=(KVLayout(80, 8, keys_and_values(128), 1, "bfloat16"),),
 )
 H100 = device_model("h100")
-READ_S = 2 * (NUM_WEIGHTS - NUM_TABLE) / (3.35e12 * 0.85)  # 48.8 ms: all weights, by one device
+READ_S = 2 * (NUM_WEIGHTS - NUM_TABLE) / (3.35e12 * 0.85)  # 48.8 ms for one device to read all weights
 FOUR = InstanceShape(tp_size=4, max_num_batched_tokens=2048, max_num_seqs=128)
 LOAD = [Arrival(at_s=float(i), num_prompt_tokens=3000, num_output_tokens=200) for i in range(4)]
 
@@ -69,7 +69,7 @@ def test_a_decode_step_of_llama_70b_is_bound_by_its_bytes() -> None:
 
 
 def test_a_full_chunk_takes_the_time_of_its_operations_or_of_its_bytes() -> None:
-    """Whichever is longer, beside the sums over ranks: 160 times 2 x 3/4 x 8192 numbers a token."""
+    """The longer of both, plus sums over ranks: 160 times 2 x 3/4 x 8192 numbers per token."""
     for chunk, is_bound_by_flops in ((2048, True), (64, False)):
         step = step_cost(LLAMA_70B, H100, replace(FOUR, max_num_batched_tokens=chunk))
         flops_s = chunk * 2 * (NUM_WEIGHTS - NUM_TABLE) / 4 / (989e12 * 0.65)
@@ -80,7 +80,7 @@ def test_a_full_chunk_takes_the_time_of_its_operations_or_of_its_bytes() -> None
 
 
 def test_rows_are_free_until_their_operations_take_longer_than_the_weights() -> None:
-    """On one device, as no sums are between: 989e12 x 0.65 / (3.35e12 x 0.85) = 225.8 rows of 2 bytes a weight."""
+    """On one device (without sums): 989e12 x 0.65 / (3.35e12 x 0.85) = 225.8 rows with 2 bytes per weight."""
     step = step_cost(LLAMA_70B, H100, replace(FOUR, tp_size=1))
     assert step.num_flat_rows == 225
     assert step.row_s == pytest.approx(2 * (NUM_WEIGHTS - NUM_TABLE) / (989e12 * 0.65))
@@ -149,7 +149,7 @@ def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) 
     ],
 )
 def test_lines_that_start_a_split_are_valid(start: StartCommands, num_gen: int, tmp_path: Path) -> None:
-    """The command lines parse, and tables made by them have the files and ports that the other lines name."""
+    """The commands parse, and the tables that they write have the files and ports used by the other lines."""
     for line in start.on_this_machine:
         words = words_of(line)
         assert words[0] == "pd-cluster"

@@ -1,4 +1,4 @@
-"""Pools whose planes have different widths, as a latent and its rope part have, travel every way that pools do."""
+"""Pools with planes of different widths, as for latents and their rope parts, over every transport."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.transports import NUM_BLOCKS, WAIT_S, Pair
 
 PLANES = (Plane("latent", 512), Plane("rope", 64))
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, planes=PLANES, block_size=4, dtype="float32")
-# Only some layers have the third plane.
+# only some layers have the third plane
 MIXED = replace(LAYOUT, planes=(*PLANES, Plane("index", 32)), plane_layers=((0, 1, 2), (0, 1, 2), (0, 2)))
-LAST = 8  # tokens 4 to 12 of a prompt travel
+LAST = 8  # tokens 4 to 12 of a prompt are sent
 
 
 def filled(layout: KVLayout, seed: int) -> KVPool:
@@ -45,7 +45,7 @@ def fill(memory: Memory, layout: KVLayout, seed: int) -> None:
 
 
 def tokens_of(memory: Memory, layout: KVLayout, table: list[int], layer: int) -> list[torch.Tensor]:
-    """Each plane's tokens 4 to 12 of a prompt in these blocks, one by one."""
+    """Returns the sent tokens' content in each plane, read one by one from these blocks."""
     size = layout.block_size
     places = [(table[at // size], at % size) for at in range(4, 12)]
     return [torch.stack([plane[block, offset] for block, offset in places]) for plane in memory.planes(layer)]
@@ -147,7 +147,7 @@ def test_blocks_travel_over_every_transport(
     if kind:
         request.getfixturevalue("gpu")
     into = replace(layout, block_size=block_size)
-    others = set(threading.enumerate())  # earlier tests' threads may still be on their way out
+    others = set(threading.enumerate())  # threads of earlier tests may still be ending
     pair = Pair(name, layout, kind=kind or "cpu", into=into)  # type: ignore[arg-type]
     piece = wire.KVPiece(4, LAST, 0, 3, [7, 11])
     table = [0, 6, 2] if block_size == 4 else [6, 2]
@@ -158,7 +158,7 @@ def test_blocks_travel_over_every_transport(
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, sent, strict=True))
     pair.close()
     left = [each for each in threading.enumerate() if each.name == "kv-meeting" and each not in others]
-    assert not left, f"within {WAIT_S:g} s"
+    assert not left, f"threads did not end within {WAIT_S:g} s"
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, MIXED])

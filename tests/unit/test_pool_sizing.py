@@ -1,4 +1,4 @@
-"""Sizes of the KV pool and the swap space, and moves of blocks between them."""
+"""Sizes of the KV pool and the swap space, and block moves between them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.Monke
 
 
 def test_pools_that_do_not_fit_a_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by itself, by what is free; those of all ranks together, by the limit. Others may still load as much."""
+    """One pool is checked against free memory, all ranks' pools against the limit; others may still load weights."""
     for settings in ({"kv_cache_memory_gib": 9.0}, {"kv_cache_memory_gib": 5.0, "num_local_ranks": 4}):
         with pytest.raises(ConfigError, match=r"GiB.*8\.00 GiB of the 16\.00 GiB of this host\. Ask for less"):
             num_blocks(monkeypatch, **settings)
@@ -103,7 +103,7 @@ def test_swap_space_is_there_in_mode_swap_only() -> None:
 
 
 def test_pinned_memory_is_told_beside_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch rounds a pinned block up to a power of two: 5 GiB take 8."""
+    """torch rounds pinned memory up to a power of two, so 5 GiB take 8; the log reports it."""
     stats = {"allocated_bytes.current": 8 * GIB, "active_bytes.current": 5 * GIB}
     monkeypatch.setattr(devices, "_module", lambda device: SimpleNamespace(host_memory_stats=lambda: stats))
     assert pinned_nbytes(Device("cuda")) == 8 * GIB
@@ -139,18 +139,18 @@ def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
     pool.close()
 
 
-# ---- of an accelerator
+# ---- accelerators
 
 
 def cuda_blocks(monkeypatch: pytest.MonkeyPatch, free: float, peak: float = 20.0, **settings: Any) -> int:
-    """GiB of an 80 GiB GPU, of which 16 are this process's weights; the largest step takes what is more of `peak`."""
+    """Returns the blocks for an 80 GiB GPU with 16 GiB of weights; `peak`: weights and largest step, in GiB."""
     monkeypatch.setattr(pool_sizing, "memory", lambda device: MemoryInfo(int(free * GIB), 80 * GIB))
     monkeypatch.setattr(pool_sizing, "reserved_nbytes", lambda device: 16 * GIB)
     return pool_sizing.num_pool_blocks(config(**settings), LAYOUT, 64, Device("cuda"), int(peak * GIB))
 
 
 def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that others use gives what nobody has."""
+    """If other processes use the GPU, the pool gets what is free."""
     of_a_gib = GIB / LAYOUT.block_nbytes
     for free, given, left in (
         (63.0, {}, 72 - 20 - 1),
@@ -162,12 +162,12 @@ def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: py
         cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.2)
 
 
-# ---- of several groups of layers
+# ---- several groups of layers
 
 ALL = KVLayout(2, 2, keys_and_values(8), 4, "float32", layers=(2, 4))
 WINDOWS = KVLayout(3, 2, keys_and_values(8), 4, "float32", rule="window", window=10, layers=(0, 1, 3))
-STATES = KVLayout(1, 4, (Plane("state", 1024),), 1, "float32", rule="state", layers=(5,))  # of 16 KiB
-LENGTH, STEP = 1000, 40  # of the longest request, and of a step
+STATES = KVLayout(1, 4, (Plane("state", 1024),), 1, "float32", rule="state", layers=(5,))  # a state of 16 KiB
+LENGTH, STEP = 1000, 40  # tokens of the longest request, and of a step
 
 
 def groups(monkeypatch: pytest.MonkeyPatch, *layouts: KVLayout, **settings: Any) -> group_pool_sizing.GroupSizes:
@@ -180,7 +180,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, *layouts: KVLayout, **settings: Any)
 def test_groups_share_the_memory_and_leave_little(
     monkeypatch: pytest.MonkeyPatch, layouts: tuple[KVLayout, ...]
 ) -> None:
-    """Whatever is given: no more bytes than that, room for the longest request, and a full window for each sequence."""
+    """Groups use at most the given bytes, hold the longest request, and give every sequence a full window."""
     rng, seen = random.Random(len(layouts)), set[str]()
     for _ in range(300):
         nbytes = rng.randrange(1 << 18, 1 << rng.choice((20, 26)))
@@ -199,7 +199,7 @@ def test_groups_share_the_memory_and_leave_little(
         if WINDOWS in layouts:
             wanted = max(
                 250, (found.max_num_seqs * 4 + 10) * 5 // 4
-            )  # blocks of 10 tokens, wherever they begin; of a step
+            )  # 4 blocks for 10 tokens at any offset; 10 blocks for a step
             assert found.nums_blocks[1] == min(wanted, found.nums_blocks[0])
         assert left < ALL.block_nbytes + WINDOWS.block_nbytes
         if STATES in layouts:
@@ -214,11 +214,11 @@ def test_groups_share_the_memory_and_leave_little(
 def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = groups(monkeypatch, ALL, STATES)
     assert (found.max_num_seqs, found.num_checkpoints) == (256, GIB // 4 // STATES.block_nbytes)
-    assert groups(monkeypatch, ALL, STATES, max_num_seqs=10).nums_blocks[0] == 10 * 250  # no more can be used
-    large = replace(STATES, planes=(Plane("state", 1 << 24),))  # 256 MiB: 16 fit a half of what is free
+    assert groups(monkeypatch, ALL, STATES, max_num_seqs=10).nums_blocks[0] == 10 * 250  # all that can be used
+    large = replace(STATES, planes=(Plane("state", 1 << 24),))  # 256 MiB; half of the free memory holds 16
     found = groups(monkeypatch, ALL, large)
     assert (found.max_num_seqs, found.num_checkpoints) == (2, 1)
-    found = groups(monkeypatch, ALL, large, max_num_seqs=8)  # the default grows with what is asked for
+    found = groups(monkeypatch, ALL, large, max_num_seqs=8)  # the default share grows with the requested number
     assert (found.max_num_seqs, found.num_checkpoints) == (8, 2)
     found = groups(monkeypatch, ALL, WINDOWS, large, num_blocks=300, preemption_mode="swap", swap_space_gib=1.0)
     assert found.nums_blocks[:2] == (300, 250)
@@ -242,7 +242,7 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_groups_take_what_an_accelerator_has_left() -> None:
-    """And never ask what the host has: weights and steps are on the device, and so are each pool's extra blocks."""
+    """Host memory is not checked, because weights and steps are on the device."""
     left = (GIB, "--gpu-memory-utilization 0.9, of which weights and steps take 20.0 GiB")
 
     def found(**settings: Any) -> group_pool_sizing.GroupSizes:

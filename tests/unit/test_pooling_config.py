@@ -1,4 +1,4 @@
-"""Requests that become vectors: routed to one instance, replayed, ended with nothing held."""
+"""Pooling requests are routed to one instance, replayed, and end with nothing held."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tell(world: World, conn: str, submit: wire.Submit) -> None:
 
 async def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
     world = World()
-    world.instances[0].outstanding_tokens += 50  # the other one has less to do
+    world.instances[0].outstanding_tokens += 50  # the other instance has less work
     task = pool(world)
     conn, submit = await submitted(world, 1)
     assert (conn, submit.leg, submit.peer) == ("to-prefill-1", "hybrid", "")
@@ -68,7 +68,7 @@ async def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
     tell(world, conn, submit)
     assert (await task).vector == VECTOR
     assert len(world.mailbox.of(wire.Submit)) == 1
-    assert world.mailbox.of(wire.Abort) == []  # the leg has ended by itself
+    assert world.mailbox.of(wire.Abort) == []  # the leg had already ended
     world.instances[0].outstanding_tokens -= 50
     world.assert_home()
     stats = world.router.stats.snapshot()
@@ -110,7 +110,7 @@ async def test_it_is_computed_again_elsewhere() -> None:
         again, second = await submitted(world, 2)
         assert (conn, again) == ("to-prefill-0", "to-prefill-1")
         assert (second.attempt, second.resumed, second.order) == (1, [], submit.order)
-        tell(world, conn, submit)  # of the attempt before: dropped
+        tell(world, conn, submit)  # a message of the previous attempt is dropped
         await asyncio.sleep(0)
         assert not task.done()
         tell(world, again, second)
@@ -136,7 +136,7 @@ async def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
         world.lose(conn.removeprefix("to-"))
     with pytest.raises(InstanceLost):
         await task
-    task = pool(world)  # its reader leaves
+    task = pool(world)  # its client leaves
     conn, _ = await submitted(world, 6)
     before = world.aborted()
     task.cancel()
@@ -168,7 +168,7 @@ def test_a_worker_sends_the_vector_and_holds_nothing() -> None:
 
 
 def test_logits_in_steps_with_vectors_and_answers() -> None:
-    """The rows of those that choose a token stay theirs."""
+    """In a step with pooled prompts, sequences that sample still get their own logits."""
     world = WorkerWorld()
     prompts = {name: [4 + (at + start) % 30 for at in range(9 + start)] for start, name in enumerate("abcdef")}
     for name, pooling in (("a", LOGITS), ("c", MEAN), ("d", LOGITS)):
@@ -230,7 +230,7 @@ def test_limits_of_an_engine() -> None:
     assert "21 prompt tokens exceed max_model_len 20" in (too_long or "")
 
 
-# ---- a checkpoint's way to pool
+# ---- a checkpoint's pooling method
 
 
 def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_wrong_parameters_are_named() -> None:
         check_task("pooling_task", "token_embed")
 
 
-# ---- embeddings at the public port with keys: limits, refunds, salts and priorities are those of other routes
+# ---- embeddings at the public port: limits, refunds, salts and priorities as on other routes
 
 
 INPUT = [[1, 2, 3], [4, 5]]
@@ -345,7 +345,7 @@ async def test_one_prompt_that_fails_ends_all_and_gives_back_what_was_not_sent(m
     assert answer.status == 400
     assert len(port.world.mailbox.of(wire.Abort)) == 1
     port.world.assert_home()
-    answer = await embed(port, "k", priority=2)  # it needs a server that has them
+    answer = await embed(port, "k", priority=2)  # only with a server that allows priorities
     assert (answer.status, answer.json()["error"]["param"]) == (400, "priority")
     too_much = await port.ask("k", "POST", "/v1/embeddings", input=[[1] * 60, [2] * 60])
     assert too_much.status == 400

@@ -14,7 +14,7 @@ from pd_cluster.cluster.processes import port_reservations
 from pd_cluster.errors import ConfigError
 from tests.support.held import held, more_than
 
-FEW = range(64_000, 64_040)  # above all ports that servers of other tests or outgoing connections get
+FEW = range(64_000, 64_040)  # above the ports of other tests' servers and outgoing connections
 OTHERS = """
 from pd_cluster.cluster.processes import port_reservations
 port_reservations._candidates = lambda: iter(range({start}, {stop}))
@@ -26,7 +26,7 @@ input()
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_reservations, "_candidates", lambda: iter(FEW))
-    monkeypatch.setattr(port_reservations, "FOR_LIFE", port_reservations.Reservations())  # given back with the test
+    monkeypatch.setattr(port_reservations, "FOR_LIFE", port_reservations.Reservations())  # released with the test
 
 
 def test_what_another_process_has_chosen_is_not_chosen(few: None) -> None:
@@ -41,7 +41,7 @@ def test_what_another_process_has_chosen_is_not_chosen(few: None) -> None:
         with pytest.raises(ConfigError, match="no 11 free ports"):
             port_reservations.free_ports(11)
         other.communicate("")
-    assert set(port_reservations.free_ports(5)) <= theirs  # it has ended
+    assert set(port_reservations.free_ports(5)) <= theirs  # the process has ended
 
 
 def test_a_port_is_free_again_when_its_reservation_ends(few: None) -> None:
@@ -61,7 +61,7 @@ def test_a_pair_is_two_neighbours(few: None) -> None:
         server.bind(("127.0.0.1", FEW[1]))
         server.listen()
         port = port_reservations.free_port_pair()
-        assert port >= FEW[2], "what somebody listens on is not chosen"
+        assert port >= FEW[2], "a port in use must not be chosen"
         assert FEW[1] not in port_reservations.free_ports(3)
         assert {port, port + 1}.isdisjoint(port_reservations.free_ports(10))
 

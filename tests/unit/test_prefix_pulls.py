@@ -1,4 +1,4 @@
-"""Pulls between prefill instances: which source is worth it, what an end holds, and that a load gains from them."""
+"""Prefix pulls between prefill instances: the choice of a source, holds at both ends, and the gain for a load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine(*rules: Rule) -> StepScheduler:
 
 
 def compute(scheduler: StepScheduler, salt: str = "") -> None:
-    """Computes the prompt and one token."""
+    """Computes PROMPT and one token."""
     request = Request("r", RequestSpec(PROMPT, Sampling(max_tokens=1), cache_salt=salt))
     scheduler.add(request)
     while request.num_behind:
@@ -61,7 +61,7 @@ def pull(num_tokens: int = 40, salt: str = "") -> Request:
 
 @pytest.mark.parametrize("rules", [(), (STATE,), (Rule("window", 6),)], ids=["all", "state", "window"])
 def test_a_beginning_is_lent_landed_and_found(rules: tuple[Rule, ...]) -> None:
-    """Neither end keeps a hold, takes a place in a step, or shares with another salt."""
+    """After a pull neither end holds blocks or used a place in a step, and other salts find nothing."""
     lender, puller = engine(*rules), engine(*rules)
     compute(lender)
     lent, landing = pull(), pull()
@@ -88,7 +88,7 @@ def test_a_state_is_lent_where_it_is_kept() -> None:
     compute(lender)
     lent = pull(num_tokens=36)
     assert lender.lend(lent)
-    assert len(lent.prompt_token_ids) == 32  # the last checkpoint before
+    assert len(lent.prompt_token_ids) == 32  # the last state checkpoint before the end
     lender.finish(lent)
     lender.check()
 
@@ -178,7 +178,7 @@ def test_blocks_on_disk_are_not_pulled() -> None:
 
 
 def sessions() -> list[Arrival]:
-    """Three turns of each session; each turn is short beside what it continues."""
+    """Returns sessions of three turns; each turn adds little to its prefix."""
     rng, ids, found = random.Random(5), count(100), []
     for number in range(12):
         at_s, own = rng.random() * 2, tuple(next(ids) for _ in range(40))
@@ -218,7 +218,7 @@ def test_a_load_of_sessions_computes_less() -> None:
 
 @pytest.mark.parametrize("policy", ["prefix-aware", "predicted-ttft"])
 def test_a_prefix_that_can_be_pulled_counts_as_nearly_local(policy: str) -> None:
-    """A little work at the instance with the prefix is enough for another one to be chosen: a linked one with room."""
+    """A little work at the instance with the prefix suffices to choose a linked one with capacity instead."""
     prompt = Prompt(RequestSpec(list(range(1001)), Sampling()))
     holder, other = (prefill(f"prefill-{at}", at + 1, 1000.0) for at in range(2))
     decode = replace(prefill("decode-0", 3, 1000.0), role="decode")
@@ -234,12 +234,12 @@ def test_a_prefix_that_can_be_pulled_counts_as_nearly_local(policy: str) -> None
     assert list(chosen.values()) == ["prefill-1", "prefill-0", "prefill-0"]
 
 
-# ---- a link that wakes
+# ---- a link that reopens
 
 
 @dataclass
 class Ports:
-    """An end's messages, in their order; nothing is shipped before a credit."""
+    """Records an end's messages in order; nothing is shipped before a credit."""
 
     sent: list[tuple[str, Body]] = field(default_factory=list)
     ended: list[str | None] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Ports:
 
 @pytest.mark.parametrize("event", ["up", "lost", "down", "cancelled", "expired"])
 def test_what_is_lent_over_a_waking_link_is_offered_when_it_is_up(event: str) -> None:
-    """Otherwise the lender's hold ends with the attempt, and the puller hears of it or loses the connection."""
+    """If the link fails to open, the lender releases its blocks, and the puller is notified or loses the connection."""
     now_s, ports, lent = [0.0], Ports(), pull()
     lent.peer = "prefill-0@1"
     terms = TransferTerms(lambda: now_s[0], Timeouts())

@@ -1,4 +1,4 @@
-"""Rank processes forked by a preloader: what they inherit, what ends them, and their fate without it."""
+"""Rank processes forked by a preloader: what they inherit, what ends them, and how they run without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.engine.start import preloader as preloading
 from pd_cluster.engine.start.preloader import Fork, NotForked, Preloader, forks_are_safe
 from tests.support.cluster import children_of, shared_preloader
 
-WAIT_S = 60.0  # the imports are among it
+WAIT_S = 60.0  # includes the imports
 POLL_S = 0.01
 
 pytestmark = pytest.mark.skipif(not forks_are_safe("auto"), reason="ranks are spawned on this machine")
@@ -32,7 +32,7 @@ def preloader() -> Preloader:
 
 @pytest.fixture
 def own() -> Iterator[Preloader]:
-    """One that a test may kill."""
+    """Yields a preloader that a test may kill."""
     made = Preloader.start(env(), "")
     yield made
     with contextlib.suppress(ProcessLookupError):
@@ -45,7 +45,7 @@ def env() -> dict[str, str]:
 
 
 class Rank:
-    """A forked rank that waits for a configuration that never comes."""
+    """A forked rank that waits for a configuration, which is never sent."""
 
     def __init__(self, preloader: Preloader, *files: int, **variables: str) -> None:
         self.channel, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ def waits_for_its_configuration(pid: int) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Or a zombie, whose parent has not looked yet."""
+    """Whether the process has ended; a zombie counts as ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -101,7 +101,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, tmp_path: Path) -> None:
-    """This holds beside another rank, too, whose files it could have inherited."""
+    """Also beside another rank, whose files it could have inherited."""
     with (tmp_path / "file").open("w") as file, Rank(preloader) as other, Rank(preloader, file.fileno()) as rank:
         pid = rank.fork.pid
         numbers = {int(each.name): os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
@@ -123,23 +123,23 @@ def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, 
 def test_the_kernel_ends_a_stopped_rank_with_its_parent(preloader: Preloader) -> None:
     with Rank(preloader) as rank:
         os.kill(rank.fork.pid, signal.SIGSTOP)
-        os.close(rank.fork._held)  # as when this process ends
+        os.close(rank.fork._held)  # as at this process's end
         rank.fork._held = -1
         assert rank.code() == -signal.SIGKILL
-    until(lambda: rank.fork.pid not in children_of(preloader.pid))  # it was reaped
+    until(lambda: rank.fork.pid not in children_of(preloader.pid))  # waits until it is reaped
 
 
 def test_how_it_ended_is_told(preloader: Preloader) -> None:
     with Rank(preloader) as rank:
         rank.fork.kill(signal.SIGABRT)
         assert rank.code() == -signal.SIGABRT
-        rank.fork.kill()  # one that has ended
+        rank.fork.kill()  # it has ended already
     with Rank(preloader) as rank:
-        rank.channel.close()  # its parent's end: nothing can wait
+        rank.channel.close()  # closes its parent's end
         assert rank.code() == 1
     with Rank(preloader) as rank:
         rank.channel.sendall(b"no configuration\n")
-        assert rank.code() == 1, "as a rank that was started by command line"
+        assert rank.code() == 1, "expected the same as for a rank started by command line"
 
 
 STARTER = r"""
@@ -169,11 +169,11 @@ def test_nothing_outlives_a_killed_starter() -> None:
     until(lambda: all(map(is_gone, pids)))
 
 
-# ---- what the preloader does not do
+# ---- what the preloader refuses
 
 
 def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that was started by a worker in a network namespace of its own must be in it, too."""
+    """For example, a rank must be in the network namespace of its worker."""
     with pytest.raises(NotForked, match="the preloader's environments differ in MALLOC_ARENA_MAX, OMP_NUM_THREADS"):
         Rank(preloader, MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="17")
     with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
@@ -191,7 +191,7 @@ def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatc
 
 def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> None:
     empty = b'{"env": {}, "surroundings": {}, "folder": "", "cpus": [], "numbers": []}'
-    preloader._channel.send(preloading.KNOCK)  # without a socket for answers
+    preloader._channel.send(preloading.KNOCK)  # a request without a socket for the answer
     for request in (b"{", empty, b""):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
@@ -199,7 +199,7 @@ def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> No
             socket.send_fds(preloader._channel, [preloading.KNOCK], [theirs.fileno()])
             theirs.close()
             assert b"Ready" in ours.recv(preloading.MAX_NBYTES)
-            if not request:  # it is gone before it has asked
+            if not request:  # the client ends before it sends its request
                 continue
             ours.send(request)
             assert b"Refused" in ours.recv(preloading.MAX_NBYTES)
@@ -212,7 +212,7 @@ def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> No
     ours, theirs = socket.socketpair()
     with ours, theirs:
         preloader.ask(env(), [theirs.fileno()]).close()
-        with Rank(preloader) as rank:  # requests are served in order: it has been forked by now
+        with Rank(preloader) as rank:  # requests are served in order, so the earlier fork has been made
             until(lambda: {*children_of(preloader.pid)} <= before | {rank.fork.pid})
 
 
@@ -222,7 +222,7 @@ def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> No
 def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
     own: Preloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped one costs a running rank only its exit code; what it was asked for, it dies of."""
+    """With the preloader stopped or killed, running ranks lose only their exit codes; requests to it end it."""
     monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
     ours, theirs = socket.socketpair()
     with Rank(own) as rank, Rank(own) as other, ours, theirs:
@@ -241,11 +241,11 @@ def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
         with pytest.raises(NotForked, match="the preloader is gone or too busy"):
             Rank(own)
         other.fork.kill()
-        assert other.code() is None  # nobody can tell
+        assert other.code() is None  # its exit code is unknown
 
 
 def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
-    """Its files would keep other processes from seeing their ends. It fails at once with a full socket, too."""
+    """Asserts that no file sent to it stays queued, which would hide its end; fails at once if the socket is full."""
     reader, writer = os.pipe()
     forks: list[Fork] = []
 
@@ -259,15 +259,15 @@ def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
         fork.close()
     os.close(writer)
     os.set_blocking(reader, False)
-    assert os.read(reader, 1) == b""  # the end of file, at once
+    assert os.read(reader, 1) == b""  # end of file at once
     os.close(reader)
 
 
-# ---- where there is none
+# ---- without a preloader
 
 
 def test_drivers_and_old_kernels_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as other:  # numbers that are no preloader's
+    with socket.socket() as other:  # descriptors that are not a preloader's
         for value in ("x", "100000", str(other.fileno())):
             assert Preloader.inherited({preloading.VARIABLE: value}) is None
     assert Preloader.inherited({}) is None

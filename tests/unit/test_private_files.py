@@ -1,4 +1,4 @@
-"""Folders of this user's alone: no link is followed, no pipe is waited for, and a full disk loses nothing."""
+"""Private folders: links are not followed, pipes do not block, and a full disk loses nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_link_in_a_folders_place_is_refused(tmp_path: Path, part: str) -> None
 
 
 def spoiled(file: Path, what: str) -> Path:
-    """Puts something in the place of a file: a link to `outside`, a pipe or a folder."""
+    """Replaces a file by a link to `outside`, a pipe or a folder."""
     (file.parent / "outside").write_text("theirs\n")
     if what == "link":
         file.symlink_to(file.parent / "outside")
@@ -100,9 +100,9 @@ def test_lines_never_go_into_another_file_that_has_the_descriptor(tmp_path: Path
     kept = LogFile(tmp_path, "decode-0")
     kept.write("x" * (MAX_FILE_NBYTES - 10))
     older = file_of(tmp_path, "decode-0").with_suffix(".log.1")
-    older.mkdir()  # so that the file cannot be put aside
+    older.mkdir()  # so that the file cannot be renamed away
     kept.write("y" * 100)
-    with (tmp_path / "other").open("wb"):  # takes the lowest descriptor that is free
+    with (tmp_path / "other").open("wb"):  # takes the lowest free descriptor
         kept.write("z" * 100)
     kept.close()
     assert not (tmp_path / "other").read_bytes()

@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 class Adding(FakeGroup):
-    """Every other rank has sent ones. Notes how long work may take."""
+    """A group whose other ranks have sent ones; records timeouts."""
 
     limit: timedelta | None = None
 
@@ -76,7 +76,7 @@ def test_ranks_sum_and_gather_over_their_devices(groups: tuple[DeviceKind, list[
 def test_sums_in_order_add_the_ranks_in_float32_and_round_once(
     groups: tuple[DeviceKind, list[DeviceGroup]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank's number is another one here; in bfloat16 their sum would lose the small ones one by one."""
+    """Ranks have different numbers, of which a bfloat16 sum would lose the small ones."""
     parts = [256.0, 1.0, 1.0, 1.0]
 
     def gathered(self: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
@@ -85,7 +85,7 @@ def test_sums_in_order_add_the_ranks_in_float32_and_round_once(
         return self
 
     def summed(self: Any, tensors: list[torch.Tensor], options: Any) -> Any:
-        raise AssertionError("NCCL chose the order of a sum")
+        raise AssertionError("NCCL must not choose the order of a sum")
 
     monkeypatch.setattr(Adding, "allgather", gathered)
     monkeypatch.setattr(Adding, "allreduce", summed)
@@ -110,7 +110,7 @@ def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[D
             assert options.hccl_config == {"hccl_buffer_size": GROUP_BUFFER_MB}
             assert options.global_ranks_in_group == [0, 1]
             assert options.group_id == "ranks"
-        assert options.is_high_priority_stream == (kind == "cuda")  # it is captured, and copies have the others
+        assert options.is_high_priority_stream == (kind == "cuda")  # it is captured; copies use other streams
         assert isinstance(made, Adding)
         assert made.limit == timedelta(seconds=3)
     made = make_unit(HashStore(), 0, 2, WAIT_S, Device(kind))

@@ -1,4 +1,4 @@
-"""What `pd-cluster profile` asks engines for, and what it makes of their times. The engines here are made up."""
+"""`pd-cluster profile`: its requests to engines, and its costs from their times. Uses fake engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRUE = StepCost(5e-5, 3e-6, 1e-9, 1e-6, 2e-11)
 
 
 class MadeUpEngine:
-    """Its steps take what TRUE says, and `slower` times that while the other engine runs."""
+    """An engine whose steps take the time given by TRUE, and `slower` times that while the other engine runs."""
 
     ready = READY
 

@@ -1,4 +1,4 @@
-"""Folders of prompt adapters: what is read, and what is refused by name before anything is loaded."""
+"""Prompt adapter folders: what is read, and what is refused by name before loading."""
 
 from __future__ import annotations
 

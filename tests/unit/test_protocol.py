@@ -1,4 +1,4 @@
-"""Requests from clients: the values of each field, which are right or refused by its name."""
+"""Client requests: valid values of each field, and refusals that name the field."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_the_least_that_is_a_request(kind: type[GenerationRequest]) -> None:
 
 
 def test_a_number_may_be_written_in_another_form() -> None:
-    """As pydantic's lax mode, and so vLLM, takes it. Texts stay texts."""
+    """Numbers in other forms are accepted as in pydantic's lax mode, and so in vLLM; strings stay strings."""
     forms: list[tuple[str, Any, Any]] = [
         *(("max_tokens", "16", 16), ("max_tokens", 16.0, 16), ("max_tokens", " 16.0 ", 16)),
         *(("seed", "9007199254740993", 9007199254740993), ("top_k", "-1", -1)),
         *(("temperature", "0.5", 0.5), ("temperature", "1e-1", 0.1)),
         *(("stop_token_ids", ["5", 6.0, 7], [5, 6, 7]), ("logit_bias", {"5": "-1.5"}, {"5": -1.5})),
-        *(("presence_penalty", 0, 0.0), ("repetition_penalty", 1, 1.0)),  # JSON writes whole numbers without a point
+        *(("presence_penalty", 0, 0.0), ("repetition_penalty", 1, 1.0)),  # JSON may write whole numbers without a point
     ]
     for name, written, meant in forms:
         request = parse(json.dumps({"prompt": "16", "user": "7", name: written}).encode(), CompletionRequest)
@@ -161,7 +161,7 @@ def test_a_refusal_has_field_and_value_and_all_wrong_keys() -> None:
     assert str(caught.value).endswith("; 400, 9999999999 are not in the vocabulary; ids are 0 to 399")
 
 
-# ---- requests from clients: fields that do or do not go together, and what becomes of them
+# ---- combinations of fields, and their meaning
 
 
 @kinds
@@ -221,7 +221,7 @@ def test_logprobs_of_every_kind_of_request() -> None:
 
 
 def test_beams_are_n_answers_of_a_width() -> None:
-    """The model's defaults for sampling do not count; a repetition penalty does."""
+    """Beam search ignores the model's sampling defaults except a repetition penalty."""
     defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     given = parsed(use_beam_search=True, n=2, best_of=4, length_penalty=0, early_stopping="never", temperature=1e-9)
     settings: dict[str, Any] = {"n": 2, "beam_width": 4, "length_penalty": 0.0, "early_stopping": "never"}
@@ -253,7 +253,7 @@ def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
 
 
 def test_values_that_stand_for_others() -> None:
-    """In float32, 1e-320 is 0: dividing logits by it makes no distribution."""
+    """Equivalent values are mapped to one; 1e-320 is 0 in float32, so as a temperature it means greedy."""
     assert all(parsed(temperature=each).sampling(1, 1, {}).greedy for each in (0, 0.0, 1e-6, 1e-320))
     assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
     assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
@@ -276,7 +276,7 @@ def test_messages_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
     (message,) = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": parts, "name": "x"}]).messages
     assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
-    # it is None if there are calls, which templates check; otherwise it is an empty text
+    # content is None if there are calls, as templates expect; otherwise an empty string
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for given in ({"content": None}, {}):
         for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
@@ -291,7 +291,7 @@ def test_messages_reach_the_template() -> None:
 
 @kinds
 def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
-    """One field is an exception."""
+    """null means not given, with one exception."""
     plain = parsed(kind)
     for name in kind.model_fields.keys() - MINIMAL[kind].keys():
         null = parsed(kind, **{name: None})
@@ -312,7 +312,7 @@ def test_options_of_a_stream() -> None:
     for kind in (b'"prompt": "a"', b'"prompt": "a", "stream": false'):
         assert refused(b'{"stream_options": {"include_usage": false}, ' + kind + b"}").param == "stream_options"
     chat = {"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {}}
-    assert parse(json.dumps(chat).encode(), ChatCompletionRequest).include_usage, "as in vLLM"
+    assert parse(json.dumps(chat).encode(), ChatCompletionRequest).include_usage, "expected the same as in vLLM"
     assert refused(b'{"prompt": "a", "stream_options": {}}', GenerateRequest).param == "stream_options"
 
 

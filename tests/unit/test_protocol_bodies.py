@@ -1,4 +1,4 @@
-"""Requests from clients: bodies that are no JSON, too deep, or more than anybody needs."""
+"""Client requests: bodies that are not JSON, too deep, or have too many elements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_deep_nesting_is_one_error() -> None:
 
 @pytest.mark.parametrize("element", [b"[]", b"{}", b'{"a":1}'])
 def test_a_crowd_of_containers_is_refused_undecoded(element: bytes) -> None:
-    """Decoding 32 MiB of these holds the interpreter for 5 seconds, and a worker's death is noticed after 1."""
+    """Decoding 32 MiB of these would hold the interpreter for 5 seconds, longer than a heartbeat timeout of 1."""
     started_s = time.process_time()
     for count in (60_000, 2_000_000):
         error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * count) + b"]}")
@@ -57,7 +57,7 @@ def test_a_crowd_of_containers_is_refused_undecoded(element: bytes) -> None:
     ("element", "most", "what"), [(b'"a"', json_body.MAX_STRINGS, "strings"), (b"1", json_body.MAX_VALUES, "values")]
 )
 def test_more_than_anybody_needs_is_refused_undecoded(element: bytes, most: int, what: str) -> None:
-    """Strings of brackets and commas count as one each."""
+    """Excessive elements are refused without decoding; brackets and commas within strings do not count."""
     error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * (most + 5)) + b"]}")
     assert f"{what}; at most {most} are allowed" in str(error)
     text = b'"' + b'[,{\\"' * most + b'"'
@@ -66,7 +66,7 @@ def test_more_than_anybody_needs_is_refused_undecoded(element: bytes, most: int,
 
 
 def test_one_wrong_item_among_many_is_found_at_once() -> None:
-    """Collecting an error for every item took 25 seconds for 4 MB."""
+    """Validation stops at the first error, because collecting one per item took 25 seconds for 4 MB."""
     body = b"1," * (json_body.MAX_VALUES - 10)
     started_s = time.process_time()
     assert refused(b'{"prompt": [' + body + b'"a"]}').param == "prompt"
@@ -98,7 +98,7 @@ def test_containers_are_counted_as_brute_force_does(value: object) -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(['"', "\\\\", '\\"', "[", "a", "{}", ":"]), max_size=12), st.integers(0, 9))
 def test_a_chunk_s_end_changes_nothing(pieces: list[str], shift: int) -> None:
-    """Wherever it falls: in a string, or between a backslash and what it escapes."""
+    """A chunk may end anywhere: in a string, or between a backslash and the escaped character."""
     text = "".join(pieces)
     inner = json.dumps("x" * (json_body.CHUNK_NBYTES - 20 + shift) + text)
     assert structure(f'[{inner}, {json.dumps(text)}, {{"a": [{inner}]}}]'.encode()) == b"[[[]]]"

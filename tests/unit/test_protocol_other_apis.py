@@ -1,4 +1,4 @@
-"""Requests from clients: fields of vLLM and other APIs, each honoured, refused by name, or told to have no effect."""
+"""Client requests: fields of vLLM and other APIs are honoured, refused by name, or logged as without effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_numbers_of_other_apis_may_be_written_so_too() -> None:
 
 
 def test_zero_is_not_false() -> None:
-    """As the document of the API says."""
+    """0 and false differ, as in the API's document."""
     bodies = dict(OTHERS)
     for kind, name in (
         *((ResponsesRequest, "watermarking"), (ResponsesRequest, "background"), (MessagesRequest, "watermarking")),
@@ -61,7 +61,7 @@ VLLM_SAMPLING = [
 
 
 def test_every_sampling_parameter_of_vllm_is_honoured_or_refused() -> None:
-    """The parameters are 0.6.0's and today's. Each honoured one has a test of its effect in tests/api."""
+    """Covers the parameters of 0.6.0 and of today. Each honoured one has a test of its effect in tests/api."""
     for name in VLLM_SAMPLING:
         refused = {**completion_protocol.NOT_YET, **completion_protocol.ELSEWHERE}
         assert (name in ChatCompletionRequest.model_fields) != (name in refused), name
@@ -87,7 +87,7 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def told_unknown(caplog: pytest.LogCaptureFixture, body: dict[str, Any], kind: Any, has_own_names: bool) -> set[str]:
-    """The fields that the log says to have no effect."""
+    """Returns the fields that are logged as without effect."""
     parsing._logged_fields.clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger=parsing.__name__):
@@ -116,7 +116,7 @@ def test_parameters_that_would_change_the_answer_are_not_ignored() -> None:
         assert refused(json.dumps({"prompt": "a", name: {"host": "10.0.0.1"}}).encode()).param == name
 
 
-# Fields of vLLM 0.33's requests that OpenAI's have not; what samples is in VLLM_SAMPLING.
+# Fields of vLLM 0.33's requests that OpenAI's lack, except sampling parameters (VLLM_SAMPLING).
 VLLMS_OF_ALL = {
     *("cache_salt", "ec_transfer_params", "include_metrics", "kv_transfer_params", "logprob_token_ids", "mm_payload"),
     *("priority", "repetition_detection", "request_id", "return_mm_kwargs", "return_token_ids"),
@@ -158,7 +158,7 @@ VLLMS_OF_EMBEDDING = {
 
 
 def test_every_field_of_vllms_routes_is_known() -> None:
-    """Honoured, refused by name, or known to say nothing about the answer."""
+    """Every field is honoured, refused by name, or listed as irrelevant to the answer."""
     elsewhere = {*completion_protocol.NOT_YET, *completion_protocol.ELSEWHERE, *completion_protocol.HARMLESS}
     for fields, model, other in (
         (
@@ -180,7 +180,7 @@ def test_every_field_of_vllms_routes_is_known() -> None:
 
 
 def test_rendered_requests_of_vllm_are_read() -> None:
-    """Its renderer adds hints for its own engine; what would change the answer is refused."""
+    """vLLM's renderer adds hints for its own engine, which are ignored unless they would change the answer."""
     body = {"token_ids": [5], "token_offsets": [[0, 1]], "reasoning_parser_kwargs": {"a": 1}, "reasoning_ended": False}
     request = parse(json.dumps({**body, "output_mode": "tokens", "content_parts": None}).encode(), TokensRequest)
     assert request.completion().prompt == [5]
@@ -223,7 +223,7 @@ def test_sglangs_names_are_refused_with_those_there_are(kind: type[GenerationReq
 
 
 def test_what_changes_nothing_is_documented() -> None:
-    """By the server itself, and on the page for clients."""
+    """Fields without effect are listed by the server and on the page for clients."""
     told = document_of()["info"]["description"]
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
     assert [name for name in completion_protocol.HARMLESS if name not in told or f"`{name}`" not in page] == []

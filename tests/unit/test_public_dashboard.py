@@ -1,4 +1,4 @@
-"""The dashboard at the public port: who gets in, what is shown, and what is not."""
+"""The dashboard at the public port: access, what is shown, and what is hidden."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECRETS = ("10.9.8.7", "/secret/path", "127.0.0.1", "pid", "epoch", "device_ids"
 
 
 class World:
-    """A cluster with one dead instance whose reason has an address, and the app in front of it."""
+    """A cluster with a dead instance whose reason contains an address, and its app."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ async def login(client: httpx.AsyncClient, root: str = "", **proof: str) -> http
 async def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
     async with world.client() as client:
-        assert (await client.get("/dashboard/")).status_code == 200, "the page itself has nothing of the cluster"
+        assert (await client.get("/dashboard/")).status_code == 200, "the page has no cluster data"
         state = (await client.get("/dashboard/api/session")).json()
         assert state == {"command_token": None, "is_whole": False, "takes_keys": True}
         for proof in ({"api_key": KEY}, {"code": world.sessions.new_code()}):
@@ -92,7 +92,7 @@ async def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) ->
             assert "prefill-0 is unreachable" in [each["text"] for each in found["problems"]]
             text = json.dumps(found)
             assert not [secret for secret in SECRETS if secret in text]
-        headers = {"Origin": "https://localhost:9000"}  # a page behind a proxy with TLS
+        headers = {"Origin": "https://localhost:9000"}  # a page served through a TLS proxy
         answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=headers)
         assert "secure" in answer.headers["set-cookie"].lower()
 
@@ -110,7 +110,7 @@ async def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> N
         for path in ("/dashboard/codes", "/dashboard/public-codes"):
             assert (await client.post(path, headers=headers)).status_code in (404, 405), path
         assert world.cluster.membership.instances[0].service == "in"
-        # the cookie opens nothing of the API, even if somebody sends it there
+        # the cookie grants no access to the API
         cookie = {"Cookie": f"{COOKIE}={client.cookies[COOKIE]}"}
         assert (await client.get("/v1/models", headers=cookie)).status_code == 401
         assert (await client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})).status_code == 200
@@ -119,7 +119,7 @@ async def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> N
 
 
 async def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
-    """A page whose name resolves to this port sends its own name, with the same Origin."""
+    """Covers a page whose name was rebound to this address: it sends its own name as Host and Origin."""
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
     asked = [("GET", path) for path in ("/", "/api/session", "/api/overview")] + [("POST", "/api/session")]
     async with world.client() as client:
@@ -139,12 +139,12 @@ def test_which_names_are_a_port_s_own() -> None:
         *((far, host, "http", True) for host in ("10.0.0.5:9001", "[fd00::5]:9001", socket.gethostname())),
         *((far, host, "http", False) for host in ("evil.example", "")),
         (near, "10.0.0.5:9001", "http", False),
-        (near, "ops.example", "https", True),  # the browser has compared it with the certificate
+        (near, "ops.example", "https", True),  # the browser checks the name against the certificate
     ):
         about = {"type": "http", "scheme": scheme, "server": ("x", 1), "path": "/", "query_string": b""}
         scope = {**about, "headers": [(b"host", host.encode())]}
         assert names.has(Request(scope)) == is_known
-        assert names.has(Request({**scope, "server": None}))  # a Unix socket
+        assert names.has(Request({**scope, "server": None}))  # over a Unix socket
 
 
 async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path)
         assert [each.status_code for each in found] == [200] * int(MOST_LOOKS) + [429]
         assert found[-1].headers["retry-after"] == "1"
         await login(client, api_key=KEY)
-        assert (await client.get("/dashboard/api/overview")).status_code == 200, "each session has its own pace"
-        for _ in range(100):  # a page, for a minute
+        assert (await client.get("/dashboard/api/overview")).status_code == 200, "each session has its own rate limit"
+        for _ in range(100):  # a page's requests of a minute
             now_s[0] += 0.5
             assert (await client.get("/dashboard/api/overview")).status_code == 200
-        for _ in range(100):  # a key ends no sessions of others
+        for _ in range(100):  # one key must not end others' sessions
             await login(client, api_key=KEY)
         client.cookies.clear()
         answer = await client.get("/dashboard/api/overview", headers={"Cookie": f"{COOKIE}={other}"})
@@ -198,7 +198,7 @@ async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
         assert not client.cookies
         await login(client, api_key=KEY)
         answer = await client.get("/dashboard/api/overview", headers={"Origin": "http://evil.example"})
-        assert "access-control-allow-origin" not in answer.headers, "no other page reads it, whatever CORS allows"
+        assert "access-control-allow-origin" not in answer.headers, "no other page may read it, whatever CORS allows"
 
 
 async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
             assert (await login(client, api_key=key)).status_code == 200
             assert (await client.get("/dashboard/api/overview")).status_code == 200
         now_s[0] = 100.0
-        assert (await client.get("/dashboard/api/overview")).status_code == 401, "it has expired"
+        assert (await client.get("/dashboard/api/overview")).status_code == 401, "the session must have expired"
         assert (await login(client, api_key="short")).status_code == 401
         await login(client, api_key=KEY)
         file_keys.replace(Keys(SALT, (), (), ()))
-        assert (await client.get("/dashboard/api/overview")).status_code == 401, "it was removed"
+        assert (await client.get("/dashboard/api/overview")).status_code == 401, "the session of a removed key must end"
 
 
 @pytest.mark.parametrize("strips", [True, False])

@@ -1,4 +1,4 @@
-"""The small routes of the public port: models, tokens, probes, the version, the document's page, and wrong ones."""
+"""The public port's small routes: models, tokens, probes, version, the document's page, and unknown routes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def post(asked: Ask, path: str, **fields: Any) -> Answer:
 
 
 def error_of(answer: Answer) -> tuple[int, str, str | None, str | None]:
-    """Status, type, param, code."""
+    """Returns (status, type, param, code)."""
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return answer.status, error["type"], error["param"], error["code"]
@@ -74,7 +74,7 @@ def test_a_text_as_tokens_and_back(asked: Ask, special: bool) -> None:
         assert len(answer["token_strs"]) == len(ids)
         if text.isascii():
             assert "".join(answer["token_strs"]).endswith(text)
-        if not special:  # no tokens are no text
+        if not special:  # an empty list decodes to an empty text
             assert post(asked, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_tokenized_names_the_field(asked: Ask) -> None:
 
 
 def test_the_tokenizer_is_shown_where_the_operator_says_so(asked: Ask, tmp_path: Path) -> None:
-    """With the template in effect, and no file of this machine."""
+    """The shown info has the template in effect, and no paths of this machine."""
     own = {"tokenizer_class": "Tiny", "name_or_path": "/secret", "vocab_file": "/secret/v", "eos_token": "<eos>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     app, _ = make_app(tmp_path, shows_tokenizer=True)
@@ -147,7 +147,7 @@ def test_an_unknown_path(asked: Ask) -> None:
         answer = asked("POST", path)
         assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
         assert path in answer.json()["error"]["message"]
-    for path, way_out in (  # routes that others have
+    for path, way_out in (  # routes of other servers
         *(("/v1/batches", "run-batch"), ("/v1/files", "run-batch"), ("/v1/messages/batches", "run-batch")),
         ("/v1/audio/transcriptions", "audio is not supported"),
     ):
@@ -193,7 +193,7 @@ def test_answers_name_the_request(asked: Ask, tmp_path: Path) -> None:
     assert "x-request-id" not in asked("GET", "/health", [("x-request-id", "mine")]).headers
     app, _ = make_app(tmp_path, HttpConfig(returns_request_ids=True, api_keys=("k",)))
     assert ask(app, "GET", "/health", [("x-request-id", "mine")]).headers["x-request-id"] == "mine"
-    new = {ask(app, "GET", "/v1/models").headers["x-request-id"] for _ in range(3)}  # also of a 401
+    new = {ask(app, "GET", "/v1/models").headers["x-request-id"] for _ in range(3)}  # also in a 401 response
     assert len(new) == 3
     assert all(len(each) == 32 for each in new)
     long = "x" * 10_000

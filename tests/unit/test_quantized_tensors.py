@@ -1,4 +1,4 @@
-"""One quantized layer's tensors: the numbers that they stand for, or a refusal that names tensor and value."""
+"""A quantized layer's tensors are dequantized, or refused with an error that names tensor and value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def numbers(method: str, tensors: Tensors, **settings: object) -> torch.Tensor:
-    """Returns the weight of a layer in a folder with these settings."""
+    """Returns the dequantized weight of a layer in a folder with these settings."""
     found = METHODS[method](Quantization(method, "config.json"), {"bits": 4, **settings})
     parts = decoded("file: layer", tensors, found)
     return form_of(parts, "").weight.of(parts, torch.float32).matrix()
 
 
 def gptq(num_inputs: int, num_groups: int, **changes: torch.Tensor) -> Tensors:
-    """All codes are 9, all zero points 8, and the scale of group g is g + 1."""
+    """Returns GPTQ tensors: all codes are 9, all zero points 8, and group g's scale is g + 1."""
     scales = torch.arange(1.0, num_groups + 1).half().unsqueeze(1).expand(num_groups, NUM_OUTPUTS).contiguous()
     return {
         "qweight": torch.full((num_inputs // 8, NUM_OUTPUTS), 0x99999999 - (1 << 32), dtype=torch.int32),
@@ -56,7 +56,7 @@ def eight_bits(dtype: torch.dtype, scales: torch.Tensor, num_inputs: int = 64) -
 
 @pytest.mark.parametrize("method", ["gptq", "auto-round"])
 def test_the_last_group_may_be_short(method: str) -> None:
-    """960 inputs in groups of 128: seven of them, and one of 64. Eight groups of 120 would fit as well."""
+    """960 inputs in groups of 128 are seven groups and one of 64, not eight groups of 120."""
     found = numbers(method, gptq(960, 8), group_size=128)
     expected = (torch.arange(960) // 128 + 1).float().expand(NUM_OUTPUTS, 960)
     assert torch.equal(found, expected)
@@ -80,7 +80,7 @@ def test_groups_of_a_size_of_their_own_and_an_order_of_zeros() -> None:
 
 
 def test_zero_points_of_auto_round() -> None:
-    """Fields of 7 are zero points of 8, or as they are."""
+    """Stored zero points of 7 mean 8 in one version, and 7 in the other."""
     for packing, expected in (("auto_gptq", 1.0), ("gptqmodel", 2.0)):
         found = numbers("auto-round", gptq(64, 1), packing_format=f"auto_round:{packing}")
         assert found.unique().tolist() == [expected]
@@ -142,7 +142,7 @@ def test_what_is_no_number_is_named() -> None:
 
 
 def test_gemv_with_another_size_of_groups_than_the_files() -> None:
-    """Its scales are padded with zeros; others would be left out."""
+    """GEMV files pad scales with zeros, so with a wrong group size some scales would be ignored."""
     tensors = {
         "qweight": torch.zeros(NUM_OUTPUTS, 128, dtype=torch.int32),
         "qzeros": torch.zeros(NUM_OUTPUTS, 4, dtype=torch.int32),
@@ -188,7 +188,7 @@ def test_weights_that_are_no_numbers_are_not_quantized() -> None:
 
 
 def test_static_activations_have_their_tensors() -> None:
-    """By config.json; without them they would be computed as dynamic ones, or as symmetric ones."""
+    """If config.json has static activations, their tensors are required; otherwise they would count as dynamic."""
     tensors = eight_bits(torch.int8, torch.ones(NUM_OUTPUTS, 1))
     tensors["weight"] = tensors["weight"] * 3
     zero = {"input_zero_point": torch.tensor([7], dtype=torch.int8)}
@@ -204,7 +204,7 @@ def test_static_activations_have_their_tensors() -> None:
 
 
 def test_what_rounds_activations_is_in_the_numerics() -> None:
-    """Versions with a scale for each rank's part of a row do not have this name, so they are refused."""
+    """The name differs from versions with a scale per rank's part of a row, so mixed versions are refused."""
     slim = Quantization("msmodelslim", "", has_int8_activations=True)
     for found, name in (
         (Quantization("", "", at_load="int8_wo"), "int8_wo"),

@@ -1,4 +1,4 @@
-"""This process's place: every fault of the environment is one line that names the variable or the file."""
+"""A process's place in the rank tables: each environment fault gives one line naming the variable or file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Env = dict[str, str]
 
 
 def tables(folder: Path, num_prefill: int = 1, num_decode: int = 1, server_ip: str = "10.0.0.18") -> list[Path]:
-    """The global table, the local ones in the order of NODE_PORTS, the scheduler's."""
+    """Returns the files of the global table, the local ones in the order of NODE_PORTS, and the scheduler's."""
     slots = [[slot] for slot in range(num_prefill + num_decode)]
     prefill, decode = slots[:num_prefill], slots[num_prefill:]
     generated = generate(prefill=prefill, decode=decode, api_server=True, server_ip=server_ip, device_kind="cpu")
@@ -43,9 +43,9 @@ def test_everyone_finds_themselves(tmp_path: Path) -> None:
         assert place.bind_address == "10.0.0.18"
         assert place.num_local_ranks == 4
         if place.role != "scheduler":
-            assert place.paired_tp_sizes("auto") == ()  # over the host's memory, or IPC
+            assert place.paired_tp_sizes("auto") == ()  # through host memory or IPC
             assert place.paired_tp_sizes("dist") == (1, 1)
-            assert place.paired_tp_sizes("dist", 1) == (1, 1), "one is open, and one may be closing"
+            assert place.paired_tp_sizes("dist", 1) == (1, 1), "one pair is open, and one may be closing"
         assert not place.spans_hosts
 
 
@@ -74,7 +74,7 @@ def test_spans_hosts(tmp_path: Path, second: str, spans: bool) -> None:
 @pytest.mark.parametrize("name", ["GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH"])
 def test_a_missing_variable(tmp_path: Path, name: str) -> None:
     table, *local_tables = tables(tmp_path)
-    for local in local_tables:  # every role needs both
+    for local in local_tables:  # every role needs both variables
         for value in (None, "", "  "):
             env = {**env_of(table, local), name: value or ""}
             if value is None:

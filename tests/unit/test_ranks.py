@@ -1,4 +1,4 @@
-"""Ranks of one instance: detection of a lost one, the rank to blame, and links whose lanes differ."""
+"""Ranks of one instance: detection of a lost rank, the rank to blame, and links with different lanes."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_what_a_message_raises_is_kept() -> None:
         assert isinstance(follower.error, ValueError)
 
 
-# ---- who is lost
+# ---- lost ranks
 
 
 def test_a_follower_that_does_not_answer_or_whose_socket_ends_is_lost() -> None:
-    """This holds when nothing is computed, too; the other follower answers, and stays until its end."""
+    """Holds also while nothing is computed; the follower that answers is not reported until its own end."""
     with channel_pair() as (silent, _), channel_pair() as (lead, follower):
         follower.start("follower", lambda message: follower.send(to.Pong()), lambda: None)
         lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -109,7 +109,7 @@ def test_a_follower_that_does_not_answer_or_whose_socket_ends_is_lost() -> None:
     [([(0, 3), (1, -9)], 1), ([(1, 1), (0, 3)], 1), ([(0, 3), (2, 0), (1, 1)], 1), ([(2, -9), (1, -6)], 2)],
 )
 def test_the_rank_that_ended_by_itself_is_blamed(ended: list[tuple[int, int]], blamed: int) -> None:
-    """(rank, exit code) in the order of their ends; 3 and 0 are of ranks that lost another."""
+    """`ended`: (rank, exit code) in order of their ends; ranks that lost another one exit with 3 or 0."""
     ranks = Ranks.__new__(Ranks)
     ranks._ended = [SimpleNamespace(rank=rank, exit_code=code) for rank, code in ended]  # type: ignore[misc]
     assert ranks._first_to_blame().rank == blamed
@@ -119,7 +119,7 @@ def test_the_rank_that_ended_by_itself_is_blamed(ended: list[tuple[int, int]], b
 
 
 class End:
-    """A SendEnd in place of one with a thread."""
+    """A SendEnd without a thread."""
 
     max_payload_nbytes = sent_nbytes = probe_seed = 0
 
@@ -146,7 +146,7 @@ class World:
     def __init__(self, *layouts: KVLayout) -> None:
         self.sent: list[wire.Body] = []
         self.layouts = layouts or (LAYOUT,)
-        self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
+        self.ends = [End([]), End(None)]  # the second end is on another rank, whose offer is unknown yet
         self.ends += [End([]) for _ in self.layouts[1:] for _ in range(2)]
         counts = (8,) * len(self.layouts)
         endpoint = LocalEndpoint("prefill-0@1", b"s", "m", Numerics(), self.layouts, counts, wire.KVOptions())
@@ -179,13 +179,13 @@ class World:
 
 def test_a_link_is_up_when_all_of_its_lanes_are() -> None:
     world = World()
-    assert world.sent == [], "a link is announced when every rank has its end, once"
+    assert world.sent == [], "a link must be announced once, when every rank has its end"
     link_id = world.announce()
     world.links.on_offered("c")
     assert len(world.sent) == 1
     world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
     assert world.state == "opening"
-    world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 7))  # no such lane
+    world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 7))  # a lane that does not exist
     assert world.state == "opening"
     world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 1))
     assert world.state == "up (dist+shm)"
@@ -206,7 +206,7 @@ def test_a_link_carries_a_draft_heads_layer_to_the_same_head(own: str, peer: str
 
 
 def test_each_group_of_layers_is_sent_over_its_own_lanes() -> None:
-    """Its limits are its own, too; and keys in int8 beside exact states are no reason to try again."""
+    """Each lane has its own limits; int8 keys beside exact states do not cause a retry."""
     state = dataclasses.replace(LAYOUT, num_layers=3, block_size=1, rule="state", layers=(0, 1, 3))
     world = World(LAYOUT, state)
     link_id = world.announce()
@@ -225,7 +225,7 @@ def test_each_group_of_layers_is_sent_over_its_own_lanes() -> None:
 
 
 def test_lanes_of_unequal_precision_are_tried_again() -> None:
-    """D knows its blocks by one precision: half of the heads in int8 must not pass for exact."""
+    """D's blocks have one precision, so half of the heads in int8 must not count as exact."""
     world = World()
     link_id = world.announce()
     world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
@@ -244,7 +244,7 @@ def test_an_answer_from_another_rank_is_refused() -> None:
 
 
 class Closes(int):
-    """A lane's number; when it is compared, the engine's thread has just closed the link."""
+    """A lane's number whose comparison closes the link, as the engine's thread may at that moment."""
 
     links: OutLinks
 
@@ -268,7 +268,7 @@ def test_a_key_of_a_lane_that_is_closed_meanwhile_goes_nowhere() -> None:
     assert len(met) <= 2
 
 
-# ---- rank 0's messages to its followers about steps, and work that a follower delays until it has rank 0's progress
+# ---- rank 0's messages about steps, and work that a follower delays until it has rank 0's progress
 
 
 AT = ("conn", 1)
@@ -278,7 +278,7 @@ AT = ("conn", 1)
 
 
 class Runner:
-    """Launches what it may; the steps have numbers in place of blocks."""
+    """A runner that records launches; steps have numbers in place of blocks."""
 
     eos_token_ids, vocab_size, goes_ahead, held = frozenset[int](), 8, True, None
     pool = SimpleNamespace(layout=LAYOUT)
@@ -314,7 +314,7 @@ def test_followers_are_told_of_every_step_that_is_launched() -> None:
     runner = Runner()
     lead, told = lead_of(runner)
     for runner.may_launch in (False, True):
-        assert lead.can_launch([]) == runner.may_launch, "what its device can choose"
+        assert lead.can_launch([]) == runner.may_launch, "expected tokens that its device can choose"
     assert (lead.progress, told) == (to.Reached(0, ALL_LAYERS), [])
     assert lead.goes_ahead
     assert lead.launch([]) == "tokens"  # type: ignore[comparison-overlap]
@@ -347,7 +347,7 @@ class RecordingEnd:
 
 
 class TwoRanks:
-    """Rank 0's view of the ends on rank 1, and rank 1's host of them; messages between them are encoded."""
+    """Rank 0's proxies of rank 1's lane ends, and rank 1's host of these ends; messages between them are encoded."""
 
     def __init__(self) -> None:
         self.end = RecordingEnd()
@@ -358,7 +358,7 @@ class TwoRanks:
         ends: Any = SimpleNamespace(send_end=self.open, receive_end=self.open)
         self.host = LaneHost(ends, self.to_lead)
         channel: Any = SimpleNamespace(send=self.to_follower)
-        unused: Any = None  # rank 0's own lanes, and the mailbox
+        unused: Any = None  # in place of rank 0's own lanes, and of the mailbox
         self.lanes = RankLanes(unused, [channel], lambda: self.progress, unused, self.told.append)
 
     def open(self, *opened: object) -> RecordingEnd:
@@ -391,7 +391,7 @@ def test_calls_of_ends_on_other_ranks_are_made_there() -> None:
     ranks.host.reached(to.Reached(2, ALL_LAYERS))
     end = ranks.sending()
     assert (end.offers, ranks.told) == ([], [Offered("conn")])
-    assert Lane(1, 0, 2) in ranks.opened, "the end is that of another group's pool"
+    assert Lane(1, 0, 2) in ranks.opened, "the end must use its own group's pool"
     value, piece = wire.LinkValue("dist", "0/0", b"x", 1), wire.KVPiece(0, 4, 0, 2, [5])
     last = wire.KVEnd(transfer_id="t", num_chunks=1, num_tokens=4, first_tokens=[])
     end.open("shm", LAYOUT, dataclasses.replace(LAYOUT, tp_size=2))
@@ -403,20 +403,20 @@ def test_calls_of_ends_on_other_ranks_are_made_there() -> None:
     end.ship_end(last)
     end.drop("t")
     end.close()
-    end.probe()  # it is closed
+    end.probe()  # the end is closed
     opened = ("open", "shm", LAYOUT, dataclasses.replace(LAYOUT, tp_size=2))
     shipped = [("ship", "t", 0, piece), ("ship_end", last), ("drop", "t"), ("close",)]
     assert ranks.end.done == [opened, ("meet", value), ("settle",), ("probe",), *shipped]
 
 
 def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here() -> None:
-    """Rank 0 had launched step 2 when it released them; this rank knows of step 2, and is at step 1."""
+    """A follower lands in blocks only once it has launched the steps that rank 0 had launched at their release."""
     ranks = TwoRanks()
     end, value, frame = ranks.receiving(), wire.LinkValue("dist", "0/0", b""), wire.KVFrame(0, b"", b"", 1)
     end.start()
     ranks.host.reached(to.Reached(1, ALL_LAYERS))
     end.begin("t", [3], 0, 4)
-    end.meet(value)  # what two ranks agree about waits for no step
+    end.meet(value)  # link values are not delayed
     end.put(frame)
     end.forget("t")
     end.close()
@@ -442,7 +442,7 @@ def test_an_end_that_cannot_be_opened_there_fails_and_has_nothing_under_way() ->
 
 def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None:
     ranks = TwoRanks()
-    assert not hasattr(ranks.sending(), "begin"), "a method of D's ends"
+    assert not hasattr(ranks.sending(), "begin"), "expected a method of D's ends"
     for method, arguments in (("begin", ("t", [3], 0, 4)), ("_run", ()), ("__init__", ()), ("offers", ())):
         with pytest.raises(ValidationError, match=f"has no method {method}"):
             ranks.to_follower(to.Call(*AT, method, Raw(msgpack.encode(arguments)), None))
@@ -452,7 +452,7 @@ def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None
     assert ranks.end.done == []
 
 
-# ---- a rank is lost
+# ---- deadlines after a rank is lost
 
 
 def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +469,7 @@ def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier deadline is not put off, either."""
+    """A later call extends neither the last deadline nor an earlier one."""
     armed: list[float] = [math.inf]
     clock = [100.0]
     monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))

@@ -1,4 +1,4 @@
-"""Permissions of written tables, and the errors of processes that may not read them."""
+"""File permissions of written tables, and errors of processes that may not read them."""
 
 import grp
 import os
@@ -95,14 +95,14 @@ def test_a_wrong_value_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that another user may look into, which pytest's own are not."""
+    """Yields a folder that other users may enter, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 def readers(table: Path) -> dict[str, Callable[[], object]]:
-    """Everything that reads a global table."""
+    """Returns all readers of a global table, by name."""
     env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(table)}
     return {
         "load": lambda: load_global(table),

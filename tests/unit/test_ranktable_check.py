@@ -1,4 +1,4 @@
-"""Every fault of a set of tables, each on its line."""
+"""`check` reports every fault of a set of tables, one per line."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ranktable_tools.ports import GivenPorts, scheduler_ports
 
 
 def tables(folder: Path, **changed: object) -> list[Path]:
-    """The global table, the local tables of prefill and decode, the scheduler's."""
+    """Returns the files of the global table, the local tables of prefill and decode, and the scheduler's."""
     settings = {"prefill": [[4, 5]], "decode": [[6, 7]], "api_server": True, "server_ip": "10.0.0.18"}
     return write(generate(**{**settings, "device_kind": "cpu", **changed}), folder)  # type: ignore[arg-type]
 
@@ -34,7 +34,7 @@ def test_all_faults_are_found_at_once(tmp_path: Path) -> None:
     assert all("\n" not in str(fault) for fault in faults)
     assert "--api-server" in str(faults[0])
     table.write_text("{")
-    assert len(check(table, [tmp_path / "missing"], "1,2,3", 4)) == 1, "an unreadable table is one fault"
+    assert len(check(table, [tmp_path / "missing"], "1,2,3", 4)) == 1, "an unreadable table must be one fault"
 
 
 def test_every_duplicate_is_listed(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_two_local_tables_of_one_instance(tmp_path: Path) -> None:
 
 
 def changed(table: Path, change: Callable[[list[Any]], None]) -> list[str]:
-    """Changes the groups of a table, and returns the fields of its faults."""
+    """Changes a table's groups; returns the fields of its faults."""
     value = json.loads(table.read_text())
     change(value["server_group_list"])
     table.write_text(json.dumps(value))
@@ -61,7 +61,7 @@ def changed(table: Path, change: Callable[[list[Any]], None]) -> list[str]:
 
 
 def test_one_host_in_two_spellings(tmp_path: Path) -> None:
-    """Its devices are used twice, and so are its ports."""
+    """One host in two spellings is recognized: its devices and ports are used twice."""
     for own, other in (
         ("10.0.0.18", "::FFFF:a00:12"),
         ("fd00::1", "FD00:0::1"),
@@ -96,7 +96,7 @@ def test_a_devices_address_is_no_other_hosts(tmp_path: Path) -> None:
 
 
 def named(*ids: str | None) -> Callable[[list[Any]], None]:
-    """Gives the four devices of a table these super_device_ids."""
+    """Returns a change that gives a table's four devices these super_device_ids."""
 
     def change(groups: list[Any]) -> None:
         devices = [device for group in groups[1:] for server in group["server_list"] for device in server["device"]]
@@ -133,7 +133,7 @@ def test_two_super_pods_may_number_alike(tmp_path: Path) -> None:
         value = json.loads(table.read_text())
         value["super_pod_list"] = [{"super_pod_id": str(at)} for at in range(num_pods)]
         table.write_text(json.dumps(value))
-        assert len(check(table, node_ports="8088,8088")) == num_faults, "another host may use a port again"
+        assert len(check(table, node_ports="8088,8088")) == num_faults, "another host may use the same port"
 
 
 def test_no_two_processes_of_a_host_listen_at_one_port(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_both_command_lines_write_the_same(tmp_path: Path) -> None:
     a, b = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
     assert a.keys() == b.keys()
     keys = {"cluster.secret", "scheduler.key", "admin.token"}
-    assert {name for name in a if a[name] != b[name]} == keys, "drawn anew for each cluster"
+    assert {name for name in a if a[name] != b[name]} == keys, "each cluster must get its own secret"
     assert len(a) == 4 + len(keys)
 
 
@@ -154,7 +154,7 @@ def test_check_knows_the_schedulers_ports_and_the_kernels(
     ]
     assert f"uses 32768 to 60999 for these ({kernel}/ip_local_port_range); choose a port below 32768" in said
     (kernel / "ip_local_reserved_ports").unlink()
-    assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "what cannot be read warns of nothing"
+    assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "an unreadable file must not cause a warning"
 
 
 def test_the_script_runs_anywhere_with_the_standard_library_only(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_package_pulls_in_nothing_heavy() -> None:
 def test_a_machine_without_cards_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a container without the driver does not go unnoticed until its workers start."""
+    """So a container without the driver is noticed before its workers start."""
     given = ["gen", "--prefill-server-list", "0", "--server-ip", "127.0.0.1", "--save-dir", str(tmp_path)]
     for kind, arguments, is_told in (("cpu", [], True), ("npu", [], False), ("cpu", ["--device", "cpu"], False)):
         monkeypatch.setattr("ranktable_tools.machine_probe.detect_kind", lambda kind=kind: kind)

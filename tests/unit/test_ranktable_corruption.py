@@ -16,7 +16,7 @@ TABLE = generate(
 
 
 def places(value: object, path: tuple = ()) -> list[tuple]:
-    """The path of every node under `value`."""
+    """Returns the path of every node below `value`."""
     if isinstance(value, dict):
         below = [((*path, key), item) for key, item in value.items()]
     elif isinstance(value, list):
@@ -41,7 +41,7 @@ def put(value: object, path: tuple | list, replacement: object) -> None:
 
 
 def corrupt(value: dict, rng: random.Random) -> str:
-    """Spoils `value` in place; the field that must be named."""
+    """Corrupts `value` in place; returns the field that the error must name."""
     path = rng.choice(places(value))
     kind = rng.choice(["replace", "delete"])
     if kind == "delete" and isinstance(path[-1], str):
@@ -64,7 +64,7 @@ def test_a_corrupted_table_is_refused_at_its_field() -> None:
 
 
 def test_foreign_fields_are_kept_wherever_they_are() -> None:
-    """They may have any name and value; a written table reads as the same again."""
+    """Foreign fields with any name and value survive reading and writing a table."""
     for seed in range(100):
         rng = random.Random(seed)
         value = TABLE.to_dict()

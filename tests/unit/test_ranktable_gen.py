@@ -1,4 +1,4 @@
-"""Writing a machine's tables, and the way from gen through merge and back."""
+"""Writing a machine's tables, and round trips from gen through merge."""
 
 import json
 import stat
@@ -24,7 +24,7 @@ def one_machine(**changed: object) -> Generated:
 
 
 def test_the_documents_example() -> None:
-    """1p1d, two devices each, the scheduler on the same machine."""
+    """1p1d with two devices each, and the scheduler on the same machine."""
     generated = one_machine(server_ip="localhost")
     assert generated.global_table.to_dict() == document()
     groups = document()["server_group_list"]
@@ -61,7 +61,9 @@ def test_names_that_could_be_confused_are_told_apart() -> None:
     assert names([[1, 12]], [[11, 2], [3, 4]]) == ["1-12", "11-2", "34"]
     assert names([[1, 2]], [[12], [3]]) == ["1-2", "12", "3"]
     assert names([[0, 1, 2, 3]], [[4]]) == ["0123", "4"]
-    assert names([[8, 9, 10, 11]], [[12, 13], [14], [15]]) == ["891011", "1213", "14", "15"], "as the guide joins ids"
+    assert names([[8, 9, 10, 11]], [[12, 13], [14], [15]]) == ["891011", "1213", "14", "15"], (
+        "ids joined as in the guide"
+    )
     generated = one_machine(server_ip="2001:db8::5")
     assert generated.global_name == "global_ranktable_2001-db8--5.json"
     assert generated.global_table.prefill[0].server_ip == "2001:db8::5"
@@ -105,11 +107,11 @@ def test_writing_replaces_whole_files_and_leaves_no_others(tmp_path: Path) -> No
 
 @st.composite
 def machines(draw: st.DrawFn) -> list[dict]:
-    """One to three machines, instances of any sizes, prefill and decode on each, one scheduler."""
+    """Draws one to three machines with prefill and decode instances of any sizes, and one scheduler."""
     found: list[dict] = []
     for host in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["npu", "cpu"]))
-        most = 99 if kind == "npu" else 130  # from 100 on, ids are vNPUs', one for an instance
+        most = 99 if kind == "npu" else 130  # ids from 100 on are vNPUs, of which an instance has one
         ids = draw(st.lists(st.integers(0, most), min_size=2, max_size=8, unique=True))
         cuts = sorted({0, len(ids), draw(st.integers(1, len(ids) - 1)), draw(st.integers(1, len(ids) - 1))})
         instances = [ids[a:b] for a, b in pairwise(cuts)]

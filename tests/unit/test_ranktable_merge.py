@@ -1,4 +1,4 @@
-"""Several machines' global tables into one."""
+"""Merging several machines' global tables."""
 
 import json
 from pathlib import Path
@@ -79,14 +79,14 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     assert refusal(a, wrong).file == str(wrong)
 
 
-# ---- other programs' fields in rank tables: read, kept, merged and shown, never a reason to refuse
+# ---- other programs' fields in rank tables are kept, merged and shown, and never refused
 
 
 SUPER_POD = "super_pod_list"
 
 
 def made(folder: Path, host: str, api_server: bool, **top: Any) -> Path:
-    """One machine's tables, with what Ascend's tools write into them besides; the global one's path."""
+    """Writes a machine's tables with the additional fields of Ascend's tools; returns the global table's path."""
     folder.mkdir(exist_ok=True)
     generated = generate(
         prefill=[[0]], decode=[[1]], api_server=api_server, server_ip=host, device_kind="cpu", device_ips={}
@@ -143,7 +143,7 @@ def test_merge_joins_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(server["host_nic_ip"] == "reserve" for server in servers(merged))
     assert all(device["npu"] == "910B" for server in servers(merged) for device in server.get("device", []))
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",  # of the group of prefill instances
+        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",  # the prefill group's field
         f"note: {b}: deploy_server: differs from the value of {a}, which is kept",
     ]
 

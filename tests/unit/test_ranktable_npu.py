@@ -21,7 +21,7 @@ GLOBAL = "global_ranktable_10.0.0.18.json"
 
 
 class Machine:
-    """Writes tables of a machine that `start` makes of a recorded session."""
+    """Writes the tables of a machine that `start` simulates from a recorded session."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Machine:
         return self.folder / GLOBAL
 
     def devices(self, *more: str) -> list[tuple[str, str, str | None]]:
-        """(device_id, device_ip, super_device_id) of the table that gen writes."""
+        """Returns (device_id, device_ip, super_device_id) of each device in the table that gen writes."""
         servers = load_global(self.gen(*more)).instances
         return [(d.device_id, d.device_ip, d.super_device_id) for server in servers for d in server.device]
 
@@ -83,7 +83,7 @@ def test_hccn_conf_of_both_families() -> None:
 
 @pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2")])
 def test_an_a2_machine(machine: Machine, name: str, prefix: str) -> None:
-    """Its chips' own addresses, not those of the vNICs; version 1.0 without a word of super pods."""
+    """Uses the chips' addresses, not the vNICs'; version 1.0 without super pod fields."""
     machine.start(recorded(name))
     assert machine.devices() == [(str(i), f"{prefix}{i}", None) for i in (4, 5, 6, 7)]
     for file in machine.folder.glob("*_ranktable_*.json"):
@@ -98,7 +98,7 @@ def test_hccn_conf_where_hccn_tool_is_missing(machine: Machine, name: str, prefi
 
 
 def test_an_a3_machine(machine: Machine) -> None:
-    """16 chips on 8 cards; an instance of two dies of one card, and one of two cards. The address is the vNIC's."""
+    """16 chips on 8 cards: one instance on two dies of a card, one on two cards. Uses the vNICs' addresses."""
     machine.start(recorded("a3"), "a3_hccn.conf")
     devices = machine.devices("--prefill-server-list", "4,5", "--decode-server-list", "6,15")
     assert [(device_id, device_ip) for device_id, device_ip, _ in devices] == [
@@ -123,7 +123,7 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     assert cli.main(["merge", "--global-ranktable-list", str(second), str(first), f"--save-dir={machine.folder}"]) == 0
     merged = machine.folder / "global_ranktable_merge.json"
     table = load_global(merged)
-    assert table.version == "1.2"  # the higher of the two: 1.2 only adds a field that a device may have
+    assert table.version == "1.2"  # the higher version, as 1.2 only adds an optional field of devices
     assert [d.super_device_id for d in table.prefill[0].device] == ["17301508", "17367045"]
     located = {locate(table, load_local(file)) for file in local_tables}
     assert located == {("scheduler", 0), ("prefill", 0), ("decode", 1)}
@@ -137,7 +137,7 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
 
 
 def test_with_one_of_the_programs_alone(machine: Machine) -> None:
-    """Addresses by hand keep the super device ids. A container without npu-smi has as good a table as is known."""
+    """Manual addresses keep the super device ids; without npu-smi, the table has what is known."""
     machine.start(recorded("a3"), programs=("npu-smi",))
     devices = machine.devices("--prefill-server-list", "0", "--device-ip", "0=203.0.113.99")
     assert devices == [("0", "203.0.113.99", "16777216")]
@@ -160,7 +160,7 @@ def test_without_any_address_the_way_out_is_said(
 
 
 def test_a_device_that_is_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Though hccn.conf, which a container gets of its host, has its address."""
+    """A missing device is refused even if the host's hccn.conf, mounted into the container, has its address."""
     machine.start(recorded("a3"), "a3_hccn.conf")
     with machine.folder.joinpath("hccn.conf").open("a") as conf:
         conf.write("address_16=192.0.2.250\n")
@@ -191,13 +191,13 @@ def test_a_chip_without_its_place_in_the_super_pod_is_refused(
 
 
 def test_a_container_that_sees_two_cards_takes_either_of_their_names() -> None:
-    """Without physical ids, cards 4 and 5 may be meant by 4 and 5 or by 0 and 1; hccn.conf has all of the host's."""
+    """Without physical ids, both 4 and 5 or 0 and 1 may name cards 4 and 5; hccn.conf lists all cards of the host."""
     mapped = "\tNPU ID   Chip ID   Chip Logic ID   Chip Name\n\t4   0   0   Ascend 910B3\n\t5   0   1   Ascend 910B3\n"
     chips = npu.parse_npu_smi_map(mapped)
     assert [chip.device_ids for chip in chips] == [[0, 4], [1, 5]]
 
 
-# ---- `pd-ranktable gen` on machines with vNPUs, and on a machine of chips that no worker computes on
+# ---- `pd-ranktable gen` on machines with vNPUs, and with unsupported chips
 
 
 HOST = "10.0.0.18"
@@ -205,7 +205,7 @@ HOST = "10.0.0.18"
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An A2 machine whose NPU 4 is divided in two, NPU 5 into one part. Returns the folder for tables."""
+    """Simulates an A2 machine whose NPU 4 has two vNPUs and NPU 5 has one; returns the folder for tables."""
     dev = tmp_path / "dev"
     dev.mkdir()
     for name in ("davinci0", "davinci4", "vdavinci164", "vdavinci165", "vdavinci180", "davinci_manager"):
@@ -287,7 +287,7 @@ def test_the_310_series_is_refused_by_name(
         assert error.count("\n") == 1
 
 
-# ---- output of the vendors' programs, in the layout of their manuals, and its interpretation
+# ---- interpretation of the vendor's program output, in the layout of the manuals
 
 
 NPU_SMI_LIST = """\tTotal Count                    : 2
@@ -318,7 +318,7 @@ HCCN_CONF = "address_0=10.0.0.10\nnetmask_0=255.255.255.0\n address_11 = 10.0.0.
 
 
 def answering(answers: dict[str, str]) -> machine_probe.Run:
-    """Programs whose arguments (less the program's folder) are in `answers`; the rest aren't there."""
+    """Returns a runner that knows the commands in `answers` (without the program's folder); others are missing."""
 
     def run(command: Sequence[str]) -> str | None:
         return answers.get(" ".join([Path(command[0]).name, *command[1:]]))

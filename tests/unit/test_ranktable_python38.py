@@ -1,7 +1,6 @@
 """The rank table tools run on Python 3.8: they use nothing newer in syntax, library, or evaluated annotations.
 
-They do not run on such a Python here: vermin knows the version of each name and argument, and the rest is checked in
-the syntax tree.
+The test does not run Python 3.8: vermin checks names and arguments, and the rest is checked in the syntax tree.
 """
 
 import ast
@@ -13,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pd_ranktable_tools.py"
 FILES = [*sorted((ROOT / "ranktable_tools").glob("*.py")), SCRIPT]
-# Classes that cannot be subscribed before 3.9.
+# Classes that cannot be subscripted before 3.9.
 PLAIN = {"tuple", "list", "dict", "set", "frozenset", "type", "Callable", "Sequence", "Mapping", "Iterator", "Iterable"}
 PLAIN |= {"Collection", "defaultdict", "deque", "Pattern", "Match", "PathLike", "Popen", "CompletedProcess"}
 
 
 def evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below that is run, which an annotation is not: each file has `from __future__ import annotations`."""
+    """Yields evaluated nodes; annotations are not, because each file has `from __future__ import annotations`."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue

@@ -1,4 +1,4 @@
-"""Reading rank tables: the reference document's own, wrong ones, other programs'."""
+"""Reading rank tables: the reference document's, faulty ones, and other programs'."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from ranktable_tools.errors import MISSING
 from ranktable_tools.schema import RankTableError, load_global, load_local, locate, parse_global, parse_local
 
-# The reference document's example, its starred addresses filled in.
+# The reference document's example, with its masked addresses filled in.
 DOCUMENT_GLOBAL = """{ "version": "1.0", "status": "completed", "server_group_list": [ { "group_id": "0",
 "server_count": "1", "server_list": [ { "server_id": "localhost", "server_ip": "localhost" } ] },
 { "group_id": "1", "server_count": "1", "server_list": [ { "server_id": "localhost", "server_ip": "localhost",
@@ -33,7 +33,7 @@ def document_local() -> dict:
 
 
 def put(value: object, field: str, replacement: object) -> None:
-    """Replaces a value at its place as errors write it, such as `a[0].b`."""
+    """Replaces the value at a path in the notation of errors, such as `a[0].b`."""
     *path, last = [int(part) if part.isdigit() else part for part in re.findall(r"\w+", field)]
     for part in path:
         value = value[part]  # type: ignore[index]
@@ -41,7 +41,7 @@ def put(value: object, field: str, replacement: object) -> None:
 
 
 def refused(field: str, replacement: object) -> RankTableError:
-    """The document's table with another value."""
+    """Returns the error for the document's table with one value replaced."""
     value = document()
     put(value, field, replacement)
     return refusal(value)
@@ -61,7 +61,7 @@ def local_refusal(value: object) -> RankTableError:
 
 def test_the_documents_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_text(DOCUMENT_GLOBAL)
-    (tmp_path / "l.json").write_text(DOCUMENT_LOCAL, encoding="utf-8-sig")  # a byte order mark is no fault
+    (tmp_path / "l.json").write_text(DOCUMENT_LOCAL, encoding="utf-8-sig")  # a byte order mark is accepted
     table, local = load_global(tmp_path / "g.json"), load_local(tmp_path / "l.json")
     assert table.scheduler is not None
     assert table.scheduler.server_ip == "localhost"

@@ -1,4 +1,4 @@
-"""Units of a rank table: which entries they have, how the tools name them, and which tables make none."""
+"""Units in a rank table: their entries, their names in the tools, and tables without valid units."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ NAMES = "prefill-0..1, decode-0..1, decode-2..3"
 
 
 def tables(folder: Path, **decode: str) -> list[str]:
-    """Writes a machine's table for each host, and the first one's prefill instances; returns the files."""
+    """Writes each host's table, the first with prefill instances; returns the files."""
     for host, ids in {"a": "", **decode}.items():
         own = ["--prefill-server-list", "10,11", "12,13", "--api-server"] if host == "a" else []
         given = ["--decode-server-list", *ids.split()] if ids else []
@@ -58,7 +58,7 @@ def test_members_have_equal_devices(tmp_path: Path, capsys: pytest.CaptureFixtur
     (fault,) = capsys.readouterr().out.splitlines()
     place = "server_group_list[2].server_list"
     assert f"{place}[3].device: found '2 devices', expected 1 as in {place}[2]: both are in unit decode-2..3" in fault
-    assert merge(tmp_path, files, SIZES) == 1, "with the sizes given, merge says so at once"
+    assert merge(tmp_path, files, SIZES) == 1, "given the sizes, merge must report it at once"
 
 
 def test_gen_says_which_units_another_machine_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_gen_says_which_units_another_machine_completes(tmp_path: Path, capsys: 
     ("decode", "torn"),
     [
         ({"a": "0 1 2", "b": "0 1 2"}, []),  # one unit must span both
-        ({"a": "0 1 2", "b": "0 1", "c": "0"}, ["b"]),  # c before b would spare b that
+        ({"a": "0 1 2", "b": "0 1", "c": "0"}, ["b"]),  # b would not span hosts if c came first
         ({"a": "0 1 2", "c": "0", "b": "0 1"}, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""Schedulers hear of blocks as far as a kept state reaches: compared with all prefixes of all kept states."""
+"""Schedulers are told of blocks up to a kept state, compared with all prefixes of all kept states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling, Tier
 
 
 def random_chain(rng: random.Random) -> list[bytes]:
-    """Returns the contents of a prompt's first blocks, each of which names the whole beginning."""
+    """Returns the contents of a prompt's first blocks, each of which identifies its whole prefix."""
     text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 8)))
     return [text[: at + 1].encode() for at in range(len(text))]
 
@@ -27,7 +27,7 @@ def test_news_add_up_to_the_known_blocks_before_kept_states() -> None:
         rng, tokens, states = random.Random(seed), BlockPool(24), BlockPool(6)
         reached, clients, chains = ReachedBlocks(tokens, states), list[dict[bytes, Tier]](), dict[bytes, list[bytes]]()
         for step in range(300):
-            if step in (20, 150):  # a scheduler connects
+            if step in (20, 150):  # another scheduler connects
                 clients.append(dict(reached.follow()))
             chain = random_chain(rng)
             if rng.random() < 0.5:
@@ -64,7 +64,7 @@ def scheduler_of(mode: str) -> StepScheduler:
 
 
 def compute(scheduler: StepScheduler, name: str, prompt: list[int]) -> Request:
-    """Computes a prompt, and ends it with its first token."""
+    """Computes a prompt, and ends the request after its first token."""
     request = Request(name, RequestSpec(prompt, Sampling(max_tokens=1)))
     scheduler.add(request)
     while not (ready := scheduler.computed(scheduler.plan())):
@@ -76,7 +76,7 @@ def compute(scheduler: StepScheduler, name: str, prompt: list[int]) -> Request:
 
 
 def test_a_scheduler_tells_of_blocks_up_to_where_prompts_part_and_forgets_states_with_them() -> None:
-    """The third prompt begins behind the first two; after a reset, none does, and nothing is told any more."""
+    """The third prompt reuses the first two's common prefix; after a reset there is none, and nothing is reported."""
     scheduler, shared = scheduler_of("align"), [7] * 9
     assert scheduler.known.follow() == {}
     first = compute(scheduler, "a", [*shared, 1, 1, 1, 1, 1])

@@ -1,4 +1,4 @@
-"""scripts/release.sh gives its trial environments all packages of .venv."""
+"""scripts/release.sh shares all packages of .venv with its trial environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "
 
 
 def test_packages_of_the_python_below_are_shared(tmp_path: Path) -> None:
-    """An environment upon another one, as scripts/setup.sh makes it; the package is in the lower one alone."""
+    """Covers an environment layered on another, as by scripts/setup.sh, with the package only in the lower one."""
     (code,) = re.findall(r"""^sites=\$\("\$python" -c '(.*)'\)$""", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
     for name in ("base", "own", "trial"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / name], check=True, timeout=60)
@@ -25,6 +25,6 @@ def test_packages_of_the_python_below_are_shared(tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
     sites = run("own", code)
-    assert sites.splitlines() == [str(tmp_path / name / SITE) for name in ("own", "base")], "and nothing editable"
+    assert sites.splitlines() == [str(tmp_path / name / SITE) for name in ("own", "base")], "nothing editable is shared"
     (tmp_path / "trial" / SITE / "needs.pth").write_text(sites)
     assert run("trial", "import below; print(below.__file__)").strip() == str(tmp_path / "base" / SITE / "below.py")

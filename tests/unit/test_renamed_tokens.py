@@ -1,4 +1,4 @@
-"""A tokenizer with renamed control tokens: the library's own ids where they are meant, and none of them where not."""
+"""A tokenizer with renamed control tokens gives the library's ids for intended tokens, and none for plain text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def word_level() -> Tokenizer:
 
 
 def merging() -> Tokenizer:
-    """Its merges lead to the control token's own text, and on from it."""
+    """Returns a tokenizer whose merges produce a control token's text, and continue from it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("S", "E"), ("SE", "P"), ("[", "SEP"), ("[SEP", "]"), ("[SEP]", "a"), ("C", "L"), ("A", "b")]
     vocab = {text: at for at, text in enumerate([*alphabet, *map("".join, merges)])}

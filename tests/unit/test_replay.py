@@ -1,4 +1,4 @@
-"""A request whose instance or link is lost continues elsewhere: every token once, none different."""
+"""A request that loses its instance or link continues elsewhere, with every token once and unchanged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.router_world import World, info_of, rest_of, token
 
 
 async def next_attempt(world: World, attempt: int) -> dict[str, wire.Submit]:
-    """Returns the latest attempt's Submits, by connection."""
+    """Waits for this attempt's Submits; returns them by connection."""
     while not (submits := world.mailbox.of(wire.Submit)) or submits[-1][1].attempt < attempt:
         await asyncio.sleep(0)
     return {conn: submit for conn, submit in submits if submit.attempt == submits[-1][1].attempt}
 
 
 async def begun_stream(world: World) -> tuple[asyncio.Task[list[int]], str]:
-    """Returns the positions still to come of a request whose first token has been delivered, and its id."""
+    """Begins a request and delivers its first token; returns a task for the remaining positions, and the id."""
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
     assert (await first).position == 0
@@ -54,7 +54,7 @@ async def test_before_the_first_token_another_pair_begins_anew(world: World, los
     assert f"to-{lost}" not in submits
     assert {submit.leg for submit in submits.values()} == {"prefill", "decode"}
     assert all(not submit.resumed and submit.transfer_id.endswith("-1") for submit in submits.values())
-    world.outputs("to-decode-0", token(rid, 0, 99))  # from the attempt before
+    world.outputs("to-decode-0", token(rid, 0, 99))  # from the previous attempt
     for conn, submit in submits.items():
         if submit.leg == "prefill":
             world.outputs(conn, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
@@ -67,7 +67,7 @@ async def test_before_the_first_token_another_pair_begins_anew(world: World, los
 
 
 async def test_it_goes_on_at_a_mate_of_the_dead_only_if_nobody_else_is_left(world: World) -> None:
-    """Members of a unit end together, and one that is still there follows soon."""
+    """Members of a unit end together, so a surviving member will end soon and is the last choice."""
     for rank, instance in enumerate(world.instances[2:]):
         instance.info = info_of(instance.name, "decode", unit="decode-0..1", unit_rank=rank, unit_size=2)
     serving, first, _ = await world.begin()
@@ -83,7 +83,7 @@ async def test_it_goes_on_at_a_mate_of_the_dead_only_if_nobody_else_is_left(worl
 
 
 async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World) -> None:
-    """0 has ended, 1 was stopped, 2 is under way, and of 3 the end has come before what is before it."""
+    """Sequence 0 has ended, 1 was stopped, 2 is running, and 3's end has arrived before its earlier tokens."""
     handle: list[RequestStream] = []
     serving, first, rid = await world.begin(Sampling(n=4, max_tokens=4), routed=handle.append)
     firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
@@ -105,7 +105,7 @@ async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World
 
 
 async def test_how_many_deaths_a_request_may_meet() -> None:
-    """Two in succession may be its own doing. Two at the same moment make it rather a victim; three are too many."""
+    """A request fails after two successive deaths, which it may have caused, or after three simultaneous ones."""
     for most, together_s in ((2, -1.0), (3, 60.0)):
         world = World(replay=ReplayLimits(together_s=together_s))
         serving, first, _ = await world.begin()
@@ -119,7 +119,7 @@ async def test_how_many_deaths_a_request_may_meet() -> None:
 
 @pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
 async def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool) -> None:
-    """Pauses of any process, the scheduler or workers, do not count however often; deaths always do."""
+    """Pauses of the scheduler or of workers never count, however many; deaths always do."""
     limits = ReplayLimits(max_attempts=3, together_s=-1.0)
     world = World(replay=limits)
     serving, first, rid = await world.begin()
@@ -127,7 +127,7 @@ async def test_losses_after_which_the_same_life_is_back_never_count(is_same_life
         *_, conn = await next_attempt(world, attempt)
         name = conn.removeprefix("to-")
         for each in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-            if each == name or is_same_life:  # a paused process loses them all
+            if each == name or is_same_life:  # a paused process loses all connections
                 world.lose(each)
                 world.come_back(each, epoch=0 if is_same_life else attempt + 1)
         if attempt and not is_same_life:
@@ -142,7 +142,7 @@ async def test_losses_after_which_the_same_life_is_back_never_count(is_same_life
 
 
 async def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
-    """At once, with a word: its deadline for that may be later than the server's own."""
+    """A stopping server ends waiting requests at once with an error, even if their deadlines are later."""
     world = World(replay=ReplayLimits(wait_s=1000.0, together_s=1000.0))
     rest, _ = await begun_stream(world)
     for instance in world.instances:
@@ -160,7 +160,7 @@ async def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
 
 
 async def test_what_was_begun_is_finished_by_the_same_numerics() -> None:
-    """Two pairs that compute otherwise: after the first token only one of the two kinds will do."""
+    """With two pairs of different numerics, after the first token only instances of the same numerics may continue."""
     world = World(replay=ReplayLimits(wait_s=0.05))
     for instance in world.instances:
         dtype = "float32" if instance.name.endswith("0") else "bfloat16"
@@ -175,7 +175,7 @@ async def test_what_was_begun_is_finished_by_the_same_numerics() -> None:
 
 
 async def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() -> None:
-    """All die at once, and the deaths are seen one after the other."""
+    """If all die at once but are noticed one by one, the third attempt waits for an instance heard from since."""
     world = World(replay=ReplayLimits(together_s=60.0))
     for instance in world.instances:
         instance.heard_s = asyncio.get_running_loop().time()
@@ -195,7 +195,7 @@ async def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() 
 
 
 async def test_both_instances_of_a_request_die_at_once(world: World) -> None:
-    """One attempt, one death; and where the second is only seen after the request has gone there, another."""
+    """Two deaths cost one attempt, or two if the second is noticed only after the request was sent there."""
     rest, rid = await begun_stream(world)
     world.lose("decode-0")
     assert list(await next_attempt(world, 1)) == ["to-decode-1"]
@@ -246,7 +246,7 @@ async def test_it_waits_for_somebody_to_come_back_and_not_for_ever() -> None:
 
 
 async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:
-    """This happens after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
+    """It waits, as after a pause of the scheduler; without a recent loss it does not."""
     for together_s, is_served in ((60.0, True), (0.01, False)):
         world = World(replay=ReplayLimits(together_s=together_s))
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
@@ -272,7 +272,7 @@ async def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -
 
 
 async def test_a_new_request_waits_longer_for_an_instance_that_returns() -> None:
-    """On a busy host, processes that gave a stopped scheduler up may take seconds to come back to it."""
+    """On a busy host, workers that disconnected from a paused scheduler may take seconds to reconnect."""
     states: list[tuple[InstanceState, str]] = [
         *(("loading", ""), ("unreachable", wire.GIVEN_UP), ("unreachable", wire.PAUSED)),
     ]
@@ -292,7 +292,7 @@ async def test_a_new_request_waits_longer_for_an_instance_that_returns() -> None
         await asyncio.gather(first, return_exceptions=True)
 
 
-# ---- a cluster that is made up
+# ---- a simulated cluster
 
 
 def made_up(index: int, position: int) -> int:
@@ -300,13 +300,13 @@ def made_up(index: int, position: int) -> int:
 
 
 class Workers:
-    """Every leg makes the tokens that follow from sequence and position, in random portions, until it dies."""
+    """Each leg generates tokens from sequence and position, in random portions, until it dies."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.rng = world, random.Random(seed)
         self.seen = 0
         self.legs: dict[tuple[str, int], tuple[str, wire.Submit, dict[int, int]]] = {}
-        self.untold: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # of gathering readers
+        self.untold: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # held for gathering readers
 
     def look(self) -> None:
         for conn, body in self.world.mailbox.sent[self.seen :]:
@@ -349,7 +349,7 @@ class Workers:
         self.world.outputs(conn, *tokens, ended=ended)
 
     def fault(self) -> None:
-        """Lets a process die and return, or breaks a link."""
+        """Kills and restarts a process, or breaks a link."""
         self.look()
         name = self.rng.choice(["prefill-0", "prefill-1", "decode-0", "decode-1"])
         if self.rng.random() < 0.5:

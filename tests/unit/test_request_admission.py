@@ -1,4 +1,4 @@
-"""Requests on their way into a router with an admission queue: sent when a leg ends, refused, given a reason."""
+"""Requests at a router with an admission queue: sent when a leg ends, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> No
     await world.router.control_requests("paused")
     second = asyncio.ensure_future(anext(world.serve()))
     _first_token(world, request_id)
-    assert (await first).position == 0  # running ones go on
+    assert (await first).position == 0  # running requests continue
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(world.mailbox.of(wire.Submit)) == 2
@@ -183,7 +183,7 @@ async def test_all_requests_end_those_that_wait_too() -> None:
             await task
     await idle
     await world.router.control_requests("open")
-    serving, task, _ = await world.begin()  # later ones are served as before
+    serving, task, _ = await world.begin()  # later requests are served as before
     await _given_up(task)
     await serving.aclose()
     await _home(world)

@@ -1,4 +1,4 @@
-"""Requests and answers in the log: no prompt, no key, no more than the limit, and each answer once."""
+"""The log of requests and answers has no prompts or keys, respects the limit, and has each answer once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def logged(
 
 def test_an_answer_is_logged_once_and_cut(caplog: pytest.LogCaptureFixture) -> None:
     begun, ended = logged(caplog, request_log(most_chars=5), pieces_of("ab\n", "cdef"), 9)
-    assert begun == "request cmpl-a: 3 tokens in the prompt, max_tokens 9", "numbers, and no text"
+    assert begun == "request cmpl-a: 3 tokens in the prompt, max_tokens 9", "the log must have numbers, not text"
     assert ended == r"request cmpl-a, choice 0: stop after 2 tokens: 'ab\ncd' and 2 characters more"
 
 
@@ -60,7 +60,7 @@ def test_an_answer_whose_client_leaves_is_logged_as_far_as_it_came(caplog: pytes
     assert ended == "request cmpl-a, choice 0: broken off after 1 tokens: 'ab'"
 
 
-@pytest.mark.parametrize("most", [200, len("use ") + 4])  # the cut divides the key
+@pytest.mark.parametrize("most", [200, len("use ") + 4])  # truncated within the key
 def test_keys_are_hidden(caplog: pytest.LogCaptureFixture, most: int) -> None:
     whole = f"use {KEY} here"
     _, ended = logged(caplog, request_log(most_chars=most), pieces_of(whole[:9], whole[9:]), 9)

@@ -1,4 +1,4 @@
-"""Requests that are refused before they are read: the queue is too long, or too many bodies are under way."""
+"""Requests refused before their bodies are read: the queue is too long, or too many bodies are being read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.router_world import admission_of
 from tests.support.until import until
 
 MEGABYTE = 1 << 20
-ADDRESS = "127.0.0.1"  # of clients without another one
+ADDRESS = "127.0.0.1"  # default client address
 CHAT_PATH = "/v1/chat/completions"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 ASKS = [
@@ -58,7 +58,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
     assert "a wait of 3 s is expected, which exceeds the 2 s of --max-queue-time" in error["message"]
-    assert free.status == 503  # it was read, and nobody serves
+    assert free.status == 503  # the body was read; there is no instance
     assert free.num_received
     assert stats.snapshot().counters["refused_queue"] == 1
     hall.open()
@@ -82,7 +82,7 @@ async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> Non
 
 
 async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
-    """So a thousand that come at once are not all let in because none was there before."""
+    """So a thousand simultaneous requests are not all admitted because the queue was empty."""
     hall = Hall(max_wait_s=2.0)
     app, _ = make_app(tmp_path, admission=waiting_in(hall))
     hall.close()
@@ -102,7 +102,7 @@ async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Pat
 def _asking(
     app: Any, body: bytes, release: asyncio.Event, path: str = CHAT_PATH, told_nbytes: int = 0, ends: bool = True
 ) -> asyncio.Future[int]:
-    """The status of a request whose body comes when it may, or stays unfinished until then."""
+    """Returns the status of a request whose body is sent, or finished, only after `release`."""
     parts = iter([body])
 
     async def receive() -> dict[str, Any]:
@@ -157,7 +157,7 @@ async def test_unfinished_bodies_cannot_take_the_memory(
     await until(lambda: sum(each.done() for each in tasks) >= 8)
     assert [each.result() for each in tasks if each.done()] == [429] * 8
     small = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello"})
-    assert small.status in (200, 503)  # it is read
+    assert small.status in (200, 503)  # the body is read
     never.set()
     await asyncio.gather(*tasks)
     large = await send(app, "POST", path, [], {"model": "tiny", "prompt": "hello", "user": "x" * 2 * MEGABYTE})
@@ -187,7 +187,7 @@ async def test_small_bodies_count_for_nothing(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_a_caller_without_a_key_is_its_address(address: str, client: str) -> None:
-    """With IPv6 its network, of which one subscriber has all addresses."""
+    """With IPv6 it is the address's network, because one subscriber has a whole network."""
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": (address, 5)}
     caller = caller_of(Request(scope))
     assert (caller.owner.client, caller.owner.client_timeout_s) == (client, float("inf"))

@@ -1,4 +1,4 @@
-"""A request's timeline as spans, with a clock that the test sets."""
+"""A request's timeline converted to spans, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFILL, DECODE = ("conn-p", "prefill-0"), ("conn-d", "decode-0")
 
 
 class World:
-    """Workers' clocks are 100 s ahead of the scheduler's, and every message takes no time."""
+    """Workers' clocks are 100 s ahead of the scheduler's, and messages take no time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -62,7 +62,7 @@ def test_the_parts_of_a_request() -> None:
     assert shape(attempt) == ("attempt", 1.0, 6.0, shape(prefill), shape(handover), shape(decode))
     assert shape(prefill) == ("prefill", 1.5, 3.0)
     assert shape(handover) == ("handover", 2.25, 3.75)
-    assert shape(decode) == ("decode", 3.75, 6.0), "clipped: the worker's message came after the answer's end"
+    assert shape(decode) == ("decode", 3.75, 6.0), "clipped, as the worker's message came after the answer's end"
     assert prefill.attributes == {Names.INSTANCE: "prefill-0", Names.NUM_TOKENS: 7, Names.NUM_CACHED: 4}
     assert handover.attributes == {Names.INSTANCE: "decode-0", Names.NUM_BYTES: 640, Names.SENDER: "prefill-0"}
     assert decode.attributes == {Names.INSTANCE: "decode-0", Names.NUM_TOKENS: 9}
@@ -76,11 +76,11 @@ def test_a_killed_worker_and_a_replay() -> None:
     world.at(5.5, "conn-p", "r-1", "submitted")
     world.at(7.0, "conn-p", "r-1", "finished", num_tokens=9)
     world.timelines.ended("r")
-    assert is_reported(world.timeline), "the killed worker is not waited for"
+    assert is_reported(world.timeline), "a killed worker must not be waited for"
     _, first, second = spans_of(world.timeline)
     assert (first.error, second.error) == ("decode-0 was lost", "")
     decode = first.parts[2]
-    assert shape(decode) == ("decode", 3.75, 5.0), "it ends with its attempt"
+    assert shape(decode) == ("decode", 3.75, 5.0), "the span must end with its attempt"
     assert (decode.error, decode.attributes[Names.UNREPORTED]) == ("decode-0 did not report an end", True)
     assert shape(second) == ("attempt", 5.0, 7.0, ("generate", 5.5, 7.0))
     assert [span.attributes[Names.TRANSFER_ID] for span in (first, second)] == ["r-0", "r-1"]

@@ -1,4 +1,4 @@
-"""An order reaches every sequence of its request whole, whatever becomes of the sequence meanwhile."""
+"""Every field of a request reaches all its sequences, whatever happens to a sequence meanwhile."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.support.router_world import PROMPT, World, rest_of, token
 from tests.support.toy_model import ToyRunner
 
 SCOPE = PrefixScope("model", Numerics())
-# A value of each type that is no field's default.
+# For each type, a value that is no field's default.
 ODD = {int: 7, float: 7.0, str: "odd", tuple: (Span(0, 2, b"odd"),), type(None): RopePositions(((0, 2, 4, 6, 8),), 4)}
 NOT_GIVEN = msgspec.NODEFAULT
 
 
 def odd_fields() -> dict[str, Any]:
-    """Every field of an order that has a default, with another value. One of a new type needs a value in ODD.
+    """Returns each field with a default, with another value. A field of a new type needs a value in ODD.
 
-    All but `pooling`, with which there are no sequences; test_pooling.py has its attempts.
+    Excludes `pooling`, which has no sequences; test_pooling.py tests its attempts.
     """
     given = [
         each for each in msgspec.structs.fields(RequestSpec) if each.default != NOT_GIVEN and each.name != "pooling"
@@ -52,7 +52,7 @@ def odd_fields() -> dict[str, Any]:
 
 
 def submit_of(order: RequestSpec) -> wire.Submit:
-    """As it arrives at a worker."""
+    """Returns the message as decoded by a worker."""
     sent = wire.Submit("r", 0, "t", "hybrid", "", order, 0.0)
     body = wire.decode(wire.seal("s", 1, 2, wire.encode_body(sent))).body
     assert isinstance(body, wire.Submit)
@@ -71,13 +71,13 @@ async def test_every_attempt_is_told_the_whole_order() -> None:
     world.outputs(decode, TokenOutput(rid, 1, 0, 2, 7, earlier=(6,)))
     assert (await first).token_id == 5
     rest = asyncio.ensure_future(rest_of(serving))
-    world.lose(decode.removeprefix("to-"))  # in mid-stream
+    world.lose(decode.removeprefix("to-"))  # during the stream
     while len(world.mailbox.of(wire.Submit)) < 5:
         await asyncio.sleep(0)
     orders = [(body.leg, body.order) for _, body in world.mailbox.of(wire.Submit)]
     assert [own for leg, own in orders if leg != "decode"] == [order] * 3
     assert [own for leg, own in orders if leg == "decode"] == [order.without_pixels()] * 2
-    assert order.without_pixels() != order, "a leg that continues alone has them again"
+    assert order.without_pixels() != order, "a leg that continues alone must get them again"
     assert world.mailbox.of(wire.Submit)[-1][1].resumed
     rest.cancel()
     await asyncio.gather(rest, return_exceptions=True)
@@ -116,7 +116,7 @@ def test_a_resumed_sequence_has_the_whole_order() -> None:
 
 
 def test_siblings_share_what_is_the_requests_and_nothing_that_changes_with_one_of_them() -> None:
-    """A new field of a request is either in this list, or marked as a sequence's own."""
+    """Each new field must be added to this list, or be marked as a sequence's own."""
     order = RequestSpec([1, 2], Sampling(n=2))
     parent = Request("r", order, attempt=2, arrival_s=3.0, leg="decode", transfer_id="t", peer="p", client="c")
     parent.kv_precision, parent.num_cached_tokens = "int8", 1
@@ -152,7 +152,7 @@ def test_requests_of_different_variants_share_no_blocks() -> None:
 
 
 def test_blocks_are_shared_up_to_the_first_span_of_another_content() -> None:
-    """The third of five blocks of 4 tokens has the beginning of a span; the fourth has its end."""
+    """Of five blocks of 4 tokens, the third has the beginning of a span, and the fourth its end."""
     tokens = list(range(20))
 
     def hashes(*spans: Span) -> list[bytes]:
@@ -169,7 +169,7 @@ def test_blocks_are_shared_up_to_the_first_span_of_another_content() -> None:
 
 
 def test_requests_of_different_contents_share_no_blocks_behind_them() -> None:
-    """An engine finds the blocks before a span, or another rotary position, and a router predicts the same."""
+    """Engine and router share only blocks before the first different span or rotary position."""
     spans = [{"spans": (Span(9, 11, content),)} for content in (b"cat", b"dog", b"cat")]
     rows = [(tuple(i + gap * (i >= 9) for i in range(17)), gap) for gap in (3, 4, 3)]
     positions = [{"rope_positions": RopePositions((row,), gap)} for row, gap in rows]
@@ -187,7 +187,7 @@ def test_requests_of_different_contents_share_no_blocks_behind_them() -> None:
 
 
 def test_blocks_are_shared_as_long_as_their_rotary_positions_are_equal() -> None:
-    """Positions that equal the tokens' indices share with requests that bring none, in one row and in three."""
+    """Positions equal to the tokens' indices, in one row or in three, share blocks with requests without positions."""
     tokens, indices = list(range(20)), tuple(range(12))
 
     def hashes(*rows: tuple[int, ...], delta: int = 0) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Counters of requests: of one process, reported by several, and added up while they die and start again."""
+"""Request counters: in one process, reported by several, and summed while processes die and restart."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_histogram_counts_as_prometheus_own_does(name: str) -> None:
 
 
 class Counted(World):
-    """A world with a clock that stands still unless the test moves it."""
+    """A world whose clock advances only when the test sets it."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -62,12 +62,12 @@ class Counted(World):
         return self.router.stats.snapshot()
 
     def counters(self) -> dict[str, int]:
-        """All that are not 0, but those of arrivals."""
+        """Returns all counters that are not 0, except those of arrivals."""
         counters = self.told.counters.items()
         return {name: number for name, number in counters if number and not name.startswith("arrived_")}
 
     def seen(self, *names: str) -> list[tuple[int, float]]:
-        """Returns for each the number of values, and their sum."""
+        """Returns (number of values, their sum) of each histogram."""
         found = [self.told.histograms[name] for name in names]
         return [(sum(buckets.counts), buckets.total_e6 / 1e6) for buckets in found]
 
@@ -84,8 +84,8 @@ async def test_a_request_from_arrival_to_last_token() -> None:
     timeline.add(WorkerClock("to-prefill-0", offset_s=50.0), TraceEvent(f"{name}-0", 49.25, "admitted"))
     world.say(101.0, token(name, 0), conn="to-prefill-0")
     await first
-    world.say(101.5, token(name, 0), token(name, 1))  # the first again, from decode
-    world.say(103.0, token(name, 3))  # waits for the one before it
+    world.say(101.5, token(name, 0), token(name, 1))  # decode repeats the first token
+    world.say(103.0, token(name, 3))  # held until its predecessor arrives
     world.say(104.0, token(name, 2), token(name, 4, finish="stop"))
     assert await rest_of(serving) == [1, 2, 3, 4]
     assert world.counters() == {"prompt_tokens": len(PROMPT), "generation_tokens": 5, "finished_stop": 1}
@@ -96,7 +96,7 @@ async def test_a_request_from_arrival_to_last_token() -> None:
 
 
 async def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
-    """Times of which no worker has told are left out."""
+    """Tokens that arrive together each count and share the elapsed time; times not reported by workers are omitted."""
     world = Counted()
     serving, first, name = await world.begin(Sampling(max_tokens=6), gathers=True)
     world.say(101.0, token(name, 0), conn="to-prefill-0")
@@ -115,7 +115,7 @@ async def test_tokens_that_come_together_count_each_and_share_the_time() -> None
 
 
 async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> None:
-    """The answer of a beam search has no time between its tokens."""
+    """A beam search's answer has no times between tokens."""
     world = Counted()
     streams: list[Any] = []
     serving, first, name = await world.begin(Sampling(n=3, max_tokens=4), routed=streams.append)
@@ -123,8 +123,8 @@ async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> 
     await first
     world.say(102.0, token(name, 1, index=0, finish="length"), token(name, 1, index=1), token(name, 1, index=2))
     for _ in range(3):
-        await anext(serving)  # two first tokens, and the end of sequence 0
-    streams[0].stop(1)  # its second token was not read, and is not counted
+        await anext(serving)  # the first tokens of both, and the end of sequence 0
+    streams[0].stop(1)  # its second token was not read, so it does not count
     world.say(103.0, token(name, 2, index=2, finish="stop"))
     await rest_of(serving)
     finished = {"finished_length": 1, "finished_stop": 2}
@@ -143,7 +143,7 @@ async def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> 
 
 @pytest.mark.parametrize(("how", "reason"), [("leaves", "abort"), ("is cancelled", "abort"), ("fails", "error")])
 async def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: str, reason: str) -> None:
-    """One of its two sequences had ended before."""
+    """Covers a request of whose two sequences one has ended."""
     world = Counted()
     serving, first, name = await world.begin(Sampling(n=2, max_tokens=4))
     world.say(101.0, token(name, 0, finish="length"), token(name, 0, index=1), conn="to-prefill-0")
@@ -205,7 +205,7 @@ async def test_what_is_refused_counts_and_nothing_else_of_it() -> None:
     world.assert_home()
 
 
-# ---- what the workers tell of it
+# ---- workers' reports
 
 
 def of_worker(conn: str, offset_s: float, *events: tuple[str, float, str]) -> list[tuple[WorkerClock, TraceEvent]]:
@@ -227,7 +227,7 @@ def test_of_several_attempts_the_one_that_gave_the_first_token_was_admitted() ->
     assert timeline.admitted_s(5.0) is None
     timeline.others += of_worker("P", 7.0, ("r-0", 1.0, "admitted"))
     timeline.others += of_worker("Q", 1.0, ("r-1", 9.0, "admitted"), ("r-2", 19.0, "admitted"))
-    # The last: its message was slow, and it was not admitted before the first token by this clock.
+    # The last message was slow, so by this clock the request was not admitted before its first token.
     assert [timeline.admitted_s(before_s) for before_s in (8.5, 10.5, 30.0, 7.0)] == [8.0, 10.0, 20.0, 8.0]
 
 
@@ -243,7 +243,7 @@ def test_a_clock_that_is_late_makes_no_time_negative() -> None:
 
 
 def some(rng: random.Random, stats: RequestStats) -> None:
-    """Something happens."""
+    """Makes random changes to the counters."""
     for _ in range(rng.randrange(4)):
         stats.num_generation_tokens += 1
         stats.inter_token_s.observe(rng.random())
@@ -253,7 +253,7 @@ def some(rng: random.Random, stats: RequestStats) -> None:
 
 
 def numbers(stats: Stats) -> dict[str, list[int]]:
-    """Returns all numbers; one that was never reported is 0."""
+    """Returns all counters; one that was never reported is 0."""
     empty = RequestStats().snapshot()
     found = {name: [stats.counters.get(name, 0)] for name in COUNTERS}
     for name in BOUNDS:
@@ -275,7 +275,7 @@ def test_together_is_as_if_one_process_had_counted_it_all() -> None:
 
 
 class Hears:
-    """Replaces the scheduler's end of a channel."""
+    """Replaces the receiving end of a channel."""
 
     def __init__(self) -> None:
         self.totals: list[AllStats] = []
@@ -303,7 +303,7 @@ def three_processes() -> tuple[ApiProcesses, list[Hears]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> None:
-    """All receive the same, and in the end it covers every report of every life of every process."""
+    """All processes receive the same totals, which finally include every report of every process, dead ones too."""
     rng = random.Random(seed)
     processes, hearers = three_processes()
     lives, ended = [RequestStats() for _ in range(3)], []
@@ -312,7 +312,7 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
         at = rng.randrange(3)
         api = processes.apis[at]
         match rng.randrange(8):
-            case 0:  # unreported counts are lost with it
+            case 0:  # its unreported counts are lost
                 processes.remove_work(api)
                 ended.append(reported[at])
                 lives[at], reported[at], api.sent_stats = RequestStats(), Stats(), None
@@ -344,7 +344,7 @@ def test_of_what_they_do_now_each_is_told_the_others() -> None:
     for _ in range(2):
         processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(10, 20), Busy(1, 2), Busy(11, 22)]
-    assert [len(hearer.totals) for hearer in hearers] == [2, 2, 1]  # only news
+    assert [len(hearer.totals) for hearer in hearers] == [2, 2, 1]  # only changes are sent
 
 
 async def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,14 +367,14 @@ async def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(mo
 
 
 async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the counts, which are larger; the others' work replaces that of the last totals."""
+    """Changed work is reported at once, without the larger counts; it replaces the work in the last totals."""
     monkeypatch.setattr(mirror_module, "TICK_S", 3600.0)
     monkeypatch.setattr(mirror_module, "LOOK_S", 0.0)
     told, work = list[ApiReport](), [Busy(1, 1, 0)]
     mirror = MembershipMirror(cast(Any, None))
     running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
     await turns()
-    assert len(told) == 1, "nothing has changed"
+    assert len(told) == 1, "without a change nothing must be sent"
     work[0] = Busy(3, 2, 1)
     while len(told) < 2:
         await asyncio.sleep(0)

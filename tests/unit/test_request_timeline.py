@@ -1,4 +1,4 @@
-"""The last requests' timelines on one clock: mapping, bounds, strangers, order; and their admin routes."""
+"""Timelines of the latest requests on one clock: mapping, bounds, foreign events, order, and admin routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P, D = ("to-p", "prefill-0"), ("to-d", "decode-0")
 
 
 class World:
-    """Timelines and a clock that the test moves."""
+    """Timelines, and a clock that the test sets."""
 
     def __init__(self, **bounds: int) -> None:
         self.now_s = 100.0
@@ -58,12 +58,12 @@ def test_a_whole_life(world: World) -> None:
     world.route("r", "cmpl-1", received_s=99.5)
     assert world.find("r").status == "running"
     world.now_s = 101.0
-    world.tell("to-p", event("r", 10.0, "submitted"), now_s=10.75)  # its clock is 90.25 s behind
+    world.tell("to-p", event("r", 10.0, "submitted"), now_s=10.75)  # the worker's clock is 90.25 s behind
     world.timelines.first_token("r", heard_s=100.75)
     world.now_s = 102.0
     world.timelines.ended("r")
     assert world.find("cmpl-1") is world.find("r") is world.find("r-0")
-    assert world.find("r").summary(102.0)["added_ttft_ms"] == 750.0  # until it was routed, and after it was heard
+    assert world.find("r").summary(102.0)["added_ttft_ms"] == 750.0  # before it was routed, and after the token arrived
     found = world.find("r").to_json()
     assert [(each["at_ms"], each["who"], each["what"], each["numbers"]) for each in found.pop("events")] == [
         (0.0, "scheduler", "received", {}),
@@ -102,7 +102,7 @@ def test_an_error_is_told_and_replays_are_counted(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_message_tells_the_clock(seed: int) -> None:
-    """Times are late by the least delay that any message had, whichever came first; never early."""
+    """Mapped times are late by the smallest delay of any message so far, in any order, and never early."""
     rng = random.Random(seed)
     world = World()
     world.route("r")
@@ -122,7 +122,7 @@ def test_the_fastest_message_tells_the_clock(seed: int) -> None:
 
 
 def test_a_new_connection_has_a_clock_of_its_own(world: World) -> None:
-    """The worker started again: events of its predecessor keep their place, and those of an instant their order."""
+    """After a worker's restart, its predecessor's events keep their times, and simultaneous events their order."""
     names = ["submitted", "admitted", "offered"]
     for name, at_s in (("a", 1.0), ("b", 5000.0)):
         world.route(name)
@@ -133,11 +133,11 @@ def test_a_new_connection_has_a_clock_of_its_own(world: World) -> None:
         assert world.events(name)[2:] == [(0.0, "prefill-0", what) for what in names]
 
 
-# ---- strangers
+# ---- foreign events
 
 
 def test_events_of_strangers_are_dropped(world: World) -> None:
-    """Strangers are unknown transfers, and instances that do not serve the request."""
+    """Events of unknown transfers, and of instances that do not serve the request, are dropped."""
     world.route("r")
     world.timelines.add("to-p", [event("r", 1.0)])  # never heard from
     world.tell("to-p", event("nobody", 1.0), now_s=1.0)

@@ -1,4 +1,4 @@
-"""Rows of docs/requirements.md that no other test proves: the document's command lines, tables, variables and flags."""
+"""Rows of docs/requirements.md that no other test covers: the document's commands, tables, variables and flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Checkpoints = Callable[..., Path]
 
 
 def shell(line: str, folder: Path, *first_on_path: Path) -> subprocess.CompletedProcess[str]:
-    """A line as the operator types it, after `export LLM_TOOLS_PATH=…`."""
+    """Runs a line as typed by an operator after `export LLM_TOOLS_PATH=…`."""
     path = [*map(str, first_on_path), str(Path(sys.executable).parent), os.environ["PATH"]]
     env = {**os.environ, "LLM_TOOLS_PATH": str(ROOT / "scripts"), "PATH": os.pathsep.join(path)}
     command = ["sh", "-c", line]
@@ -49,20 +49,20 @@ def shell(line: str, folder: Path, *first_on_path: Path) -> subprocess.Completed
 
 
 def test_the_documents_rank_table_lines(tmp_path: Path) -> None:
-    """Into ./save_dir and, without --save-dir, into the current folder; then merged with another machine's."""
+    """Tables go to ./save_dir or, without --save-dir, to the current folder, and are merged with another machine's."""
     tool = tmp_path / "bin" / "hccn_tool"
     tool.parent.mkdir()
     tool.write_text(FAKE_HCCN_TOOL)
     tool.chmod(0o755)
     script = "python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py"
-    # unchanged, with hccn_tool, and on CPU
+    # the line unchanged, with hccn_tool, and on CPU
     for save_dir, folder, more in (("--save-dir ./save_dir", tmp_path / "save_dir", ""), ("", tmp_path, ON_CPU)):
         done = shell(f"{script} {GEN} {save_dir} {more}", tmp_path, tool.parent)
         assert done.returncode == 0, done.stderr
         (file,) = folder.glob("global_ranktable_*.json")
         address = file.stem.removeprefix("global_ranktable_")
         with socket.socket() as listening:
-            listening.bind((address, 0))  # no other machine's would do
+            listening.bind((address, 0))  # fails for an address of another machine
         locals_ = {path.name for path in folder.glob("local_*")}
         assert locals_ == {f"local_ranktable_{address}_{which}.json" for which in ("45", "67", "host")}
         groups = json.loads(file.read_text())["server_group_list"]
@@ -87,14 +87,14 @@ def test_the_documents_start_line(tmp_path: Path) -> None:
 
 
 def test_gen_finds_this_machines_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one from which the default route sends."""
+    """It is the address from which the default route sends."""
     routed = MagicMock()
     routed.return_value.__enter__.return_value.getsockname.return_value = ("10.0.0.18", 4711)
     monkeypatch.setattr(socket, "socket", routed)
     monkeypatch.chdir(tmp_path)
     assert ranktable_cli.reference_main([*GEN.split(), "--device", "cpu"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("cluster.secret", "scheduler.key", "admin.token"),  # the document has none: their only addition
+        *("cluster.secret", "scheduler.key", "admin.token"),  # additional files, not in the document
         "global_ranktable_10.0.0.18.json",
         *(f"local_ranktable_10.0.0.18_{which}.json" for which in ("45", "67", "host")),
     }
@@ -103,7 +103,7 @@ def test_gen_finds_this_machines_address(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the other it is named on stderr, and the files are the same byte for byte."""
+    """In the other mode stderr names the option, and the files do not change."""
     gen = [*GEN.split(), *ON_CPU.split(), "--save-dir"]
     assert ranktable_cli.reference_main([*gen, str(tmp_path)]) == 0
     table = str(tmp_path / "global_ranktable_127.0.0.1.json")
@@ -127,14 +127,14 @@ def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.Capture
 
 
 def tables(folder: Path) -> list[Path]:
-    """The global table; the local tables of prefill, decode and scheduler."""
+    """Returns the files of the global table and of the local tables of prefill, decode and scheduler."""
     made = generate(prefill=[[4, 5]], decode=[[6, 7]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
     write_keys(folder, PRIVATE)
     return write(made, folder)
 
 
 def test_a_cluster_has_every_kind_of_instance(tmp_path: Path) -> None:
-    for group in range(3):  # the scheduler, prefill, decode
+    for group in range(3):  # scheduler, prefill, decode
         table, *local_tables = tables(tmp_path / str(group))
         value = json.loads(table.read_text())
         value["server_group_list"][group].update(server_count="0", server_list=[])
@@ -150,13 +150,13 @@ def test_a_cluster_has_every_kind_of_instance(tmp_path: Path) -> None:
 
 
 def options_of(*argv: str) -> ServeOptions:
-    """Returns the options that `pd-cluster serve` makes of its flags."""
+    """Returns the options that `pd-cluster serve` parses from flags."""
     context = serve_command().make_context("serve", normalize(["serve", *argv])[1:])
     return ServeOptions(**settings_in(context))
 
 
 def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints) -> None:
-    """A step fills up to --max-num-batched-tokens, --max-num-seqs run at once, and answers are the reference's."""
+    """Steps fill up to --max-num-batched-tokens, --max-num-seqs run at once, and answers equal the reference's."""
     folder = checkpoint("llama", max_position_embeddings=4096)
     flags = ["--tensor-parallel-size=1", "--max-model-len=4096", "--num-blocks=1200", "--max-num-seqs=20"]
     config = options_of(f"--model={folder}", *flags, "--max-num-batched-tokens=4096").engine()
@@ -190,7 +190,7 @@ def test_tensor_parallel_size_is_the_number_of_devices(tmp_path: Path) -> None:
 
 
 def test_weights_as_they_are_downloaded(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """bfloat16 in several files with an index, as official checkpoints are."""
+    """Serves bfloat16 weights in several files with an index, like official checkpoints."""
     whole = checkpoint("llama")
     for file in whole.iterdir():
         if file.suffix != ".safetensors":

@@ -1,8 +1,8 @@
-"""Keeps docs/requirements.md true: its form, its ids, the tests that it names, its summary, and README's line of it.
+"""Checks docs/requirements.md: its form, ids, named tests and summary, and README's line about it.
 
-Reads tests as source and never imports them, so it knows that a test exists, what it is marked with and what its file
-imports, not that it passes. `python tests/unit/test_requirements.py --fix` rewrites the summary and README's line;
-everything else is mended by hand.
+Reads tests as source without importing them, so it checks that they exist, their marks and their imports, but not that
+they pass. `python tests/unit/test_requirements.py --fix` rewrites the summary and README's line; other faults must be
+fixed by hand.
 """
 
 import ast
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "requirements.md"
 README = ROOT / "README.md"
 
-# id prefix -> (title of the section, rows on the first day: the documents are fixed, so rows are only added)
+# id prefix -> (section title, initial number of rows; rows are only added, as the documents are fixed)
 DOCUMENTS = {
     "PD": ("Split deployment on Ascend (vLLM 0.6.0)", 176),
     "LE": ("LMDeploy pipeline (early)", 111),
@@ -41,7 +41,7 @@ PROOFS = [  # of STATES
     *(re.compile(rf"{TESTS}(?: \(slow\))?"), re.compile(rf"refused: [^`\s][^`]*, {TESTS}")),
     *(re.compile("not yet"), re.compile(r"not applicable \((?:operator|vendor)\): \S.*")),
 ]
-# Modules with a stand-in for the engine: tests of what they make show what reaches an engine, not what it does.
+# Modules with a fake engine: tests that use them show what reaches an engine, not what it does.
 STAND_INS = (
     *("tests.support.playback", "tests.support.playback_offline", "tests.support.offline", "tests.support.toy_model"),
     "tests.support.lmdeploy_engine",
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     proof: str
 
     def state(self) -> str:
-        """Returns one of STATES; the empty text where the proof has none of their forms."""
+        """Returns one of STATES, or "" if the proof has none of their forms."""
         return next((state for state, form in zip(STATES, PROOFS, strict=True) if form.fullmatch(self.proof)), "")
 
     def node_ids(self) -> list[str]:
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 def sections(page: str) -> dict[str, list[str]]:
-    """Title of each document's section -> its lines. Raises ValueError when the sections aren't DOCUMENTS."""
+    """Returns section title -> lines. Raises ValueError if the sections differ from DOCUMENTS."""
     _, *parts = re.split(r"^## ", page, flags=re.MULTILINE)
     found = [(part.partition("\n")[0].strip(), part.splitlines()[1:]) for part in parts]
     wanted = [title for title, _ in DOCUMENTS.values()]
@@ -78,7 +78,7 @@ def sections(page: str) -> dict[str, list[str]]:
 
 
 def rows(page: str) -> Iterator[Row]:
-    """Yields every row of the right form; `form_complaints` handles the others."""
+    """Yields every well-formed row; `form_complaints` reports the others."""
     for title, lines in sections(page).items():
         for line in lines:
             if match := ROW.fullmatch(line):
@@ -86,7 +86,7 @@ def rows(page: str) -> Iterator[Row]:
 
 
 def form_complaints(page: str) -> list[str]:
-    """Lines that mean to be a table and aren't one, and proofs of none of the four forms."""
+    """Returns malformed table lines, and proofs in none of the four forms."""
     lines = [line for lines in sections(page).values() for line in lines if "|" in line and line not in TABLE_HEAD]
     complaints = [f"not a row `id | ask | proof`: {line}" for line in lines if not is_row(line)]
     return complaints + [f"{row}: no known form of proof: {row.proof}" for row in rows(page) if not row.state()]
@@ -97,7 +97,7 @@ def is_row(line: str) -> bool:
 
 
 def id_complaints(page: str) -> list[str]:
-    """Ids count 1, 2, 3… within their document, under its prefix, and none has gone."""
+    """Reports ids that do not count 1, 2, 3… under their document's prefix, and removed rows."""
     complaints = []
     for prefix, (title, num_rows_at_least) in DOCUMENTS.items():
         mine = [str(row) for row in rows(page) if row.title == title]
@@ -109,9 +109,9 @@ def id_complaints(page: str) -> list[str]:
 
 @cache
 def collected(path: Path) -> dict[str, bool]:
-    """Returns a file's test functions -> whether each is slow.
+    """Returns test function -> whether it is slow, for a file.
 
-    A test that is always skipped proves nothing and isn't in it. Marks of single parameters aren't seen.
+    Omits tests that are always skipped. Ignores marks of single parameters.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     values = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.dump(node)]
@@ -131,7 +131,7 @@ def has_mark(marks: list[ast.expr], name: str) -> bool:
 
 @cache
 def has_stand_in(path: Path) -> bool:
-    """Returns whether the file's tests may have a stand-in for the engine."""
+    """Returns whether the file's tests may use a fake engine."""
     return any(
         isinstance(node, ast.ImportFrom) and node.module in STAND_INS
         for node in ast.parse(path.read_text(encoding="utf-8")).body
@@ -139,13 +139,13 @@ def has_stand_in(path: Path) -> bool:
 
 
 def proof_complaints(page: str) -> list[str]:
-    """Named tests that aren't there."""
+    """Returns complaints about named tests that do not exist."""
     named = [(row, node_id) for row in rows(page) for node_id in row.node_ids()]
     return [f"{row}: no test {node_id}" for row, node_id in named if find(node_id) is None]
 
 
 def find(node_id: str) -> tuple[Path, bool] | None:
-    """Returns the test's file, and whether the test is slow. None: there is no such test."""
+    """Returns the test's file and whether the test is slow; None if there is no such test."""
     found = re.fullmatch(r"(tests/(?:\w+/)*test_\w+\.py)::(\w+)(?:\[.*\])?", node_id)
     if found is None or not (ROOT / found[1]).is_file() or found[2] not in collected(ROOT / found[1]):
         return None
@@ -153,7 +153,7 @@ def find(node_id: str) -> tuple[Path, bool] | None:
 
 
 def strength_complaints(page: str) -> list[str]:
-    """Returns complaints about proven rows that no quick test or no real engine shows."""
+    """Returns complaints about proven rows without a quick test, or without one that uses a real engine."""
     complaints = []
     for row in rows(page):
         tests = [test for node_id in row.node_ids() if (test := find(node_id)) is not None]
@@ -167,13 +167,13 @@ def strength_complaints(page: str) -> list[str]:
 
 
 def counts(page: str, title: str = "all") -> list[int]:
-    """Counts the rows of a section, all and then those in each of STATES."""
+    """Counts a section's rows: all, then by each of STATES."""
     states = [row.state() for row in rows(page) if title in (row.title, "all")]
     return [len(states), *(states.count(state) for state in STATES)]
 
 
 def summary(page: str) -> str:
-    """The summary table that the rows call for."""
+    """Returns the summary table computed from the rows."""
     head = f"| document | rows | {' | '.join(STATES)} |\n|---|{'---:|' * (1 + len(STATES))}"
     sums = [f"| {title} | {' | '.join(map(str, counts(page, title)))} |" for title in [*sections(page), "all"]]
     return "\n".join([head, *sums])
@@ -188,12 +188,12 @@ def summary_complaints(page: str) -> list[str]:
 
 
 def with_summary(page: str) -> str:
-    """The page with the summary that its rows call for. Raises ValueError when its place isn't there once."""
+    """Returns the page with its computed summary. Raises ValueError unless the summary's place occurs once."""
     return between(page, SUMMARY_START, SUMMARY_END, f"\n\n{summary(page)}\n\n")
 
 
 def with_line(readme: str, page: str) -> str:
-    """Returns README with the page's sums in it. Raises ValueError when their place isn't there once."""
+    """Returns README with the page's sums. Raises ValueError unless their place occurs once."""
     num_rows, *sums = counts(page)
     told = ", ".join(f"{count} {state}" for count, state in zip(sums, STATES, strict=True))
     return between(readme, LINE_START, LINE_END, f"\n{num_rows} rows: {told}.\n")

@@ -1,4 +1,4 @@
-"""Kept responses: owners, quotas, times to live, file modes, and ids that are none."""
+"""Stored responses: owners, quotas, lifetimes, file modes, and invalid ids."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_owners_oldest_make_room(tmp_path: Path) -> None:
     assert not store.keep("a", kept(7, 2 * MIB))
     assert ids(tmp_path) == left
     store.remove("a", id_of(3))
-    assert store.keep("a", kept(7, MIB // 3))  # what was removed takes no room
+    assert store.keep("a", kept(7, MIB // 3))  # a removed response takes no space
     assert ids(tmp_path) == [id_of(4), id_of(7), id_of(9)]
 
 
@@ -106,7 +106,7 @@ def test_a_response_is_gone_after_its_time(tmp_path: Path) -> None:
     store.keep("c", kept(2))
     assert ids(tmp_path) == [id_of(2)]
     now_s[0] += 101
-    made(tmp_path, lambda: now_s[0], ttl_s=100.0)  # sweeps as it starts, whoever owned them
+    made(tmp_path, lambda: now_s[0], ttl_s=100.0)  # a new store removes expired responses of all owners at its start
     assert ids(tmp_path) == []
 
 
@@ -145,13 +145,13 @@ def test_a_full_disk_keeps_nothing_and_a_removed_text_is_gone(tmp_path: Path) ->
     store = made(tmp_path)
     store.keep("a", KeptResponse({"id": id_of(1), "output": []}, [{"said": "a secret of a tenant"}]))
     store.remove("a", id_of(1))
-    store.close()  # the last one: it writes the log back
+    store.close()  # the last connection checkpoints the log
     assert b"a secret" not in b"".join(path.read_bytes() for path in (tmp_path / "kept").iterdir())
 
 
 @pytest.mark.slow
 def test_a_million_responses_cost_a_call_nothing(tmp_path: Path) -> None:
-    """One tenant's million beside another's calls: these take as long as in an empty store, by CPU time."""
+    """With one tenant's million responses, another's calls take as much CPU time as in an empty store."""
 
     def cost_s(store: ResponseStore) -> float:
         started_s = time.thread_time()
@@ -173,7 +173,7 @@ def test_a_million_responses_cost_a_call_nothing(tmp_path: Path) -> None:
 
 
 def test_many_processes_keep_at_once(tmp_path: Path) -> None:
-    """Each with a store of its own over the same folder, as API processes have: the quota holds, nothing is torn."""
+    """Like API processes, each has its own store over the same folder; the quota holds and nothing is corrupted."""
     stores = [made(tmp_path, tenant_mib=1) for _ in range(4)]
 
     def work(at: int) -> None:
@@ -186,6 +186,6 @@ def test_many_processes_keep_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     left = ids(tmp_path)
-    assert len(left) == 4  # the quota has room for so many, and the others' places are counted right
+    assert len(left) == 4  # as many as the quota allows; failed writes were uncounted
     for name in left:
         assert stores[0].find("a", name).response["id"] == name

@@ -1,4 +1,4 @@
-"""/v1/responses without an input, its count of tokens and its compact route, without a cluster."""
+"""/v1/responses without input, its token count and its compact route, without a cluster."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def counted(app: FastAPI, **body: Any) -> int:
 
 
 def test_an_input_that_is_missing_counts_as_an_empty_one(app: FastAPI) -> None:
-    """The client's type lets it be absent, or None."""
+    """The client's type allows a missing input or None."""
     several: list[dict[str, Any]] = [{}, {"instructions": "Be brief."}, {"tools": [LOOK]}, {"model": "tiny"}]
     for fields in several:
         empty = counted(app, **fields, input="")
         assert counted(app, **fields) == counted(app, **fields, input=None) == empty
         assert counted(app, **fields, input="hi") > empty > 0
     answer = ask(app, "POST", "/v1/responses", [], {"instructions": "Be brief."})
-    assert (answer.status, answer.json()["error"]["param"]) == (400, "input"), "a response needs one"
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "input"), "a response needs an input"
 
 
 def test_what_cannot_be_counted_is_refused_by_name(app: FastAPI) -> None:
@@ -64,7 +64,7 @@ def test_what_changes_nothing_is_counted_all_the_same(app: FastAPI) -> None:
 
 
 def test_a_conversation_is_in_order() -> None:
-    """Instructions, then the items of earlier responses, then the request's own."""
+    """The order is instructions, items of earlier responses, the request's own items."""
     earlier = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
     request = ResponsesRequest.model_validate({"instructions": "rules", "input": "third", "speculative": False})
     chat = chat_of(request, earlier, frozenset())
@@ -76,11 +76,11 @@ def test_a_conversation_is_in_order() -> None:
 
 
 def test_compact_reads_what_it_refuses(app: FastAPI) -> None:
-    """So that the connection is at its end, and can take the next request."""
+    """The body is read before the refusal, so that the connection can take the next request."""
     for body in (b"", b"{", b'{"model": "tiny", "input": "hi"}'):
         answer = ask(app, "POST", COMPACT, [], body)
         assert answer.status == 400
         assert "compact: not supported" in answer.json()["error"]["message"]
         assert answer.num_received == 1
     answer = ask(app, "POST", COMPACT, [], b"x" * (MAX_BODY_NBYTES + 1))
-    assert answer.status == 413, "no more than bodies may have"
+    assert answer.status == 413, "it must not read more than the body limit"

@@ -1,4 +1,4 @@
-"""Records of streams at a worker, by the table of docs/protocol/requests.md."""
+"""Records of resumable streams at a worker, by the table of docs/protocol/requests.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
 
     @property
     def clients(self) -> dict[str, str | None]:
-        """The readers of the legs that run, once those that nobody wants have been dropped."""
+        """Drops unwanted legs; returns running leg -> its reader."""
         while self.legs.unwanted:
             self.legs.sequences.pop(self.legs.unwanted.pop(), None)
         return {key: self.legs.client_of(key) for key in self.legs.sequences}
@@ -64,7 +64,7 @@ class World:
         return found
 
     def attach(self, conn: str = S2, attempt: int = 0) -> dict[str, list[wire.Outputs]]:
-        """Returns what each scheduler hears."""
+        """Lets a scheduler attach to the stream; returns the messages to each scheduler."""
         self.sent.clear()
         self.records.read(conn, wire.Attach(DIGEST, "r", attempt))
         return self.told()
@@ -90,12 +90,12 @@ def world() -> World:
 def test_a_reader_is_lost_and_another_one_gets_everything(world: World) -> None:
     request = world.open()
     for prompt in (PromptOutput("r", 1, 3), PromptOutput("r", 0, 2), PromptOutput("r", 0, 1)):
-        world.records.note_prompt(prompt)  # of another attempt, the first one, which counts, and once more
+        world.records.note_prompt(prompt)  # from another attempt, then the first attempt's, which counts, and again
     for position in range(3):
         world.note(request, position)
     world.records.closed(S)
     assert world.clients == {"r#0": NOBODY}
-    world.note(request, 2, 3)  # one of them again
+    world.note(request, 2, 3)  # one token repeated
     found = world.found()
     assert (found.request_id, found.attempt, found.recipe, found.num_tokens) == ("r", 0, b"recipe", 4)
     ((outputs,),) = world.attach().values()
@@ -113,7 +113,7 @@ def test_the_later_reader_takes_over(world: World) -> None:
     told = world.attach(S2)
     assert told[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]
     assert S2 not in told
-    world.release(then="forget")  # of a reader that it has no longer
+    world.release(then="forget")  # from a reader that is no longer attached
     assert world.found().order is not None
     assert world.clients == {"r#0": S2}
     assert world.attach(S2) == {}  # the same one again
@@ -150,7 +150,7 @@ def test_a_leg_that_stopped_is_a_fault_for_the_next_reader(world: World) -> None
     outputs = world.attach()[S2][0]
     assert len(outputs.tokens) == 1
     assert outputs.ended == [LegEnd("r", 0, STOPPED, is_fault=True)]
-    world.now_s = WINDOW_S + 1  # S2 makes the next attempt elsewhere, and never says a word
+    world.now_s = WINDOW_S + 1  # S2 makes the next attempt elsewhere, and never reports
     world.records.expire(world.now_s)
     assert not world.records
 
@@ -160,7 +160,7 @@ def test_a_whole_answer_waits_for_its_reader_and_is_not_kept_for_ever(world: Wor
     world.note(request, 0)
     world.note(request, 1, last=True)
     world.end_leg(request)
-    world.records.aborted(S2, wire.Abort("r", 0))  # it does not read it
+    world.records.aborted(S2, wire.Abort("r", 0))  # S2 is not its reader
     world.records.expire(5 * WINDOW_S)
     assert world.attach()[S2][0].ended == []
     world.records.aborted(S2, wire.Abort("r", 0))
@@ -169,7 +169,7 @@ def test_a_whole_answer_waits_for_its_reader_and_is_not_kept_for_ever(world: Wor
 
 
 def test_what_cannot_go_on_is_forgotten(world: World) -> None:
-    """An error of its own; a stream for whose next attempt no instance was left; several sequences."""
+    """Covers a failed request, a stream without an instance for its next attempt, and several sequences."""
     world.records.failed(world.open())
     assert (bool(world.records), world.records.nbytes) == (False, 0)
     world.end_leg(world.open())
@@ -199,15 +199,15 @@ def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten
     assert world.found(b"\0" * 32).order is not None
     assert set(world.clients) == {"r0#0", "r2#0"}
     world.records.note(requests[2], [token(17, top=20)])
-    assert world.found(b"\2" * 32).order is None  # alone it is too large: nobody made room for it
+    assert world.found(b"\2" * 32).order is None  # too large by itself, so nothing was evicted for it
     assert world.found(b"\0" * 32).order is not None
-    assert world.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader reads on
+    assert world.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader continues
     world.release("r2")
-    assert set(world.clients) == {"r0#0"}, "its leg went on without a record"
+    assert set(world.clients) == {"r0#0"}, "its leg must continue without a record"
 
 
 def test_a_tenants_streams_take_no_room_of_anothers(world: World) -> None:
-    """However many one has, with readers or without, the other's stay and new ones of it are kept."""
+    """However many streams one tenant has, with or without readers, another's old and new streams are kept."""
     world.note(world.open("mine", b"\xff" * 32, room=3000, owner=b"me"), *range(5))
     world.release("mine")  # parked, and the first to expire
     for at in range(40):
@@ -225,7 +225,7 @@ def test_a_tenants_streams_take_no_room_of_anothers(world: World) -> None:
 def test_nobody_makes_room_where_it_would_not_be_enough(world: World) -> None:
     requests = [world.open(f"r{at}", bytes([at]) * 32, room=3000) for at in range(3)]
     world.release("r0")
-    world.note(requests[1], *range(16))  # it is read
+    world.note(requests[1], *range(16))  # it has a reader
     world.note(requests[2], *range(4))
     assert [world.found(bytes([at]) * 32).order is None for at in range(3)] == [False, False, True]
     assert "r0#0" in world.clients
@@ -237,7 +237,7 @@ def test_the_next_attempt_ends_the_leg_before_and_takes_the_stream_from_another_
 ) -> None:
     world.open()
     if conn == S:
-        world.records.closed(S)  # and it is back: its next attempt comes to the same instance
+        world.records.closed(S)  # S has reconnected, and its next attempt reaches the same instance
     world.open(attempt=1, conn=conn)
     assert world.clients == {"r#1": conn}
     ended = {to: each.ended for to, outputs in world.told().items() for each in outputs}
@@ -245,9 +245,9 @@ def test_the_next_attempt_ends_the_leg_before_and_takes_the_stream_from_another_
 
 
 def test_a_reader_that_lost_the_leg_hears_of_the_next_one(world: World) -> None:
-    world.end_leg(world.open())  # S looks for an instance now
-    assert world.attach(S2)[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]  # and so does S2
-    world.release(then="forget", attempt=1)  # it has given up
+    world.end_leg(world.open())  # S now looks for an instance
+    assert world.attach(S2)[S][0].ended == [LegEnd("r", 0, TAKEN, is_taken=True)]  # S2 finds the stream as well
+    world.release(then="forget", attempt=1)  # S has given up
     assert world.found().order is not None
     world.records.closed(S2)
     assert set(world.attach(S)) == {S}

@@ -1,4 +1,4 @@
-"""Retained blocks are evicted last, within their owner's share and their time; a live request may take any."""
+"""Retained blocks are evicted last, within their owner's share and their lifetime; live requests may take any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.types import Retention
 
 
 def cached(pool: BlockPool, names: str, retention: Retention | None = None) -> None:
-    """Caches a block for each letter; the first is the least recently used."""
+    """Caches a block for each letter, from least to most recently used."""
     for name in names:
         (block,) = pool.take(1)
         pool.remember(block, name.encode())
@@ -37,7 +37,7 @@ def test_retained_blocks_go_last() -> None:
 def test_an_owner_has_its_share_of_half_the_pool() -> None:
     pool = BlockPool(8)
     cached(pool, "ab", Retention("one", 10.0))
-    cached(pool, "cdef", Retention("two", 10.0))  # has two of four
+    cached(pool, "cdef", Retention("two", 10.0))  # its share is two of four
     cached(pool, "gh")
     held = pool.take(4)
     assert known(pool, "abcdefgh") == "abef"
@@ -53,7 +53,7 @@ def test_a_retention_ends() -> None:
     pool.check([])
     pool.expire(10.0)
     held = pool.take(2)
-    assert known(pool, "abcd") == "cd"  # used later
+    assert known(pool, "abcd") == "cd"  # more recently used
     pool.release(held)
     pool.check([])
 
@@ -76,7 +76,7 @@ def test_a_shared_block_is_held_and_dropped_again() -> None:
 
 
 class TieredPool:
-    """A pool over host memory and a disk, whose commands succeed at once."""
+    """A pool over host memory and a disk tier, whose commands succeed at once."""
 
     def __init__(self, num_blocks: int, num_slots: int, num_files: int) -> None:
         self.host = HostTier(num_slots, 0, LoadCost(16))
@@ -104,7 +104,7 @@ class TieredPool:
 
 
 def test_tiers_drop_retained_blocks_after_others() -> None:
-    """Also those that the device evicted first, because they no longer fitted their owner's share there."""
+    """Includes retained blocks that the device evicted early because they exceeded their owner's share there."""
     tiers = TieredPool(num_blocks=2, num_slots=6, num_files=8)
     tiers.cached("abc", Retention("key", 10.0))
     tiers.cached("defghijklm")
@@ -118,7 +118,7 @@ def test_tiers_drop_retained_blocks_after_others() -> None:
 def test_owners_share_host_memory() -> None:
     tiers = TieredPool(num_blocks=2, num_slots=8, num_files=12)
     tiers.cached("ab", Retention("one", 10.0))
-    tiers.cached("cdef", Retention("two", 10.0))  # has two of four
+    tiers.cached("cdef", Retention("two", 10.0))  # its share is two of four
     tiers.cached("ghijkl")
     assert known(tiers.pool, "abcdefghijkl") == "bl"
     assert tiers.on_host("abcdefghijkl") == "aefghijk"

@@ -1,4 +1,4 @@
-"""Roles by cost, on paced instances under a seeded Poisson load, second by second."""
+"""Roles by cost, on simulated instances under a seeded Poisson load, second by second."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ GOALS = RoleGoals(ttft_s=3.0, tpot_s=0.1)
 PACE = Pace(prompt_tokens_per_s=2000.0, step_s=0.02, num_seqs=16)
 SPLITS = ((1, 3), (2, 2), (3, 1))
 HOUR_S = 3600.0
-PROMPTS = Phase(900.0, 2.0, 2000, 100)  # two instances' work of prompts, a quarter of one's work of answers
-ANSWERS = Phase(900.0, 2.0, 200, 800)  # the other way round
-STEADY = (  # what the best split serves well, and loads at which two splits are nearly as good
+PROMPTS = Phase(900.0, 2.0, 2000, 100)  # prefill work for two instances, decode work for a quarter of one
+ANSWERS = Phase(900.0, 2.0, 200, 800)  # mostly decode work
+STEADY = (  # loads with a clearly best split, and loads at which two splits are nearly equal
     Phase(HOUR_S, 2.0, 1000, 350, 0.5),
     Phase(HOUR_S, 1.8, 2000, 300, 0.5),
     Phase(HOUR_S, 6.0, 300, 200, 0.8),
@@ -43,7 +43,7 @@ STEADY = (  # what the best split serves well, and loads at which two splits are
 
 
 def goodput(found: list[Asked], begin_s: float = 0.0, end_s: float = float("inf")) -> float:
-    """The share of these arrivals that met the goals."""
+    """Returns the share of these arrivals that met the goals."""
     during = [each for each in found if begin_s <= each.at_s < end_s]
     return sum(each.meets(GOALS.ttft_s, GOALS.tpot_s) for each in during) / len(during)
 
@@ -90,7 +90,7 @@ def test_a_steady_load_moves_nothing_for_an_hour(phase: Phase) -> None:
     hold_still(phase, 1, seed=3)
 
 
-@pytest.mark.slow  # a minute: ten simulated hours of each
+@pytest.mark.slow  # takes a minute: ten simulated hours each
 @pytest.mark.parametrize("goals", [GOALS, RoleGoals()])
 @pytest.mark.parametrize("phase", STEADY)
 def test_a_steady_load_moves_nothing_for_ten_hours(phase: Phase, goals: RoleGoals) -> None:
@@ -108,7 +108,7 @@ def test_silence_moves_nothing_whatever_came_before() -> None:
 
 
 def test_lengths_that_change_all_the_time_move_few() -> None:
-    """Each phase asks for another split, and ends when the roles have followed: a change back takes ever longer."""
+    """Phases end as soon as roles have followed them, so changing back must take longer each time."""
     world = RoleWorld(2, 2, PACE)
     world.run([each._replace(duration_s=60.0) for each in (PROMPTS, ANSWERS)] * 30, 1, chosen(world).observe)
     turns = sum(one != other for (_, one), (_, other) in itertools.pairwise(world.flips))
@@ -116,7 +116,7 @@ def test_lengths_that_change_all_the_time_move_few() -> None:
 
 
 def look(world: RoleWorld, traffic: Stats, num: int = 70, goals: RoleGoals = GOALS) -> tuple[RolesByCost, Flip | None]:
-    """Looks at constant loads, while these counts grow from none, second by second."""
+    """Observes constant loads with counts growing from 0, second by second; returns the policy and its change."""
     counts: dict[str, int] = {}
     auto = RolesByCost(lambda: (Stats(counts), Busy()), goals)
     flip = None
@@ -127,7 +127,7 @@ def look(world: RoleWorld, traffic: Stats, num: int = 70, goals: RoleGoals = GOA
 
 
 def counts_of(phase: Phase) -> Stats:
-    """What comes in a second, of equal lengths; all answers end."""
+    """Returns one second's counts for requests of equal lengths whose answers all end."""
     num, prompt, answer = round(phase.rate_per_s), phase.num_prompt_tokens, phase.num_output_tokens
     arrived = {"requests": num, "answers": num, "prompt_tokens": num * prompt, "max_tokens": num * 4096}
     arrived["prompt_pairs"] = num * prompt * (prompt - 1) // 2
@@ -139,7 +139,7 @@ def name_of(flip: Flip | None) -> tuple[str, str] | None:
     return None if flip is None else (flip.name, flip.role)
 
 
-MANY_PROMPTS = counts_of(Phase(1.0, 40.0, 80, 5))  # 1.6 instances of prefill, 0.25 of decode
+MANY_PROMPTS = counts_of(Phase(1.0, 40.0, 80, 5))  # needs 1.6 prefill instances and 0.25 decode instances
 
 
 def test_an_instance_that_is_free_to_move_is_moved() -> None:
@@ -153,10 +153,10 @@ def test_an_instance_that_is_free_to_move_is_moved() -> None:
         name = f"decode-{index}"
         world.cluster[name].info = info_of(name, "decode", unit="decode-0..2", unit_rank=index, unit_size=3)
     auto, flip = look(world, MANY_PROMPTS)
-    assert (flip, auto.last and auto.last.verdict) == (None, "last"), "a unit's members move by command only"
+    assert (flip, auto.last and auto.last.verdict) == (None, "last"), "a unit's members may change by command only"
     auto, flip = look(RoleWorld(1, 1, PACE), MANY_PROMPTS)
-    assert (flip, auto.last and auto.last.verdict) == (None, "best"), "one of each role stays"
-    hungry = counts_of(Phase(1.0, 40.0, 80, 45))  # two decode instances are not enough for the answers
+    assert (flip, auto.last and auto.last.verdict) == (None, "best"), "one instance of each role must stay"
+    hungry = counts_of(Phase(1.0, 40.0, 80, 45))  # two decode instances cannot serve the answers
     auto, flip = look(RoleWorld(1, 3, PACE), hungry)
     assert flip is None
 
@@ -165,14 +165,14 @@ def test_instances_on_their_way_count() -> None:
     world = RoleWorld(2, 3, PACE)
     coming = world.cluster["prefill-1"]
     coming.state = "loading"
-    assert look(world, MANY_PROMPTS)[1] is None, "it will compute prompts soon"
+    assert look(world, MANY_PROMPTS)[1] is None, "the loading instance will compute prompts soon"
     coming.service = "out"
-    assert name_of(look(world, MANY_PROMPTS)[1]) == ("decode-2", "prefill"), "it is not to come back"
+    assert name_of(look(world, MANY_PROMPTS)[1]) == ("decode-2", "prefill"), "an instance that leaves does not count"
     coming.state, coming.num_outstanding = "ready", 1
     auto, flip = look(world, MANY_PROMPTS)
     assert (flip, auto.last and auto.last.verdict) == (None, "unsettled"), "it drains"
     coming.num_outstanding, world.cluster["decode-0"].next_role = 0, "prefill"
-    assert look(world, MANY_PROMPTS)[1] is None, "another changes its role"
+    assert look(world, MANY_PROMPTS)[1] is None, "another instance is changing its role"
 
 
 def test_without_measurements_or_looks_nothing_moves() -> None:
@@ -188,13 +188,13 @@ def test_without_measurements_or_looks_nothing_moves() -> None:
     auto = RolesByCost(lambda: (Stats(counts), Busy()), GOALS)
     for at in range(40):
         counts.update({name: number * at for name, number in MANY_PROMPTS.counters.items()})
-        assert auto.observe(10.0 * at, world.cluster.membership.instances) is None, "nobody looked meanwhile"
+        assert auto.observe(10.0 * at, world.cluster.membership.instances) is None, "not observed in between"
 
 
 def test_a_slope_that_few_sequences_show_is_not_believed() -> None:
-    """Four sequences a step tell little of sixteen: decode instances that have seats left are not short."""
+    """Four sequences per step say little about sixteen: decode instances with free places are not overloaded."""
     steep = StepCost(row_s=0.005, prompt_token_s=1 / 2000)
-    answers = counts_of(Phase(1.0, 20.0, 10, 50))  # 1,000 tokens/s; four rows in 20 ms are 200 a row, and 400 of two
+    answers = counts_of(Phase(1.0, 20.0, 10, 50))  # 1,000 tokens/s; two instances with four rows at 20 ms give 400
     for num_rows, goals, flipped in (
         (4, GOALS, None),
         (16, GOALS, ("prefill-1", "decode")),
@@ -209,7 +209,7 @@ def test_a_slope_that_few_sequences_show_is_not_believed() -> None:
 
 def test_a_machine_that_is_slow_for_moments_moves_nothing() -> None:
     world, counts = RoleWorld(1, 3, PACE), dict[str, int]()
-    prefill, some = world.cluster["prefill-0"], counts_of(Phase(1.0, 15.0, 80, 5)).counters  # 0.6 instances
+    prefill, some = world.cluster["prefill-0"], counts_of(Phase(1.0, 15.0, 80, 5)).counters  # needs 0.6 instances
     auto = RolesByCost(lambda: (Stats(counts), Busy()), GOALS)
     for at in range(200):
         slow = 3 if at % 20 < 4 else 1
@@ -230,11 +230,11 @@ def test_a_pile_of_prompts_moves_roles_after_the_last_has_come() -> None:
     for at in range(40):
         load = replace(prefill.load, num_waiting=1000 * (at % 3 > 0), num_queued_tokens=2_000_000 * (at % 3 > 0))
         prefill.load = load
-        assert auto.observe(float(at), world.cluster.membership.instances) is None, "gone before it was served"
+        assert auto.observe(float(at), world.cluster.membership.instances) is None, "requests that left unserved"
 
 
 def test_a_change_that_costs_more_than_it_gains_is_not_made() -> None:
-    counts = counts_of(Phase(1.0, 10.0, 2600, 1200))  # 1.3 instances of prefill, 1.5 of decode
+    counts = counts_of(Phase(1.0, 10.0, 2600, 1200))  # needs 1.3 prefill instances and 1.5 decode instances
     world = RoleWorld(1, 3, Pace(20_000, step_s=0.1, num_seqs=800))
     prefill = world.cluster["prefill-0"]
     prefill.load = replace(prefill.load, step_cost=StepCost(prompt_token_s=1 / 20_000))
@@ -242,11 +242,11 @@ def test_a_change_that_costs_more_than_it_gains_is_not_made() -> None:
     for each in world.cluster.membership.instances:
         each.load = replace(each.load, num_running=800 * (each.role == "decode"))
     auto, flip = look(world, counts)
-    assert (flip, auto.last and auto.last.verdict) == (None, "unsure"), "800 answers would take minutes to end"
+    assert (flip, auto.last and auto.last.verdict) == (None, "unsure"), "draining 800 answers would take minutes"
 
 
 def test_other_schedulers_requests_are_like_ones_own() -> None:
-    few = counts_of(Phase(1.0, 20.0, 80, 5))  # 0.8 instances of prefill
+    few = counts_of(Phase(1.0, 20.0, 80, 5))  # needs 0.8 prefill instances
     world = RoleWorld(1, 3, PACE)
     world.cluster["prefill-0"].outstanding_tokens = 10
     assert look(world, few)[1] is None
@@ -257,9 +257,9 @@ def test_other_schedulers_requests_are_like_ones_own() -> None:
 def test_cached_prompts_and_short_limits_are_less_work() -> None:
     world = RoleWorld(1, 3, PACE)
     counters = dict(MANY_PROMPTS.counters)
-    counters["prompt_tokens_cached"] = counters["prompt_tokens_computed"]  # half of each
+    counters["prompt_tokens_cached"] = counters["prompt_tokens_computed"]  # half of the prompt tokens are cached
     assert look(world, Stats(counters))[1] is None
-    many_answers = counts_of(Phase(1.0, 4.0, 10, 500))  # 2.5 instances, if they may have so many tokens
+    many_answers = counts_of(Phase(1.0, 4.0, 10, 500))  # 2.5 instances, if memory holds so many tokens
     world = RoleWorld(2, 2, PACE)
     assert name_of(look(world, many_answers)[1]) == ("prefill-1", "decode")
     limited = Stats({**many_answers.counters, "arrived_max_tokens": 4 * 40})
@@ -304,7 +304,7 @@ def test_traffic_reads_what_is_counted() -> None:
 
 
 def test_seats_are_as_many_as_memory_and_goal_allow() -> None:
-    """Against a count from one up, over random costs."""
+    """Compares with counting up from one, over random costs."""
     random_ = random.Random(5)
     for _ in range(300):
         step = StepCost(*(random_.random() * scale for scale in (0.05, 1e-3, 1e-6)), 1e-4, 0.0, random_.randrange(9))

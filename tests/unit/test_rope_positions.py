@@ -1,4 +1,4 @@
-"""Rotary positions apart from the tokens' indices: in a step's numbers, its tensors and its messages, and in limits."""
+"""Rotary positions that differ from the tokens' indices: in steps' arrays, tensors and messages, and in limits."""
 
 from __future__ import annotations
 
@@ -51,13 +51,17 @@ def test_positions_that_are_indices_cost_no_array_and_no_byte(monkeypatch: pytes
     monkeypatch.setattr(module, "on_device", lambda arrays, device: given.append(arrays) or plain(arrays, device))
     own = RopePositions((tuple(range(3, 9)),), 3)
     pool = KVPool(LAYOUT, 4)
-    for chunk in ((request(None), 5), (request(None, 6, 6, 1), 1), (request(None, 6, 7, 1), 1)):  # the last is ahead
+    for chunk in (
+        (request(None), 5),
+        (request(None, 6, 6, 1), 1),
+        (request(None, 6, 7, 1), 1),
+    ):  # the last is ahead
         step = step_input([chunk], BLOCK_SIZE)
         assert step.rope_positions is None
         assert b"rope_positions" not in encode(message_of(step))
         batch_of(step, pool)
         batch_of(step_input([(request(own), 5)], BLOCK_SIZE), pool)
-    assert len({frozenset(arrays) for arrays in given}) == 1  # no further array in any case
+    assert len({frozenset(arrays) for arrays in given}) == 1  # the same arrays in every case
     assert given[0]["rope_positions"].nbytes == 8 * 5
     assert [arrays["rope_positions"].tolist() for arrays in given[:4]] == [
         [[0, 1, 2, 3, 4]],
@@ -76,7 +80,7 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
     assert step.rope_positions.tolist() == [[*shared, 0, 3, 4], [*shared, 1, 3, 4], [*shared, 2, 3, 4]]
     batch = batch_of(step, KVPool(LAYOUT, 4))
     assert batch.rope_positions[:, 0].tolist() == step.rope_positions.tolist()
-    assert batch.slot_mapping.tolist() == [0, 1, 4, 5, 5, 6, 7]  # tokens' indices, not their positions
+    assert batch.slot_mapping.tolist() == [0, 1, 4, 5, 5, 6, 7]  # slots follow tokens' indices, not their positions
     received = _input_of(message_of(step))
     assert received.rope_positions is not None
     assert np.array_equal(received.rope_positions, step.rope_positions)
@@ -84,7 +88,7 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
     ahead = step_input([(request(None, 6, 7, 1), 1), (request(spread, 6, 7, 1), 1)], BLOCK_SIZE)
     assert ahead.rope_positions is not None
     assert ahead.rope_positions.tolist() == [[7, 4]] * 3
-    assert ahead.input_ids.tolist() == [0, 0]  # nobody knows them here
+    assert ahead.input_ids.tolist() == [0, 0]  # unknown to the host
     assert ahead.rows[:, 3].tolist() == [1, 1]
 
 
@@ -108,7 +112,7 @@ def test_an_engine_refuses_positions_that_its_model_lacks(own: RopePositions, sa
 
 
 def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_why_it_takes_none() -> None:
-    """A prompt that is pooled may be as long as the context, and its delta says nothing."""
+    """A pooled prompt may fill the context, and its delta is ignored."""
     order = RequestSpec([1] * 20, NO_SAMPLING, rope_positions=RopePositions((tuple(range(20)),), 5), pooling=Pooling())
     assert EngineLimits(10, 20, RopeLimit(1, 20)).problem(Request("r", order, leg="hybrid")) is None
     limit = RopeLimit(3, 20, "its positions are fixed")

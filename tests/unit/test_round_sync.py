@@ -1,4 +1,4 @@
-"""The rounds of a unit: what each message does, and a simulation of 2 to 8 members through random orders of events."""
+"""The rounds of a unit: each message's effect, and a simulation of 2 to 8 members in random orders of events."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_a_member_sleeps_until_it_or_a_mate_has_work() -> None:
     assert not round_sync.enters(has_work=False)
     round_sync.heard(1, wire.UnitWake(0))
     assert not round_sync.is_asleep
-    assert round_sync.enters(has_work=True)  # the waker has told all
+    assert round_sync.enters(has_work=True)  # the waking member has told all others
     assert sent == []
     assert round_sync.agreed([3, 1])
     assert round_sync.agreed([0, 1])
     assert not round_sync.is_asleep
     assert not round_sync.agreed(IDLE)
     assert round_sync.is_asleep
-    round_sync.heard(1, wire.UnitWake(2))  # of a round that is over
+    round_sync.heard(1, wire.UnitWake(2))  # for a round that is over
     assert not round_sync.enters(has_work=False)
     assert round_sync.enters(has_work=True)
     assert sent == [wire.UnitWake(3)]
@@ -64,7 +64,7 @@ def test_a_unit_drains_and_ends_together() -> None:
         round_sync.lost(1, "decode-3", "silence")
     round_sync.heard(1, wire.UnitWake(0))
     round_sync.heard(1, wire.UnitDone())
-    assert not round_sync.may_end  # in a round
+    assert not round_sync.may_end  # during a round
     assert round_sync.enters(has_work=False)
     assert not round_sync.agreed(IDLE)
     assert round_sync.may_end
@@ -88,7 +88,7 @@ def test_members_stay_in_step_in_many_orders() -> None:
 
 
 class SkipsExchange(RoundSync):
-    """Goes on to the next round without the mates, once, when it has no rows."""
+    """A faulty policy: once, without rows, it enters the next round without the other members."""
 
     has_skipped = False
 

@@ -1,4 +1,4 @@
-"""A request across the cluster, with a mailbox that only remembers: order, doubles, aborts, losses, deadlines."""
+"""A request's life at the router, with a recording mailbox: order, duplicates, aborts, losses, deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.router_world import PROMPT, SAMPLING, World, info_of, rest_of
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """In the end nothing of any request is left."""
+    """Yields a world; asserts afterwards that nothing of any request is left."""
     made = World()
     yield made
     made.assert_home()
@@ -66,12 +66,12 @@ async def test_a_long_prompt_gives_way_at_its_prefill_instance_until_its_leg_end
     await world.until(wire.Submit, 2)
     assert (prefill.num_long, prefill.long_tokens, decode.num_long) == (num_long, num_long * num_tokens, 0)
     assert prefill.prompt_tokens_before(1) == (0 if num_long else num_tokens)
-    assert prefill.prompt_tokens_before(num_tokens + 1) == num_tokens, "a long one does not pass another"
+    assert prefill.prompt_tokens_before(num_tokens + 1) == num_tokens, "a long request must not overtake another"
     await world.leave(serving, first)  # type: ignore[arg-type]
 
 
 async def test_a_whole_life(world: World) -> None:
-    """P gives token one, hands over and is lost; D repeats it, out of order with the rest, and finishes."""
+    """P sends token one, hands over and is lost; D repeats token one, sends the rest out of order, and finishes."""
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", token(rid, 0, 50))
     assert (await first).token_id == 50
@@ -125,14 +125,14 @@ async def test_the_deadline() -> None:
 
 @pytest.fixture
 def three_unread(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world in which at most three tokens may be unread."""
+    """Returns a world in which at most three tokens may be unread."""
     monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
     monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
     return World()
 
 
 async def test_a_reader_that_does_not_read_is_given_up(three_unread: World) -> None:
-    """Its legs end when too much is unread; that can still be read, followed by the reason for the end."""
+    """With too many unread tokens its legs end; the unread tokens can still be read, then the reason for the end."""
     world = three_unread
     _, other_first, other = await world.begin()
     serving, first, rid = await world.begin(Sampling(max_tokens=99))
@@ -152,7 +152,7 @@ async def test_a_reader_that_does_not_read_is_given_up(three_unread: World) -> N
 
 
 async def test_an_answer_that_comes_at_once_is_not_unread(three_unread: World) -> None:
-    """That of a beam search, and the last tokens of any."""
+    """A beam search's answer, and any answer's last tokens, do not count as unread."""
     for sampling in (Sampling(max_tokens=9, beam_width=2), Sampling(max_tokens=4)):
         serving, first, rid = await three_unread.begin(sampling)
         conn = three_unread.mailbox.of(wire.Submit)[-2][0]
@@ -164,7 +164,7 @@ async def test_an_answer_that_comes_at_once_is_not_unread(three_unread: World) -
 
 
 async def test_mail_of_others_changes_nothing(world: World) -> None:
-    """Another attempt's tokens, a stranger's, an unknown request's: not delivered, no leg ends."""
+    """Tokens of another attempt, another instance or an unknown request are not delivered and end no leg."""
     serving, first, rid = await world.begin()
     before = [(i.num_outstanding, i.outstanding_tokens) for i in world.instances]
     world.outputs("to-decode-0", token(rid, 0, attempt=1, finish="stop"), ended=LegEnd(rid, 1, "x"))
@@ -179,7 +179,7 @@ async def test_mail_of_others_changes_nothing(world: World) -> None:
 
 
 async def test_random_lives_come_home() -> None:
-    """Many requests at once, each with a random end; counts return to zero and every sequence is a gapless prefix."""
+    """After many concurrent requests with random ends, counts are zero and every sequence is a gapless prefix."""
 
     async def one(world: World, rng: random.Random) -> None:
         n = rng.randrange(1, 4)

@@ -1,4 +1,4 @@
-"""Requests of several sequences at the router, readers that gather, and the outputs of the prompt itself."""
+"""Requests with several sequences at the router, gathering readers, and the prompt's own outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREE = Sampling(n=3, max_tokens=4)
 
 
 async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Task[TokenOutput]) -> list[list[int]]:
-    """Positions of each of three sequences, as they were delivered."""
+    """Returns the delivered positions of each of three sequences, in order."""
     seen: list[list[int]] = [[], [], []]
     with contextlib.suppress(StopAsyncIteration):
         item = await first
@@ -32,7 +32,7 @@ async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Ta
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """In the end nothing of any request is left."""
+    """Yields a world; asserts afterwards that nothing of any request is left."""
     made = World()
     yield made
     made.assert_home()
@@ -61,7 +61,7 @@ async def test_all_sequences_end_on_p_and_d_is_aborted(world: World) -> None:
 
 
 async def test_one_sequence_is_stopped_and_stopping_all_ends_the_request(world: World) -> None:
-    """It stops in both legs; its further tokens are dropped, the others continue."""
+    """A stopped sequence ends in both legs and its further tokens are dropped; the others continue."""
     streams: list[RequestStream] = []
     serving, first, rid = await world.begin(THREE, routed=streams.append)
     world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
@@ -101,7 +101,7 @@ async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World)
 
 
 async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
-    """The first token came when it came, however long the reader sleeps after it."""
+    """A gathering reader is woken for many tokens at once, but the first token's time does not depend on that."""
     serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
     stream = world.router.streams.find(request_id)
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
@@ -135,7 +135,7 @@ async def test_a_reader_that_waits_is_woken_by_the_last_stop(world: World) -> No
 
 
 async def test_the_prompt_is_told_once_and_before_any_token(world: World) -> None:
-    """D may be faster; its tokens wait for what P has to say."""
+    """If D is faster, its tokens are held until P's outputs of the prompt."""
     told: list[PromptOutput] = []
     serving, first, rid = await world.begin(prompted=told.append)
     world.outputs("to-decode-0", token(rid, 0), token(rid, 1))

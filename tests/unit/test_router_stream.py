@@ -1,4 +1,4 @@
-"""A stream passes tokens on in order and once; the start and the end of a request: goals, failures, timelines."""
+"""A stream delivers tokens in order and once; also the start and end of requests: goals, failures, timelines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stream_of(num_sequences: int, attempt: int) -> RequestStream:
 
 
 def read_now(stream: RequestStream) -> list[TokenOutput]:
-    """Returns the messages that a reader gets without waiting."""
+    """Returns the tokens that a reader gets without waiting."""
 
     async def read() -> list[TokenOutput]:
         return [cast(TokenOutput, await stream.inbox.get()) for _ in range(len(stream.inbox))]
@@ -44,7 +44,7 @@ def read_now(stream: RequestStream) -> list[TokenOutput]:
 
 
 def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
-    """Messages are shuffled, doubled, or of other attempts: each sequence yields its longest gapless run so far."""
+    """With shuffled, repeated or foreign messages, each sequence yields its longest gapless run so far."""
     for seed in range(60):
         rng = random.Random(seed)
         n = rng.randrange(1, 4)
@@ -71,7 +71,7 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
 
 
 def test_tokens_told_together_leave_as_if_told_singly() -> None:
-    """Cut anyhow, doubled, overlapping, out of order."""
+    """Groups of tokens may be of any size, repeated, overlapping and out of order."""
     for seed in range(60):
         rng = random.Random(seed)
         stream = stream_of(1, attempt=0)
@@ -102,12 +102,12 @@ def test_tokens_told_together_leave_as_if_told_singly() -> None:
 
 
 def test_tokens_of_a_step_are_told_once_and_their_time_is_spent_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a group overlaps what was delivered before; what is kept for a resuming reader is told singly."""
+    """Also if a group overlaps delivered tokens; records for resuming readers list tokens singly."""
     now_s, keep = 1.0, wire.Keep(DIGEST, 9.0, 9999, b"")
     stream = stream_of(1, attempt=0)
     stream.kept = KeptStream(keep)
     monkeypatch.setattr(stream.stats, "clock", lambda: now_s)
-    groups = [(0, 1), (1, 4), (2, 6), (0, 5), (6, 8)]  # the third one overlaps, the fourth one is old
+    groups = [(0, 1), (1, 4), (2, 6), (0, 5), (6, 8)]  # the third overlaps, the fourth is old
     delivered: list[tuple[int, int]] = []
     for start, stop in groups:
         now_s += 0.7
@@ -118,7 +118,7 @@ def test_tokens_of_a_step_are_told_once_and_their_time_is_spent_evenly(monkeypat
             delivered.append((each.position - len(each.earlier), each.position + 1))
     assert delivered == [(0, 1), (1, 4), (4, 6), (6, 8)]
     intervals = stream.stats.inter_token_s
-    near = {0.7 / 3: 3, 0.35: 2, 0.71: 2}  # the last two come after twice the time
+    near = {0.7 / 3: 3, 0.35: 2, 0.71: 2}  # the last two arrive after twice the time
     counted = Histogram(intervals.bounds)
     for gap_s, number in near.items():
         counted.observe(gap_s, number)
@@ -144,7 +144,7 @@ async def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> Non
     while len(inbox):
         await inbox.get()
     await other
-    assert 3 <= turns <= 6, "once in MAX_IN_A_ROW items, and not for each"
+    assert 3 <= turns <= 6, "it must yield once per MAX_IN_A_ROW items, not for each"
 
 
 async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> None:
@@ -183,7 +183,7 @@ async def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
 
 @pytest.mark.parametrize("why", ["fault", "deadline", "unread"])
 def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exception knows the frames that it came through; none of them may know the exception."""
+    """An exception refers to its frames, so no frame may refer to the exception, which would form a cycle."""
     monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 0)
     monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 0)
 
@@ -201,7 +201,7 @@ def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str, monkeyp
                 await anext(serving)
             await first
         assert world.router.num_streams == 0
-        del first, serving  # this frame is one of them, too
+        del first, serving  # this frame must not refer to it, either
 
     def streams() -> list[object]:
         return [each for each in gc.get_objects() if type(each) is RequestStream]

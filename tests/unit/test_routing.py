@@ -1,4 +1,4 @@
-"""Choices on recorded states of a cluster, and what they are made from: known prefixes, predictions, goals."""
+"""Routing on recorded cluster states, and its inputs: known prefixes, predictions, goals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance
 
 
 def cluster(*instances: Instance, transport: str = "shm") -> list[Instance]:
-    """All prefill instances linked to all decode instances."""
+    """Links all prefill instances to all decode instances."""
     links = {i.key: LinkState.parse(f"up ({transport})") for i in instances if i.role == "decode"}
     for each in instances:
         if each.role == "prefill":
@@ -91,7 +91,7 @@ def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> No
     worker = instance("prefill-0")
     assert worker.num_cached(Prompt(RequestSpec(PROMPT, Sampling()))) == 0
     knows(worker, PROMPT[:100])
-    # The last token gives the logits.
+    # The last token must be computed for its logits.
     for prompt, salt, num_cached in (
         (PROMPT, "", 96),
         (PROMPT[:96], "", 80),
@@ -113,7 +113,7 @@ def test_another_life_is_asked_by_its_own_blocks() -> None:
 
 
 def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
-    """A pool is used at random; two schedulers, one joining late, end equal to a third that gets everything at once."""
+    """Two schedulers that follow a random pool, one joining late, end with the view of one that gets all at once."""
     for seed in range(30):
         rng = random.Random(seed)
         pool, post = BlockPool(40), RecordedMail()
@@ -142,7 +142,7 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
 
 
 def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
-    """Not measured yet: by order alone. Measured: by what loading takes beside computing, and never below nothing."""
+    """Before measurements, tiers count by order; afterwards by loading time relative to computing, at least 0."""
     root = PrefixScope("model", Numerics()).root(RequestSpec(PROMPT, Sampling()))
     keys, workers = keys_of(chain_hashes(root, PROMPT, BLOCK)), {tier: instance("prefill-0") for tier in TIERS}
     for tier, worker in workers.items():
@@ -167,7 +167,7 @@ def test_a_block_that_changes_tiers_is_known_by_the_last() -> None:
 
 
 def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd bytes do no harm."""
+    """Malformed bytes are ignored."""
     pool = BlockPool(4)
     pool.remember(pool.take(1)[0], b"x" * 32)
     assert pool.changes() == {}
@@ -187,7 +187,7 @@ def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeyp
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
-    """Random clusters: a linked pair that has not failed the request, or one instance by itself."""
+    """In random clusters, the choice is a linked pair that has not failed the request, or a single instance."""
     for seed in range(80):
         rng = random.Random(seed)
         instances = cluster(
@@ -245,7 +245,7 @@ def test_short_remainders_are_computed_where_they_are_decoded() -> None:
     assert names(predicted_ttft(instances, ask(short))) == "decode-0 decode-0"
     assert names(predicted_ttft(instances, ask([*short, 1]))) == "prefill-0 decode-0"
     knows(d1, PROMPT[:960])
-    assert names(predicted_ttft(instances, ask())) == "decode-1 decode-1"  # 40 tokens behind 300
+    assert names(predicted_ttft(instances, ask())) == "decode-1 decode-1"  # 40 tokens after 300
     p0.outstanding_tokens = 0
     knows(p0, PROMPT)
     assert names(predicted_ttft(instances, ask())) == "prefill-0 decode-1"
@@ -274,7 +274,7 @@ def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
     assert predict_ttft_s(worker, 500) == 2.0
     worker.others_tokens = 1000
     assert predict_ttft_s(worker, 500) == 3.0
-    assert predict_ttft_s(instance("prefill-1"), 500, lambda: 250.0) == 2.0  # the rate that others have
+    assert predict_ttft_s(instance("prefill-1"), 500, lambda: 250.0) == 2.0  # other instances' rate
 
 
 def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
@@ -292,7 +292,7 @@ def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
         check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
     assert caught.value.retry_after_s == 4
     check_goals(Goals(), [p0, d0], (p0, d0), 10**9)
-    for ahead, rate in ((1000, 1000.0), (0, 0.1)):  # the last as one cold step may have measured
+    for ahead, rate in ((1000, 1000.0), (0, 0.1)):  # the last rate is as measured by a single cold step
         p0.outstanding_tokens, p0.load = ahead, wire.Load().at_rates(prefill_tokens_per_s=rate)
         check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
 
@@ -301,7 +301,7 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     p0 = instance("prefill-0")
     d0 = instance("decode-0", decode_step_s=0.2, num_running=4)
     d1 = instance("decode-1", decode_step_s=0.01, num_running=4, num_queued_tokens=9)
-    d2 = instance("decode-2", decode_step_s=0.2)  # slow once, idle now
+    d2 = instance("decode-2", decode_step_s=0.2)  # it was slow, but is idle now
     goals = Goals(tpot_s=0.05)
     assert within_tpot(goals, [p0, d0, d1, d2]) == [p0, d1, d2]
     assert within_tpot(goals, [p0, d0]) == [p0, d0]

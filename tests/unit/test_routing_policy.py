@@ -58,7 +58,7 @@ def test_only_ready_instances_serve() -> None:
 
 @pytest.mark.parametrize("policy", ["least-loaded", "prefix-aware", "predicted-ttft"])
 def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
-    """Until as many tokens are ahead there as reading it again counts for; requests of the model go elsewhere."""
+    """An instance with the adapter is preferred until its queue outweighs reading the adapter again elsewhere."""
     p0, p1, d0, d1 = (instance(name) for name in NAMES)
     for prefill in (p0, p1):
         link(prefill, d0, d1)
@@ -69,7 +69,7 @@ def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
     def chosen_for(digest: str) -> str:
         prompt = Prompt(
             RequestSpec([1] * (routing.MAX_LOCAL_TOKENS + 1), Sampling())
-        )  # a decode instance leaves it to others
+        )  # one decode instance lacks the adapter
         ask = RoutingRequest(prompt, adapter=digest)
         return " ".join(each.name for each in routing.POLICIES[policy]((p0, p1, d0, d1), ask))
 
@@ -82,13 +82,13 @@ def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
     for each in (p1, d0):
         each.outstanding_tokens = routing.ADAPTER_TOKENS + 1
     assert chosen_for(adapter) == "prefill-0 decode-1"
-    for each in (p0, p1, d0, d1):  # none limits its memory: all have it
+    for each in (p0, p1, d0, d1):  # without memory limits all have it
         each.load = msgspec.structs.replace(each.load, adapters=None)
     assert chosen_for(adapter) == "prefill-0 decode-1"
 
 
 def test_what_an_instance_was_before_does_not_count() -> None:
-    """A scheduler that has just begun knows no more than what there is now, and serves as the one before it did."""
+    """A new scheduler knows only the current state, and must choose like its predecessor."""
     p0, d0, d1 = instance("prefill-0"), instance("decode-0"), instance("decode-1", tokens=9)
     encoder = Instance("encode-0", "encode", "127.0.0.1", 1, ["0"], state="ready")
     link(p0, d0, d1, state="refused: dtype float32 and bfloat16")
@@ -98,17 +98,17 @@ def test_what_an_instance_was_before_does_not_count() -> None:
     assert not routing.is_served((encoder,))
     assert why_not(encoder) == "there is no prefill and no decode instance"
     link(p0, d1)
-    assert routing.single_instance((p0, d0, d1))[0] is d1, "one that others can reach comes first"
+    assert routing.single_instance((p0, d0, d1))[0] is d1, "a reachable one must come first"
 
 
 def test_the_first_pair_is_awaited_for_a_moment() -> None:
-    """One instance is here; the other is on its way, or its link is; but not for ever, and not for the dead."""
+    """With one instance ready, requests wait a limited time for a starting instance or link, but not for dead ones."""
     p0, d0 = instance("prefill-0", "loading"), instance("decode-0")
     d0.ready_s = 100.0
     assert routing.awaits_pair((p0, d0), 103.0, 3.5)
-    assert not routing.awaits_pair((p0, d0), 103.5, 3.5), "it may load for an hour, or die again and again"
+    assert not routing.awaits_pair((p0, d0), 103.5, 3.5), "an instance may load for an hour, or die repeatedly"
     p0.state, p0.reason = "unreachable", ""
-    assert routing.awaits_pair((p0, d0), 103.0, 3.5), "it has not been asked yet"
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5), "it has not been contacted yet"
     p0.reason = "nobody answers"
     assert not routing.awaits_pair((p0, d0), 100.0, 3.5)
     p0.state, p0.reason, p0.ready_s = "ready", "", 101.0
@@ -136,4 +136,4 @@ def test_a_link_at_rest_is_opened_only_for_a_considerable_gain() -> None:
     assert chosen(p0, d0, d1) == "prefill-0 decode-1"
     link(p0, d0, state="resting")
     d0.outstanding_tokens, d1.outstanding_tokens = 0, 1
-    assert chosen(p0, d0, d1) == "prefill-0 decode-0", "among links at rest the load decides"
+    assert chosen(p0, d0, d1) == "prefill-0 decode-0", "among resting links the load must decide"

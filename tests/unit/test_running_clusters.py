@@ -1,4 +1,4 @@
-"""The records by which commands find the clusters that `pd-cluster up` runs here."""
+"""The records by which commands find clusters started by `pd-cluster up` on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that keeps the record of SECOND until it is killed."""
+    """Runs another process that holds the record of SECOND until it is killed."""
     command = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), *SECOND]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -48,7 +48,7 @@ def found(env: dict[str, str], url: str = "", token_file: str = "") -> tuple[str
 
 
 def test_the_only_cluster_is_found_while_it_runs(env: dict[str, str]) -> None:
-    """Unless another place is given."""
+    """A single running cluster is found unless another place is given."""
     with recorded(env, *FIRST):
         assert found(env) == (FIRST[0], FIRST[2])
         assert found(env, url=FIRST[0] + "/") == (FIRST[0], FIRST[2])
@@ -88,7 +88,7 @@ def test_a_killed_process_leaves_no_cluster(env: dict[str, str], other: subproce
     ("field", "value", "stays"), [("start_ticks", 1, False), ("boot", "another", True), ("pids", "pid:[1]", True)]
 )
 def test_another_process_with_the_same_pid(env: dict[str, str], field: str, value: object, stays: bool) -> None:
-    """Only a record of this very machine and PID namespace is known to have ended."""
+    """Only records of this machine and PID namespace can be known to have ended."""
     with recorded(env, *FIRST):
         (file,) = folder_of_records(env).iterdir()
         file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {field: value}))

@@ -1,4 +1,4 @@
-"""Sampling: fixed vectors of the random numbers, the distribution they draw from, and independence of the batch."""
+"""Sampling: fixed random numbers, the sampled distribution, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 def sample(logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Each row as a request of its own without any tokens."""
+    """Samples each row as a separate request without tokens."""
     rows = [
         SamplingRow(Request(str(i), RequestSpec([], p)), 0, position)
         for i, (p, position) in enumerate(zip(params, positions, strict=True))
@@ -28,7 +28,7 @@ def sample(logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence
 
 
 def test_uniform_vectors() -> None:
-    """These numbers must never change, on any device or in any version: replay depends on them."""
+    """These numbers must be the same on all devices and in all versions, because replay depends on them."""
     assert [uniform(0, 0, 0), uniform(1, 0, 0), uniform(0, 1, 0), uniform(0, 0, 1), uniform(2**63, 0, 5)] == VECTORS
     assert uniforms([0, 1, 0, 0, 2**63], [0, 0, 1, 0, 0], [0, 0, 0, 1, 5]).tolist() == VECTORS
 
@@ -44,7 +44,7 @@ def test_uniform_is_uniform() -> None:
     assert abs(sum(values) / len(values) - 0.5) < 0.01
     counts = Counter(int(value * 10) for value in values)
     assert all(abs(count - 2000) < 200 for count in counts.values())
-    for seed in (-1, 2**64 - 1, 2**80 + 5):  # any integer is a seed
+    for seed in (-1, 2**64 - 1, 2**80 + 5):  # any integer is a valid seed
         assert uniforms([seed], [1], [2]).tolist() == [uniform(seed, 1, 2)]
 
 
@@ -72,7 +72,7 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 @pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=500), Sampling(top_p=0.9999999)])
 def test_frequencies_over_many_tokens(params: Sampling) -> None:
-    """Chi-squared over 500 tokens in four blocks of the sum: no block and no place in one is preferred."""
+    """Chi-squared test over 500 tokens in four blocks of the sum: no block and no place in a block is preferred."""
     probabilities = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
     counts = draw(probabilities.log(), params, 3000)
     expected = probabilities / probabilities.sum() * 3000
@@ -97,14 +97,14 @@ def test_extreme_temperatures(temperature: float) -> None:
     [
         (2, 1.0, 0.0, {0, 1}),
         (-1, 0.6, 0.0, {0, 1}),  # the token that crosses top_p is kept
-        (-1, 0.0, 0.0, {0}),  # the first is always kept
+        (-1, 0.0, 0.0, {0}),  # the best token is always kept
         (0, 1.0, 0.0, {0, 1, 2, 3}),
         (100, 1.0, 0.0, {0, 1, 2, 3}),
         (3, 0.99, 0.0, {0, 1, 2}),
-        (2, 0.7, 0.0, {0, 1}),  # top_p is of what top_k left
+        (2, 0.7, 0.0, {0, 1}),  # top_p applies after top_k
         (-1, 1.0, 0.4, {0, 1}),
         (-1, 1.0, 1.0, {0}),
-        (-1, 0.6, 0.45, {0}),  # top_p is of what min_p left
+        (-1, 0.6, 0.45, {0}),  # top_p applies after min_p
         (3, 1.0, 0.25, {0, 1, 2}),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_batch_too_large_for_one_pass_gives_the_same(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=4), Sampling(top_p=0.9)])
 def test_near_ties_in_the_ranking_do_not_change_the_draw(params: Sampling) -> None:
-    """Two tokens of almost equal probability may swap places by rounding; the drawn token must not change."""
+    """If rounding swaps two tokens of almost equal probability, the drawn token must not change."""
     base = torch.tensor([1.0, 0.5, 0.2, 0.2, -1.0])
     swapped = base.clone()
     swapped[2] += 1e-6
@@ -144,7 +144,7 @@ def test_near_ties_in_the_ranking_do_not_change_the_draw(params: Sampling) -> No
 
 @pytest.mark.parametrize("params", MIXED, ids=str)
 def test_the_largest_random_number_draws_the_last_token_that_is_left(params: Sampling) -> None:
-    """However sums are rounded, no token is drawn that has no probability, or lies outside the vocabulary."""
+    """However sums round, no token with probability 0 or outside the vocabulary is drawn."""
     logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(4))
     logits[:, 650:] = -math.inf
     largest = np.full(50, 1 - 2.0**-53)
@@ -156,7 +156,7 @@ def test_the_largest_random_number_draws_the_last_token_that_is_left(params: Sam
 
 @pytest.mark.parametrize("params", MIXED, ids=str)
 def test_broken_logits_neither_crash_nor_spread(params: Sampling) -> None:
-    """NaN and masked tokens are never chosen, +inf always wins, and a row of nothing gives token 0."""
+    """NaN and masked tokens are never chosen, +inf always wins, and a row without valid tokens gives token 0."""
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
     healthy = sample(logits[4:], [params], [0])
     logits[0, ::2] = math.nan

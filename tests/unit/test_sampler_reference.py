@@ -1,4 +1,4 @@
-"""The sampler against a slow one that does one row and one step after another, and log-probabilities."""
+"""The sampler against a slow reference that handles one row and one operation at a time; logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = frozenset({1, 3})
 
 
 def random_params(rng: random.Random, vocab_size: int) -> Sampling:
-    """Each parameter is left alone in about half of the cases."""
+    """Draws parameters; each keeps its default in about half of the cases."""
 
     def maybe(default: Any, *others: Any) -> Any:
         return default if rng.random() < 0.5 else rng.choice(others)
@@ -60,7 +60,7 @@ def random_logits(rng: random.Random, vocab_size: int) -> torch.Tensor:
 
 
 def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
-    """Tokens come from few ids, so that bad words are met and counts exceed 1."""
+    """Draws tokens from few ids, so that bad words occur and counts exceed 1."""
     params = random_params(rng, vocab_size)
     pool = [token for words in params.bad_words for token in words] + [rng.randrange(vocab_size) for _ in range(3)]
     tokens = [rng.choice(pool) for _ in range(30)]
@@ -86,7 +86,7 @@ def test_equals_the_reference_alone_and_in_a_batch(vocab_size: int, num_cases: i
 
 
 def test_every_path_equals_the_reference() -> None:
-    """Rows that keep few, many and all tokens, with ties on the edge."""
+    """Covers rows that keep few, many and all tokens, with ties at the limit."""
     logits = torch.randn(4, 5120, generator=torch.Generator().manual_seed(0))
     logits[1] = logits[1].bfloat16().float()
     logits[2] = logits[2].round()
@@ -106,7 +106,7 @@ def test_every_path_equals_the_reference() -> None:
 
 @pytest.mark.parametrize("vocab_size", [40, 300, 5120])
 def test_accelerators_choose_the_same(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code for logits that numpy cannot read uses torch's own operators, which this test runs on the CPU."""
+    """The path for logits on a device uses torch's operators, here run on the CPU."""
     rng = random.Random(vocab_size)
     rows = [random_row(rng, vocab_size) for _ in range(64)]
     for row in rows[::2]:
@@ -165,7 +165,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def test_sampled_tokens_in_a_mixed_batch() -> None:
-    """Logprobs are the model's own, whatever was done to the logits to choose the token."""
+    """Logprobs are the model's, unaffected by the adjustments of logits for sampling."""
     logits = logits_with_ties(8, 300)
     rows = [
         SamplingRow(Request("r", RequestSpec([1, 2], Sampling(**p)), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS

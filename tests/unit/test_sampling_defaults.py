@@ -1,4 +1,4 @@
-"""Where sampling defaults come from, what may override them, and what is refused with one line."""
+"""Sampling defaults: their source, their overrides, and one-line refusals."""
 
 from __future__ import annotations
 

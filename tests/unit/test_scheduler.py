@@ -1,4 +1,4 @@
-"""Rules of the step planner that the reference does not have: pictures, places of a request of many, precision."""
+"""Step planner rules that the reference lacks: pictures, places of many-sequence requests, precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8)
 
 
 def step(scheduler: StepScheduler) -> StepPlan:
-    """Plans and computes; every request that catches up gets a token, and ends at max_tokens."""
+    """Plans and computes a step; each fully computed request gets a token, and ends at max_tokens."""
     plan = scheduler.plan()
     for ready in scheduler.computed(plan):
         ready.output_token_ids.append(7)
@@ -40,7 +40,7 @@ def chunks(plan: StepPlan) -> dict[str, int]:
 
 
 def test_a_picture_stays_in_one_piece() -> None:
-    """Chunks end before or behind it; one that does not fit beside others' tokens waits, and so do younger ones."""
+    """Chunks end before or after a picture; one that does not fit in the step waits, and later requests with it."""
     scheduler = StepScheduler([LayerGroup(BlockPool(64))], StepSizes(4, 8, 16, keeps_images_whole=True))
     spans = (Span(10, 22, b"1"), Span(22, 34, b"2"), Span(36, 39, b"3"))
     asked = request("a", 45)
@@ -52,13 +52,13 @@ def test_a_picture_stays_in_one_piece() -> None:
     assert chunks(step(scheduler)) == {"a": 1, "b": 2}
     scheduler.add(request("c", 4, arrival_s=3.0))
     for _ in range(6):
-        assert chunks(step(scheduler)) == {"a": 1}, "no room for 16 tokens, and nobody overtakes"
+        assert chunks(step(scheduler)) == {"a": 1}, "16 tokens do not fit, and no request may overtake"
     found = [chunks(step(scheduler)) for _ in range(2)]
     assert found == [{"b": 16}, {"b": 16}]
 
 
 def test_what_is_cached_may_end_inside_a_picture() -> None:
-    """Its rest is computed in one piece, in a later step if there is no room for it."""
+    """The picture's rest is computed in one piece, in a later step if it does not fit."""
     scheduler = StepScheduler(
         [LayerGroup(BlockPool(64))], StepSizes(4, 20, 16, keeps_images_whole=True), PrefixScope("model", Numerics())
     )
@@ -73,7 +73,7 @@ def test_what_is_cached_may_end_inside_a_picture() -> None:
     assert len(chunks(step(scheduler))) == 15
     late = Request("late", order, arrival_s=20.0)
     scheduler.add(late)
-    assert "late" not in chunks(step(scheduler)), "one token of the budget is left, and three of the picture"
+    assert "late" not in chunks(step(scheduler)), "the budget has one token left, the picture three"
     while late.num_computed_tokens <= 20:
         plan = step(scheduler)
     assert chunks(plan)["late"] == 3
@@ -93,7 +93,7 @@ def test_landing_takes_all_blocks_or_none() -> None:
 
 
 def test_a_request_of_many_sequences_keeps_none_from_beginning() -> None:
-    """An eighth of the places is for requests that begin, however many further sequences run and wait."""
+    """An eighth of the places is reserved for new requests, however many further sequences run and wait."""
     scheduler = make(num_blocks=400, block_size=4, max_num_seqs=16, budget=64)
     many = request("many", 4, max_tokens=50)
     scheduler.add(many)
@@ -107,12 +107,12 @@ def test_a_request_of_many_sequences_keeps_none_from_beginning() -> None:
     scheduler.finish(lands)
     scheduler.add(computes := request("computes here", 4, arrival_s=1.0))
     scheduler.plan()
-    assert computes.status is Status.RUNNING, "it is behind 25 sequences that wait for a place of theirs"
+    assert computes.status is Status.RUNNING, "it must pass the 25 further sequences that wait"
     assert scheduler.num_seqs == 16
     scheduler.finish(further[0])
-    assert not scheduler.can_land(request("third", 4, arrival_s=1.0), 8), "those that begin have their eighth"
+    assert not scheduler.can_land(request("third", 4, arrival_s=1.0), 8), "new requests already have their eighth"
     step(scheduler)
-    assert sum(each.status is Status.RUNNING for each in further) == 14, "the next further one has the free place"
+    assert sum(each.status is Status.RUNNING for each in further) == 14, "the next sequence gets the free place"
     scheduler.check()
 
 
@@ -130,14 +130,14 @@ def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: s
         scheduler.finish(each)
     assert scheduler.land(second, 9) == [hits * 4]
     scheduler.finish(second)
-    local = request("c", 10)  # computed here, so exact
+    local = request("c", 10)  # computed locally, so exact
     scheduler.add(local)
     scheduler.plan()
     assert local.num_cached_tokens == (0 if landed_as else 8)
 
 
 def test_a_prompt_that_has_begun_gives_way_to_a_higher_priority() -> None:
-    """It goes on with the rest of each step's tokens; among equals nobody overtakes."""
+    """It continues with each step's remaining tokens; among equal priorities no request overtakes."""
     scheduler = make(num_blocks=64)
     long = request("batch", 60)
     scheduler.add(Request("batch", replace(long.order, priority=BATCH_PRIORITY)))

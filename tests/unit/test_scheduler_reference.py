@@ -1,4 +1,4 @@
-"""The scheduler and its block accounting against a brute-force reference: same plans, same counts, every step."""
+"""The scheduler and its block accounting have the same plans and counts as a brute-force reference in every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_rules(rng: random.Random, kind: str) -> list[Rule]:
 
 
 class Both:
-    """The same traffic through both. Tokens are a function of request, index and position."""
+    """Sends the same traffic through both. Tokens are a function of request, index and position."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -121,7 +121,7 @@ class Both:
     def step(self) -> None:
         plan, expected = self.real.plan(), self.reference.plan()
         self.check_plan(plan, expected)
-        if plan.chunks and self.rng.random() < 0.03:  # its guide is not ready, or it was given up
+        if plan.chunks and self.rng.random() < 0.03:  # as if its guide was not ready or it was aborted
             taken_out, _ = plan.chunks.pop(self.rng.randrange(len(plan.chunks)))
             del expected.chunks[taken_out.key]
             self.seen["kept in vain"] += any(keep.request is taken_out for keep in plan.keeps)
@@ -143,7 +143,7 @@ class Both:
                 self.first_tokens(request, job)
 
     def check_plan(self, plan: StepPlan, expected: ReferencePlan) -> None:
-        """Asserts the same chunks, changes of places, blocks that move or are cleared, and states to keep."""
+        """Asserts the same chunks, admissions, preemptions, moved and cleared blocks, and kept states."""
         assert [(r.key, n) for r, n in plan.chunks] == list(expected.chunks.items())
         assert [r.key for r in plan.admitted] == expected.admitted
         assert [r.key for r in plan.preempted] == expected.preempted
@@ -204,7 +204,7 @@ class Both:
 
 @pytest.fixture(autouse=True)
 def _small_peer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the windows of prompts that are handed over pass, though these are short."""
+    """Makes windows pass blocks even of the short prompts that are handed over."""
     monkeypatch.setattr("pd_cluster.engine.scheduling.group_holdings.MAX_PEER_BLOCK_SIZE", PEER_BLOCK)
 
 

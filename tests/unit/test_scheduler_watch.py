@@ -1,4 +1,4 @@
-"""The endpoint picker's looks at schedulers: who takes requests, how many each has, and names that do not resolve."""
+"""How the endpoint picker observes schedulers: readiness, numbers of requests, and names that do not resolve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WELL = (200, "{}")
 
 
 def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict[str, Any]:
-    """Returns what a look at these hosts reports, by host; each serves (status, content) at a path."""
+    """Observes hosts once; returns the reports by host. `answers`: host -> path -> (status, content)."""
     seen: dict[str, Any] = {}
 
     class Seen(SchedulerChoice):
@@ -64,7 +64,7 @@ def test_a_look_tells_who_takes_requests_and_how_many_each_has() -> None:
 
 
 async def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
-    """Nor do requests that are sent meanwhile get lost: each is in the load, or counted beside it."""
+    """Requests sent meanwhile are not lost: each is in the reported load or counted in addition."""
     choice, asked, gate = SchedulerChoice(most=10), asyncio.Semaphore(0), asyncio.Event()
     loads = [0, 4, 10]
 
@@ -85,7 +85,7 @@ async def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
     async with asyncio.timeout(15), httpx.AsyncClient(trust_env=False) as client:
         for num_sent in (4, 6):
             looking = asyncio.create_task(watch.look(client))
-            for _ in range(2):  # its health and its load
+            for _ in range(2):  # for health and load
                 await asked.acquire()
             while not choice.is_ready:
                 await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ async def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
 
 
 class SchedulerState(SchedulerChoice):
-    """The addresses that looks at these schedulers find; none of them takes requests."""
+    """Records the addresses found for these schedulers, none of which takes requests."""
 
     def __init__(self, addresses: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class SchedulerState(SchedulerChoice):
         super().set_addresses(self._known)
 
     async def endpoints(self) -> list[str]:
-        """Looks once."""
+        """Observes once; returns the addresses found."""
         idle = httpx.MockTransport(lambda request: httpx.Response(503, stream=httpx.ByteStream(b"")))
         async with httpx.AsyncClient(transport=idle) as client:
             await self._watch.look(client)
@@ -122,7 +122,7 @@ class SchedulerState(SchedulerChoice):
 
 
 async def test_a_name_that_hangs_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many look-ups hang, one of each name is under way; schedulers by number need none."""
+    """At most one lookup per name is pending, however many hang; numeric addresses need none."""
     gate, resolved = threading.Event(), socket.getaddrinfo
     names = [f"slow-{at}.example" for at in range(20)]
     asked: list[str] = []
@@ -143,7 +143,7 @@ async def test_a_name_that_hangs_holds_up_nobody_for_long(monkeypatch: pytest.Mo
             assert await looked.endpoints() == ["127.0.0.1:8", "127.0.0.2:8"]
     gate.set()
     assert sorted(each for each in asked if each in names) == sorted(names)
-    assert asked.count("bad") > 1, "what has failed is asked for again"
+    assert asked.count("bad") > 1, "a failed lookup must be retried"
 
 
 async def test_addresses_with_a_scope_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

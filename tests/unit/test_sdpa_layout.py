@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention promises no strides: the layout of CUDA's memory-efficient kernel must work."""
+"""scaled_dot_product_attention guarantees no strides, so the layout of CUDA's memory-efficient kernel must work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT_LEN = 6
 
 
 def _decoded() -> torch.Tensor:
-    """One decode step's output, [1, num_heads, head_dim]."""
+    """Returns one decode step's output, [1, num_heads, head_dim]."""
     generator = torch.Generator().manual_seed(1)
     pool = KVPool(KVLayout(1, NUM_KV_HEADS, keys_and_values(HEAD_DIM), 4, "float32"), num_blocks=2)
     pool.data[:2] = torch.randn(pool.data[:2].shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The places that scripts/seeded_faults.py puts faults into."""
+"""The places where scripts/seeded_faults.py inserts faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of folders that have a SentencePiece file and no tokenizer.json: ERNIE 4.5's by Paddle."""
+"""Tokenizers of folders with a SentencePiece file and no tokenizer.json, like Paddle's ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_folder(folder: Path, adds_prefix: bool = False, **config: Any) -> Path:
 
 @pytest.mark.parametrize("adds_prefix", [False, True])
 def test_texts_are_split_as_transformers_does(tmp_path: Path, adds_prefix: bool) -> None:
-    """transformers' Llama tokenizer has the same rules, from the same pieces and merges."""
+    """Compares with transformers' Llama tokenizer, which has the same rules, pieces and merges."""
     folder = make_folder(tmp_path, adds_prefix, sep_token=SEP)
     state = json.loads(made_from(folder))
     merges = [tuple(pair) for pair in state["model"]["merges"]]
@@ -67,10 +67,10 @@ def test_texts_are_split_as_transformers_does(tmp_path: Path, adds_prefix: bool)
 
 
 def test_the_piece_with_the_highest_score_is_made_first_and_what_is_special_is_hidden(tmp_path: Path) -> None:
-    """Digits are pieces of the user's, which a text shows; what tokenizer_config.json names is not shown."""
+    """Digits are user-defined pieces and shown in text; special tokens of tokenizer_config.json are hidden."""
     own = Tokenizer(make_folder(tmp_path, sep_token=SEP))
     names = [own.token_name(token_id) for token_id in own.encode("the")]
-    assert names == ["th", "e"], "th has a higher score than he, and no piece is made of th and e"
+    assert names == ["th", "e"], "th has a higher score than he, and th and e do not merge"
     assert [own.token_name(each) for each in own.encode(" the")] == ["▁the"]
     token_ids = own.encode(f"<s>in 42{SEP}</s>")
     assert len(token_ids) == 7
@@ -87,7 +87,7 @@ def test_tokens_of_other_files_have_their_ids(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
-    """Guides take either."""
+    """tokenizer.json takes precedence; guides accept either file."""
     folder = make_folder(tmp_path)
     assert Compiler(folder / "tokenizer.json", len(pieces()), [2]).compile(Guide("regex", "in|the")).problem == ""
     text = made_from(folder)
@@ -99,7 +99,7 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x0a\xff", b"\xff" * 40, b"\x0a\x02\x10\x01"])
 def test_a_broken_file_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
-    """And a class whose rules are not known."""
+    """A broken file, or a tokenizer class with unknown rules, is refused by name."""
     folder = make_folder(tmp_path)
     (folder / "tokenizer.model").write_bytes(data)
     with pytest.raises(ModelError, match=r"tokenizer\.model: cannot be read as a SentencePiece model"):

@@ -1,4 +1,4 @@
-"""The numbers among the flags of `pd-cluster serve`."""
+"""Numeric flags of `pd-cluster serve`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def timeouts(**changes: float) -> Timeouts:
 
 
 def test_the_times_as_given() -> None:
-    """Death is not declared after one missed heartbeat."""
+    """Times are used as given, but the silence limit must allow more than one missed heartbeat."""
     times = timeouts(request_timeout=0.0, drain_timeout=0.0)
     assert (times.heartbeat_interval_s, times.dead_after_s, times.request_timeout_s) == (0.5, 1.0, 0.0)
     with pytest.raises(ConfigError, match="at least two heartbeat intervals"):

@@ -1,4 +1,4 @@
-"""`pd-cluster serve --role`: a place without rank tables; every contradiction is one line."""
+"""`pd-cluster serve --role` without rank tables; every contradiction gives a one-line error."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None
 
 @pytest.mark.parametrize("role", ["prefill", "scheduler"])
 def test_every_role_checks_every_value(role: str) -> None:
-    """Before it looks for its place, so that no instance loads a model for a cluster that cannot serve."""
+    """All roles check all values first, so that no instance loads a model for a cluster that cannot serve."""
     for given, said in (
         ({"max_logprobs": -2}, "--max-logprobs -2: "),
         ({"api_workers": 0}, "--api-workers 0: "),

@@ -1,4 +1,4 @@
-"""A worker's unit: which place the rank table or its flags give it, and every contradiction in one line."""
+"""A worker's place in a unit from the rank table or flags; every contradiction gives a one-line error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARSE = replace(DENSE, config={**DENSE.config, "n_routed_experts": 8})
 
 
 def start(folder: Path, name: str, hosts: int = 1, **given: Any) -> Start:
-    """Reads the flags of a worker in a table of two prefill and four decode instances, those of one host together."""
+    """Reads a worker's flags, with a table of two prefill and four decode instances, grouped by host."""
     parts, files = [], {}
     for host in range(hosts):
         made = generate(
@@ -58,7 +58,7 @@ def joined(**given: Any) -> Start:
 )
 def test_the_table_gives_the_place(tmp_path: Path, name: str, size: int, place: UnitPlace | None) -> None:
     rank = {} if place is None else {"data_parallel_rank": place.rank}
-    for own in ({}, rank):  # as vLLM's guides start each rank
+    for own in ({}, rank):  # flags with which vLLM's guides start each rank
         assert unit_of(start(tmp_path, name, data_parallel_size=size, **own), SPARSE) == place
 
 
@@ -102,7 +102,7 @@ def test_contradictions_outside_of_tables(given: dict[str, Any], told: str) -> N
 
 
 def test_a_unit_over_hosts_needs_their_trust(tmp_path: Path) -> None:
-    assert unit_of(start(tmp_path, "decode-3", 2, data_parallel_size=2), SPARSE) is not None, "two on each host"
+    assert unit_of(start(tmp_path, "decode-3", 2, data_parallel_size=2), SPARSE) is not None, "expected two per host"
     with pytest.raises(ConfigError, match=r"decode-0..3 .* over gloo \(10.0.0.0, 10.0.0.1\).* give all --trust-netw"):
         unit_of(start(tmp_path, "decode-3", 2, data_parallel_size=4), SPARSE)
     trusted = start(tmp_path, "decode-3", 2, data_parallel_size=4, trust_network=True)

@@ -1,4 +1,4 @@
-"""The names by which clients find the model and its adapters."""
+"""The names under which clients find the model and its adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_model_without_a_name_has_its_paths_end(tmp_path: Path, monkeypatch: p
 
 MISLEADING = ["french\u202ehsilgne", "a\u2066b", "tiny\u200b", "\ufefftiny", "ti\u00adny", "tiny\U000e0041", "tiny\n"]
 MISLEADING += ["\x1b[2Jtiny", "a\u2028b", "a\u00a0b", "\ue000", "a\U000e0fff", "\ud800", "tiny\u3164", "tiny\ufe0f"]
-MISLEADING += ["tiny ", "cafe\u0301"]  # a space at the end, and a character in parts
+MISLEADING += ["tiny ", "cafe\u0301"]  # a trailing space, and a decomposed character
 
 
 @pytest.mark.parametrize("name", MISLEADING, ids=ascii)
@@ -45,7 +45,7 @@ def test_names_that_mislead_are_refused_wherever_they_are_given(name: str, tmp_p
             give()
         faults.append(caught.value)
     for error in faults:
-        assert str(error).isprintable(), "the error itself misleads nobody"
+        assert str(error).isprintable(), "the error must not itself show the misleading name"
     assert "--served-model-name" in str(faults[-1])
 
 

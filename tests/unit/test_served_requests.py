@@ -1,4 +1,4 @@
-"""A trace of the cluster's own traffic: what is kept of served requests, and what leaves through the admin port."""
+"""A trace of the cluster's traffic: what is kept of served requests, and what the admin port shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = b"s" * 32
 
 
 def prompts(num: int = 40, seed: int = 0) -> list[list[int]]:
-    """Prompts of which many begin like others, for a part that is no whole number of blocks."""
+    """Returns prompts, many with common prefixes whose lengths are not multiples of a block."""
     rng = random.Random(seed)
     found = [[rng.randrange(5) for _ in range(rng.randrange(1, 1500))]]
     while len(found) < num:
@@ -40,7 +40,7 @@ def served(prompt: list[int], at_s: float, secret: bytes = SECRET) -> ServedRequ
 
 @pytest.mark.parametrize("block_tokens", [512, 128, 384])
 def test_ids_are_equal_where_whole_prefixes_are(tmp_path: Path, block_tokens: int) -> None:
-    """Two ids of a trace are equal exactly where all tokens up to the end of their blocks are."""
+    """Two ids of a trace are equal exactly if all tokens up to their blocks' ends are equal."""
     asked = prompts()
     requests = described([served(prompt, 100.0 + at) for at, prompt in enumerate(asked)])
     file = tmp_path / "served.jsonl"
@@ -54,7 +54,7 @@ def test_ids_are_equal_where_whole_prefixes_are(tmp_path: Path, block_tokens: in
             prefix = prompt[: (at + 1) * block_tokens]
             assert prefixes.setdefault(hash_id, prefix) == prefix
     assert len({*map(tuple, prefixes.values())}) == len(prefixes)
-    assert sorted(prefixes) == [*range(len(prefixes))]  # counted, so that they tell nothing of the tokens
+    assert sorted(prefixes) == [*range(len(prefixes))]  # sequential numbers, which reveal nothing of the tokens
     assert found[-1].hash_ids == found[3].hash_ids
 
 
@@ -94,7 +94,7 @@ async def test_the_last_served_requests_are_kept() -> None:
     for num_tokens in (2, 3, 4):
         await answer_one(world, num_tokens)
     serving, first, _ = await world.begin()
-    await world.leave(serving, first)  # not answered
+    await world.leave(serving, first)  # left before an answer
     kept = world.router.served.last()
     assert [(each.num_prompt_tokens, each.num_output_tokens) for each in kept] == [(3, 3), (3, 4)]
     assert kept[0].keys == kept[1].keys

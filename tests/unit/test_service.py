@@ -1,4 +1,4 @@
-"""Text in, text out, over a router that plays back tokens: limits, usage, ends, and who waits for tokenizing."""
+"""The text service over a router that plays back tokens: limits, usage, ends, and waiting for tokenizing."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_room_for_the_answer(make: Services, num_prompt: int) -> None:
     service, _ = make()
     room = LIMIT - num_prompt
     assert completion(service, [1] * num_prompt).sampling.max_tokens == min(16, room)
-    for wanted in (room, room + 1, LIMIT):  # as many as there is room for, as in vLLM
+    for wanted in (room, room + 1, LIMIT):  # as many as fit, as in vLLM
         assert completion(service, [1] * num_prompt, max_tokens=wanted).sampling.max_tokens == room
     for num_tokens, max_tokens, param in ((num_prompt, LIMIT + 1, "max_tokens"), (LIMIT, 1, "prompt")):
         with pytest.raises(RequestError, match="maximum context length is 10000 tokens") as caught:
             completion(service, [1] * num_tokens, max_tokens=max_tokens)
         assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
-    generation = chat(service, "hello")  # which may fill the context
+    generation = chat(service, "hello")  # it may fill the context
     assert generation.sampling.max_tokens == LIMIT - len(generation.prompt_token_ids)
 
 
@@ -84,7 +84,7 @@ def test_a_model_may_be_required(make: Services) -> None:
     assert make()[0].names.check(None) == "x"
 
 
-# ---- nobody waits for a long text
+# ---- long texts delay no other request
 
 
 @pytest.mark.parametrize("ask", [completion, chat])
@@ -92,7 +92,7 @@ def test_a_hopeless_text_is_refused_before_it_is_tokenized(
     make: Services, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., Generation]
 ) -> None:
     def fail(*_: object) -> list[int]:
-        raise AssertionError("it was tokenized")
+        raise AssertionError("the text must not be tokenized")
 
     service, _ = make(limit=100)
     monkeypatch.setattr(Tokenizer, "encode", fail)
@@ -120,7 +120,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(
 
 
 def test_tokenizing_leaves_the_interpreter_to_others(make: Services) -> None:
-    """`Tokenizer.encode` of the library does not: a megabyte would stop heartbeats for half a second."""
+    """The library's `Tokenizer.encode` holds the GIL, so a megabyte would stop heartbeats for half a second."""
     service, _ = make()
     text = "hello you " * 100_000
     thread = threading.Thread(target=service.tokenizer.encode, args=(text,))
@@ -136,7 +136,7 @@ def test_tokenizing_leaves_the_interpreter_to_others(make: Services) -> None:
 
 
 def test_a_piece_for_each_character(make: Services) -> None:
-    """Half of one at the end becomes U+FFFD."""
+    """Each character is one piece; an incomplete one at the end becomes U+FFFD."""
     service, router = make("aé日é")
     router.token_ids.pop()
     generation = completion(service, "hi", max_tokens=7)
@@ -198,7 +198,7 @@ def test_tokens_that_come_together_make_the_same_answer(make: Services, num_toge
 
 
 def test_who_looks_for_stop_strings_reads_every_token(make: Services) -> None:
-    """So that the engine is stopped at once."""
+    """With stop strings every token is read, so that the engine is stopped at once."""
     service, router = make("abcdefgh")
     router.num_together = 64
     (piece,) = whole(service, completion(service, "a", stop="cd"))
@@ -225,7 +225,7 @@ def test_the_best_of_several_by_mean_logprob(make: Services) -> None:
     assert [piece.index for piece in pieces] == [0, 1]
     logprobs = [[entry.logprobs.logprob for entry in piece.logprobs if entry.logprobs] for piece in pieces]
     assert logprobs == [[-1.0] * 3, [-2.0] * 3]
-    assert generation.usage.completion_tokens == 6, "of those that are answered"
+    assert generation.usage.completion_tokens == 6, "expected only those of answered requests"
 
 
 def test_short_answers_are_not_better_because_they_are_short(make: Services) -> None:
@@ -243,14 +243,14 @@ def test_short_answers_are_not_better_because_they_are_short(make: Services) -> 
     ("min_tokens", "shown"), [(0, ""), (1, ""), (2, "aba"), (4, "aba"), (5, "abaab"), (7, "abaabab"), (9, "abaabab")]
 )
 def test_stop_strings_count_after_min_tokens(make: Services, min_tokens: int, shown: str) -> None:
-    """As for an end-of-sequence token, token number min_tokens + 1 is the first that may end the answer."""
+    """As for end tokens, token min_tokens + 1 is the first that may end the answer."""
     service, _ = make("abaabab")
     (piece,) = whole(service, completion(service, "a", stop="ab", min_tokens=min_tokens))
     assert (piece.text, piece.finish_reason) == (shown, "length" if min_tokens >= 7 else "stop")
 
 
 def test_a_service_that_closes_leaves_no_process(make: Services) -> None:
-    """Templates of requests are rendered, and guides checked, in processes of their own."""
+    """Covers the child processes that render requests' templates and check guides."""
     service, _ = make("x", chat=ChatConfig(trusts_request_templates=True))
     before = children_of(os.getpid())
 

@@ -1,4 +1,4 @@
-"""What requests may ask of prompts, logprobs and limits."""
+"""Limits of requests: prompts, logprobs and lengths."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_prompt_that_cannot_be_cut_to_fit(make: Services, keep: int, max_token
         completion(service, "x" * (TRUNCATED_NUM_CHARS + 1), truncate_prompt_tokens=5)
 
 
-# ---- what the model and the server allow
+# ---- limits of the model and the server
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_prediction_becomes_tokens_as_far_as_the_context_has_room(
     assert usage_of(generations).completion_tokens_details == nothing
     service.intake.limits = service.intake.limits._replace(vocab_size=max(ids))
     order = completion(service, [1], prediction={"type": "content", "content": "ab c"}).order
-    assert order.prediction == tuple(ids[: ids.index(max(ids))]), "up to a token that the model lacks"
+    assert order.prediction == tuple(ids[: ids.index(max(ids))]), "expected tokens up to one that the model lacks"
 
 
 @pytest.mark.parametrize("num_together", [1, 3])
@@ -222,7 +222,7 @@ def test_priorities_need_a_server_that_has_them_and_a_prompt_cache_key_is_a_sess
 
 
 def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:
-    """A template writes them itself; where it does not, a request may ask for them."""
+    """Templates usually write special tokens; if one does not, a request may ask to add them."""
     rust = make_tokenizer()
     rust.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
     rust.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""A setting is declared once: everything that knows settings has it from there."""
+"""A setting is declared once; everything that uses settings reads that declaration."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def test_an_error_names_settings_as_its_user_wrote_them_and_has_no_marks_whereve
     error = ModelError(f"{called('max_num_seqs')} 0: give --max-num-seqs, or {called('dtype')}")
     assert str(error) == "--max-num-seqs 0: give --max-num-seqs, or --dtype"
     outer = ConfigError(f"engine: {error.text}").named({"max_num_seqs": "max_batch_size", "dtype": "dtype"}.__getitem__)
-    assert str(outer) == "engine: max_batch_size 0: give --max-num-seqs, or dtype", "what nobody marked stays"
+    assert str(outer) == "engine: max_batch_size 0: give --max-num-seqs, or dtype", "unmarked text must stay"
     error = ModelError(f"{called('max_num_seqs')} 0").named(lambda setting: setting.upper())
-    assert repr(error) == repr(copy.copy(error)) == "ModelError('MAX_NUM_SEQS 0')"  # by what sends objects, too
+    assert repr(error) == repr(copy.copy(error)) == "ModelError('MAX_NUM_SEQS 0')"  # also after copying
     assert error.args == ("MAX_NUM_SEQS 0",)
     assert repr(ConfigError(called("dtype"))) == "ConfigError('--dtype')"
     assert told("plain") == "plain"
 
 
 def test_names_are_settings_and_are_not_shared() -> None:
-    """A misspelt one in an error would be shown as a flag that nobody can give."""
+    """Names in errors are declared settings; a misspelt one would be shown as a flag that does not exist."""
     source = "\n".join(file.read_text("utf-8") for file in (ROOT / "pd_cluster").rglob("*.py"))
     names = re.findall(r"\bcalled\([\"'](\w+)[\"']\)", source)
     assert len(names) > 50
@@ -85,7 +85,7 @@ def test_names_are_settings_and_are_not_shared() -> None:
     flags = [flag for each in settings().values() for flag in (each.flag, *map(flag_of, each.setting.also))]
     assert len(set(flags)) == len(flags) >= len(settings()) == sum(len(declared(group)) for group in GROUPS)
     fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
-    # What the rank table says, and a group of settings.
+    # Fields from the rank table, and a group of settings.
     assert fields - {each.field for each in declared(EngineConfig)} == {
         "num_local_ranks",
         "paired_tp_sizes",
@@ -95,7 +95,7 @@ def test_names_are_settings_and_are_not_shared() -> None:
 
 
 def test_defaults_obey_their_rules() -> None:
-    """And what is written for a value is read as that value again."""
+    """Every default satisfies its check, and is parsed again from its written form."""
     for group in GROUPS:
         made = ServeOptions(model="m").read(group)
         for each in declared(group):
@@ -104,7 +104,7 @@ def test_defaults_obey_their_rules() -> None:
 
 
 def test_a_model_must_be_given() -> None:
-    """An empty one comes from a variable that is not set: nothing is served in its place."""
+    """An empty model name, as from an unset variable, is refused."""
     for given in ({}, {"model": ""}):
         with pytest.raises(ConfigError, match=r"^--model: empty or missing; give a model's folder"):
             ServeOptions(**given).check()
@@ -166,9 +166,10 @@ CODE = f"""if True:
 
 
 def test_offline_needs_no_web_server_and_a_new_setting_takes_one_file(tmp_path: Path) -> None:
-    """Neither the import of `LLM`, nor its arguments up to the engine's config, split or not, imports a command line.
+    """Importing `LLM` and processing its arguments, split or not, does not import the command line.
 
-    The setting is declared in a copy of the package; it is a flag, an argument of `LLM`, and a field of the engine's.
+    A setting declared in a copy of the package becomes a flag, an argument of `LLM`, and a field of the engine's
+    config.
     """
     source, copy = ROOT / "pd_cluster", tmp_path / "pd_cluster"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("models"))

@@ -1,4 +1,4 @@
-"""Several schedulers over the same workers: full instances, each other's work, and what only one scheduler can do."""
+"""Several schedulers over the same workers: full instances, each other's work, and features of a single scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.router_world import World, token
 
 
 async def test_other_work_at_an_instance_is_what_it_reports(tmp_path: Path) -> None:
-    """At once, where others must see it."""
+    """The work of other schedulers is what the instance reports, at once if others must see it."""
     world = ElasticWorld()
     world.membership.own_key = "scheduler-0@1"
     load = wire.Load(outstanding={"scheduler-0@1": 100, "scheduler-1@2": 30, "scheduler-2@3": 12})
@@ -43,7 +43,7 @@ async def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
     serving, first, rid = await world.begin()
     world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "full", True, is_full=True))
     await asyncio.sleep(0)
-    assert len(world.mailbox.of(wire.Submit)) == 2, "it waits for news of the instances"
+    assert len(world.mailbox.of(wire.Submit)) == 2, "it must wait for reports of the instances"
     while len(submits := world.mailbox.of(wire.Submit)) < 4:
         world.membership.changed.set()
         await asyncio.sleep(0)
@@ -54,7 +54,7 @@ async def test_a_full_instance_is_no_fault_and_no_attempt() -> None:
 
 
 class Bounced:
-    """A request at a router whose instances are full; `pauses` are the waits that were asked for."""
+    """A request at a router whose instances are full; `pauses`: the requested waits."""
 
     def __init__(self, wait_s: float = 30.0) -> None:
         self.world = World(replay=ReplayLimits(wait_s=wait_s))
@@ -75,7 +75,7 @@ class Bounced:
         self.world.outputs(conn, ended=LegEnd(rid, attempt, "full", True, is_full=True))
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Reports come until it is so."""
+        """Delivers reports until the condition holds."""
         while not is_so():
             self.world.membership.changed.set()
             await asyncio.sleep(0)
@@ -96,7 +96,7 @@ async def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
 
 
 async def test_instances_that_stay_full_are_no_internal_error() -> None:
-    """The wait is counted from the first time, however often it is tried."""
+    """The wait is counted from the first attempt, however many follow, and ends in a proper error."""
     bounced = Bounced(wait_s=0.1)
     bounced.goes_on.set()
     _, first, rid = await bounced.world.begin()
@@ -135,7 +135,7 @@ async def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
     for _ in range(20):
         bounced.world.membership.changed.set()
         await asyncio.sleep(0)
-    assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
+    assert bounced.num_submits == 2, "it must not continue while the cluster is paused"
     await bounced.world.router.control_requests("open")
     await bounced.until(lambda: bounced.num_submits == 4)
     assert sum(each.num_outstanding for each in bounced.world.instances) == 2
@@ -151,7 +151,7 @@ async def test_others_see_each_leg_however_small(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_one_scheduler_alone_can_do_is_refused_by_name() -> None:
-    """And nothing of several is taken by one."""
+    """A feature of one scheduler is refused with several, and the other way round, by name."""
     start = Start.__new__(Start)
     object.__setattr__(start, "join", JoinSettings())
     several, runtime = AdmissionSettings(scheduler_lease="f"), AdminSettings(allow_runtime_lora=True, lora_root="/")

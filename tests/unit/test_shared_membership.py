@@ -1,4 +1,4 @@
-"""Several schedulers: followers take over the owner's list, and only the owner gives orders."""
+"""With several schedulers, followers use the owner's list, and only the owner gives orders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.shared_schedulers import LEASE_S, Scheduler, Two
 
 
 async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_path: Path) -> None:
-    """One that does not reach the record any more names nobody."""
+    """A follower names the owner to operators; one that cannot reach the record names none."""
     two = await Two.begun(tmp_path)
     assert {peers.term for peers in two.one.orders} == {1}
     two.other.world.membership.send_peers()
     assert not two.other.orders
     with pytest.raises(Refused, match=r"scheduler-1 does not own membership: scheduler-0 does, at http://.*:9001"):
         two.other.world.elastic.drain("decode-1")
-    assert two.other.fence.term == 1, "it greets workers with the owner's term"
+    assert two.other.fence.term == 1, "it must greet workers with the owner's term"
     assert two.one.shared.owner == "scheduler-0"
     two.now_s += LEASE_S
     assert two.one.shared.owner == ""
@@ -35,7 +35,7 @@ async def test_a_command_is_recorded_and_outlives_the_owner(tmp_path: Path) -> N
     elastic = two.one.world.elastic
     done = asyncio.ensure_future(elastic.done(elastic.drain("decode-1", timeout_s=7.0)))
     await asyncio.sleep(0)
-    assert not done.done(), "it is not in the record yet"
+    assert not done.done(), "the command is not in the record yet"
     await two.one.look()
     assert (await done).service == "out"
     await two.other.look()
@@ -44,7 +44,7 @@ async def test_a_command_is_recorded_and_outlives_the_owner(tmp_path: Path) -> N
     await two.fail_over()
     assert two.other.world["decode-1"].service == "out"
     assert two.other.orders[-1].term == 2
-    await two.one.look()  # it had stood still
+    await two.one.look()  # it was paused
     assert two.one.world["decode-1"].service == "out"
     assert not two.one.shared.is_owner
 
@@ -60,7 +60,7 @@ async def test_a_command_at_an_owner_that_is_none_any_more_fails(
     with pytest.raises(Unavailable, match="may be lost with"):
         await elastic.done(drained)
     await two.one.look()
-    assert two.one.world["decode-1"].service == "in", "it follows the list of the owner"
+    assert two.one.world["decode-1"].service == "in", "it must follow the owner's list"
 
 
 async def test_roles_and_members_follow_once_all_had_time_to_hear(tmp_path: Path) -> None:
@@ -86,19 +86,19 @@ async def test_roles_and_members_follow_once_all_had_time_to_hear(tmp_path: Path
 
 
 async def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(tmp_path: Path) -> None:
-    """The record alone says who owns membership: a worker that lies could end it otherwise."""
+    """Only the record decides who owns membership; otherwise a lying worker could end an ownership."""
     two = await Two.begun(tmp_path)
     two.one.world.membership.on_stale_order("to-decode-0", 2**62)
     assert two.one.shared._look_requested.is_set()
     await two.one.look()
     assert two.one.shared.is_owner
-    assert two.one.fence.term == 1, "others are greeted with the record's term"
+    assert two.one.fence.term == 1, "workers must be greeted with the record's term"
     await two.fail_over()
     assert not two.one.shared.is_owner
 
 
 async def test_a_record_that_was_removed_is_its_owner_s_to_write_again(tmp_path: Path) -> None:
-    """A scheduler that has just started knows none of the workers that have joined."""
+    """The owner rewrites it, because a new scheduler does not know the workers that have joined."""
     two = await Two.begun(tmp_path)
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
@@ -108,7 +108,7 @@ async def test_a_record_that_was_removed_is_its_owner_s_to_write_again(tmp_path:
     for each in (new, two.other):
         await each.look()
         assert not each.shared.is_owner
-    assert two.other.world.membership.instances, "an empty record lists nobody, which is no order"
+    assert two.other.world.membership.instances, "an empty record must not remove instances"
     two.now_s += LEASE_S / 2
     await two.one.look()
     assert (two.one.shared.ownership.term_now, two.one.shared.ownership.record.version) == (1, 2)
@@ -128,10 +128,10 @@ async def test_a_write_that_another_program_got_ahead_of_is_made_again_at_once(
     await two.one.look()
     assert not refused
     two.now_s += LEASE_S * 0.9
-    assert shared.is_owner, "it was renewed"
+    assert shared.is_owner, "the lease must be renewed"
     monkeypatch.setattr(store, "write", lambda record: False)
     await two.one.look()
-    assert shared.is_owner, "nobody else can be the owner before its lease's end"
+    assert shared.is_owner, "there can be no other owner before the lease ends"
     two.now_s += LEASE_S * 0.2
     assert not shared.is_owner
 
@@ -148,7 +148,7 @@ async def test_an_owner_whose_workers_follow_a_later_term_says_so(
         assert ("workers follow term 7 and refuse earlier ones, but this owner" in caplog.text) == says_so
     assert two.one.shared.is_owner
     caplog.clear()
-    ElasticWorld().membership.on_stale_order("to-decode-0", 7)  # a single scheduler
+    ElasticWorld().membership.on_stale_order("to-decode-0", 7)  # with a single scheduler
     (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "restart the workers" in told.getMessage()
 
@@ -177,12 +177,12 @@ async def test_the_lease_is_let_go_after_a_write_that_is_under_way(
         asyncio.get_running_loop().call_later(0.02, goes_on.set)
     await asyncio.wait((running,), timeout=10)
     assert running.cancelled()
-    assert written == ([] if is_slow else ["scheduler-0@1", ""]), "one call at a time"
+    assert written == ([] if is_slow else ["scheduler-0@1", ""]), "expected one call at a time"
     goes_on.set()
 
 
 async def test_a_new_scheduler_is_no_owner_before_it_reaches_all(tmp_path: Path) -> None:
-    """Its list of live instances would cut links that the others' requests use; it takes over the record's wishes."""
+    """Its incomplete list of live instances would close links in use; until then it keeps the record's list."""
     two = await Two.begun(tmp_path)
     two.one.world.elastic.drain("decode-1", timeout_s=7.0)
     await two.one.look()
@@ -213,7 +213,7 @@ async def test_terms_of_a_new_folder_are_later_than_those_of_a_lost_one(tmp_path
         for file in (tmp_path / "lease").iterdir():
             file.unlink()
     assert terms == [1_000_000, 1_000_050]
-    one.wall_s = 0.0  # it was set back
+    one.wall_s = 0.0  # the wall clock was set back
     for _ in range(2):
         now_s[0] += LEASE_S
         await one.look()

@@ -1,4 +1,4 @@
-"""Pictures are spread over ranks in the same way on each, and almost as evenly as they can be."""
+"""All ranks distribute pictures in the same way, almost as evenly as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def longest(sizes: list[int], owners: tuple[int, ...] | list[int], num_ranks: in
 
 
 def test_no_rank_has_much_more_than_it_must() -> None:
-    """Graham's bound of this order: (4/3 - 1/(3 * ranks)) of the best way, which is searched for here."""
+    """Checks Graham's bound, (4/3 - 1/(3 * ranks)) times the optimum, which the test finds by search."""
     rng = random.Random(1)
     for _ in range(60):
         num_ranks = rng.randint(1, 3)

@@ -1,4 +1,4 @@
-"""The simulator: its times follow from its costs, its shortcut changes nothing, and its plans are a real worker's."""
+"""The simulator: times follow from costs, its shortcut changes nothing, and its plans equal a real worker's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bytes_of(found: Simulated) -> bytes:
 
 
 def test_times_follow_from_costs() -> None:
-    """One request alone: two chunks of its prompt, the handover of what the last one left, and a step a token."""
+    """A single request takes two prompt chunks, the handover of the rest, and one step per token."""
     request = Arrival(at_s=3.0, num_prompt_tokens=700, num_output_tokens=11)
     pairs = sum(range(513, 701))
     first = STEP.seconds(StepWork(0, 0, 512, sum(range(1, 513))))
@@ -105,7 +105,7 @@ def test_equal_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         gaps = [
             (one.longest_gap_s, other.longest_gap_s) for one, other in zip(quick.outcomes, slow.outcomes, strict=True)
         ]
-        assert sum(gap == pytest.approx(known, rel=0.1) for gap, known in gaps) >= 0.95 * len(gaps)  # but early holds
+        assert sum(gap == pytest.approx(known, rel=0.1) for gap, known in gaps) >= 0.95 * len(gaps)  # not early holds
 
 
 def test_equal_steps_are_as_many_single_ones() -> None:
@@ -126,7 +126,7 @@ def test_equal_steps_are_as_many_single_ones() -> None:
 
 
 def running_scheduler(seed: int) -> StepScheduler:
-    """Returns a scheduler with a few requests at random places, as likely as not short of blocks and seats."""
+    """Returns a scheduler with a few requests in random states, often short of blocks and places."""
     rng = random.Random(seed)
     groups = [LayerGroup(BlockPool(rng.randrange(10, 40)))]
     scheduler = StepScheduler(
@@ -161,7 +161,7 @@ Plans = list[list[tuple[int, int]]]
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, names: dict[str, int]) -> Plans:
-    """Records the plans of all engines from now on; requests are named in the order of their first steps."""
+    """Records the plans of all engines; requests are named in the order of their first steps."""
     plans: Plans = []
     run: Callable[..., Any] = EngineCore.run
 
@@ -175,7 +175,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, names: dict[str, int]) -> Plans:
 
 
 def test_plans_are_those_of_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker with tensors and a sampler, stepped by hand, takes the same requests at the same steps."""
+    """A real worker with tensors and a sampler, stepped manually, plans the same requests in the same steps."""
     rng, step_s = random.Random(5), 0.2
     load = [
         Arrival(
@@ -188,7 +188,7 @@ def test_plans_are_those_of_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> No
         for number in range(60)
     ]
     monkeypatch.setattr(simulated_instance, "LEAST_RUN", 1 << 40)
-    monkeypatch.setattr(SimulatedLayout, "routing", RoutingConfig(max_queue_s=None))  # all wait at the worker
+    monkeypatch.setattr(SimulatedLayout, "routing", RoutingConfig(max_queue_s=None))  # so all wait at the worker
     names: dict[str, int] = {}
     plans = recorded(monkeypatch, names)
     costs = Costs(
@@ -220,7 +220,9 @@ def test_plans_are_those_of_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cluster_survives_its_script() -> None:
-    """Deaths, a join, drains, roles and speeds: every request is answered, nothing stays held, twice the same bytes."""
+    """With deaths, a join, drains, and changed roles and speeds, all requests are answered, nothing stays held, and two
+    runs give the same bytes.
+    """
     lines = [
         ScriptLine(at_s=1.0, what="kill", instance="decode-0"),
         ScriptLine(at_s=2.0, what="kill", instance="prefill-0"),
@@ -256,7 +258,7 @@ def test_a_cluster_survives_its_script() -> None:
 
 
 def test_neighbours_slow_what_is_beside_them() -> None:
-    """A run at half speed from its middle on takes half as long again; equal steps end with the one under way."""
+    """A run at half speed from its middle takes 1.5 times as long; a run of equal steps ends at the current step."""
     progress = RunProgress(StepRun(2.0, 0.0, 10), 100.0, 1.0)
     progress.slow(110.0, 2.0)
     assert progress.end_s == pytest.approx(130.0)

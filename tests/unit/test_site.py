@@ -1,4 +1,4 @@
-"""The documentation's site: its menu has every page, and it builds strictly."""
+"""The documentation site: its menu has every page, and it builds in strict mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "tour.html").read_text("utf-8")
-    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', page), "it loads nothing from outside"
+    assert not re.search(r'<(?:script|link)[^>]+(?:src|href)="https?://(?!127)', page), "external resources"
 
 
 @pytest.mark.slow

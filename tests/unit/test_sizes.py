@@ -1,4 +1,4 @@
-"""A function fits on a screen, and a call of it can be read. Triton's kernels apart: a kernel cannot be cut."""
+"""Functions fit on a screen and have few parameters, except Triton's kernels, which cannot be divided."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 MAX_LINES = 60
 MAX_PARAMETERS = 10
-# Modules with the names of other projects, and a benchmark, which describes them.
+# Modules that use other projects' names, and a benchmark that describes them.
 FOREIGN = ("extras.fastdeploy", "extras.lmdeploy", "bench")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# Functions whose parameters are given from outside: flags, and names that users call.
+# Functions whose parameters are given by flags or by users' calls.
 GIVEN = {
     "commands.bench_command": {"serve"},
     "commands.cli": {"up"},
@@ -29,10 +29,10 @@ GIVEN = {
 
 
 def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
-    """Each with its name inside the module, however deep, but for those that Triton compiles."""
+    """Yields all nested functions with their qualified names, except those compiled by Triton."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):
-            continue  # it has no functions but lambdas
+            continue  # it contains only lambdas
         name = within
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{within}.{child.name}".lstrip(".")
@@ -44,7 +44,7 @@ def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]
 
 
 def num_parameters(function: Function, name: str) -> int:
-    """Without the one that is a method's own."""
+    """Counts parameters without self or cls."""
     given = function.args
     names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len(names) - ("." in name and names[:1] in (["self"], ["cls"]))
@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def found() -> Found:
-    """Reads each module once."""
+    """Parses each module once."""
     long, wide, classes = list[str](), set[str](), defaultdict[str, list[str]](list)
     for file in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
@@ -81,5 +81,5 @@ def test_functions_are_short_and_take_few_parameters() -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """So a name in an error, a log or a page leads to one definition."""
+    """Class names are unique, so a name in an error, log or page leads to one definition."""
     assert {name: modules for name, modules in found().classes.items() if len(modules) > 1} == {}

@@ -1,4 +1,4 @@
-"""How to draft, in every way that command lines have: vLLM's JSON and short forms, 0.6's flags, TACO-LLM's folder."""
+"""All command-line forms of speculative decoding: vLLM's JSON and short forms, 0.6's flags, TACO-LLM's folder."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_what_is_not_served_is_refused_by_name(argv: list[str], error: str) -> N
 
 
 def test_drafts_by_batch_size_are_those_of_vllm() -> None:
-    """Gaps and all behind the last range carry on with the range before, as vLLM's lookup table has it."""
+    """As in vLLM's lookup table, gaps and sizes after the last range use the previous range."""
     rng = random.Random(52)
     for _ in range(50):
         ends = sorted(rng.sample(range(2, 40), 6))
@@ -223,7 +223,7 @@ def test_the_lookahead_cache_of_taco_llm(tmp_path: Path) -> None:
     folder = f"--lookahead-cache-config-dir={tmp_path}"
     theirs: dict[str, Any] = {"num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     theirs["suffix_decoding_max_cached_tokens"] = 5_000_000
-    assert speculation(folder) == Speculation(methods=BOTH, **theirs), "its documented defaults"
+    assert speculation(folder) == Speculation(methods=BOTH, **theirs), "expected its documented defaults"
     for written, changed in (
         ({"cache_mode": 0}, {"methods": ("ngram",)}),
         ({"cache_mode": 1, "cache_size": 99}, {"methods": ("suffix",), "suffix_decoding_max_cached_tokens": 99}),
@@ -250,7 +250,7 @@ def test_the_lookahead_cache_of_taco_llm(tmp_path: Path) -> None:
 
 
 def test_worker_processes_of_llm_draft_as_it_was_told(tmp_path: Path) -> None:
-    """Whatever was given travels in one form, from which each process reads the same."""
+    """Whatever was given is passed on in one form, which all processes read alike."""
     for given in (
         {"speculative_config": {"method": ["suffix", "ngram"], "suffix_decoding_max_spec_factor": 0.5}},
         {"spec_method": "ngram", "speculative_disable_by_batch_size": 4},

@@ -1,4 +1,4 @@
-"""When a decode step waits for more sequences, and what ends the wait."""
+"""When a decode step waits for more sequences to join, and what ends the wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class World:
         self.scheduler.landed(request)
         request.output_token_ids.append(5)
         self.coming.num_landings += 1
-        assert self.step_delay.waits is not None  # it looks before every step
+        assert self.step_delay.waits is not None  # checked before every step
         return request
 
 
@@ -50,7 +50,7 @@ def test_a_step_waits_while_many_more_are_on_their_way() -> None:
         assert world.step_delay.waits
         world.coming.num = step_delay.MAX_INCOMING * num_running
         assert not world.step_delay.waits
-    assert not World(0, 50).step_delay.waits, "nobody waits where nobody runs"
+    assert not World(0, 50).step_delay.waits, "without running sequences nothing must wait"
 
 
 def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> None:
@@ -61,7 +61,7 @@ def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> Non
     world = World(3, 50)
     world.scheduler.add(Request("resumed", RequestSpec([1, 2, 3], Sampling(max_tokens=4), batch="a")))
     assert not world.step_delay.waits
-    world.scheduler.plan()  # admitted: it runs, and has its prompt still before it
+    world.scheduler.plan()  # admitted, so it runs, but its prompt is not computed yet
     assert not world.scheduler.waiting
     assert not world.step_delay.waits
 
@@ -76,12 +76,12 @@ def test_the_wait_has_an_end() -> None:
     assert world.step_delay.waits
 
 
-# ---- for a landing
+# ---- waiting for a landing
 
 
 @dataclass
 class Waiting:
-    """A LandingWait with a clock, for an instance whose next landing is expected after `imminent_s`."""
+    """A LandingWait with a test clock; the next landing is expected after `imminent_s`."""
 
     imminent_s: float | None = None
     now_s: float = 100.0
@@ -100,30 +100,30 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     world = Waiting()
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.0
-    assert Waiting(0.0).left_s(0.0) == 0, "no step waits before one has been measured"
+    assert Waiting(0.0).left_s(0.0) == 0, "no step may wait before one was measured"
     assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MAX_LANDING_DELAY_SHARE)
     world.now_s += 0.004
     assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MAX_LANDING_DELAY_SHARE - 0.004)
-    world.imminent_s = None  # it has joined
+    world.imminent_s = None  # the landing has joined
     assert world.left_s(0.04) == 0
     world = Waiting(0.003)
-    assert world.left_s(0.04, 20) == 0, "many lose no more than one gains"
+    assert world.left_s(0.04, 20) == 0, "many sequences must not lose more than one gains"
     assert world.left_s(0.04, 10) == pytest.approx(0.004)
 
 
 def test_a_late_one_is_not_waited_for_again() -> None:
-    """Otherwise an instance that stands still there would slow every step of this one."""
+    """Otherwise a paused peer would slow down every step of this instance."""
     world = Waiting(0.0)
     assert world.left_s(9.0) == pytest.approx(step_delay.MAX_LANDING_DELAY_S)
     world.now_s += step_delay.MAX_LANDING_DELAY_S
     assert world.left_s(9.0) == 0
     assert world.imminent_s is None
-    world.imminent_s = 0.0  # another one
+    world.imminent_s = 0.0  # another landing
     assert world.left_s(9.0) == pytest.approx(step_delay.MAX_LANDING_DELAY_S)
 
 
 def test_no_step_waits_in_vain() -> None:
-    """What is expected too late for this step is not waited for, and may be at the next one."""
+    """A step does not wait for a landing expected too late for it; a later step may."""
     world = Waiting(0.012)
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.008
@@ -131,7 +131,7 @@ def test_no_step_waits_in_vain() -> None:
     world.now_s += 0.009
     world.imminent_s = 0.0  # overdue
     assert world.left_s(0.04) == pytest.approx(0.001)
-    world.imminent_s = 0.012  # the first has joined, and this is another one
+    world.imminent_s = 0.012  # the first has joined; this is another one
     assert world.left_s(0.04) == 0
 
 

@@ -1,4 +1,4 @@
-"""Chunks shrink as their context grows, and long prompts give way: no request starves, every prompt advances."""
+"""Chunks shrink with growing context, and long prompts yield: no request starves, every prompt advances."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sizes_of(plan: StepPlan) -> dict[str, int]:
 
 
 def seconds(cost: StepCost, chunks: Sequence[tuple[Request, int]]) -> float:
-    """The time of these prompts in a step, without the step's own."""
+    """Returns the time of these prompts in a step, without the step's fixed time."""
     return sum(
         cost.prompt_token_s * number + cost.prompt_pair_s * num_pairs_of(number, request.num_computed_tokens)
         for request, number in chunks
@@ -86,11 +86,11 @@ def test_chunks_of_a_prompt_that_is_not_long_stay_whole() -> None:
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
-    """A short one is in the step after it came, a steady flow takes three quarters, and the long one has the rest."""
+    """A short prompt enters the next step; a steady flow of them gets three quarters, the long prompt the rest."""
     scheduler = scheduler_of()
     scheduler.add(ask("long", 2 * LONG))
     plan = scheduler.plan()
-    assert sizes_of(plan) == {"long": BUDGET}, "alone, it has the whole step"
+    assert sizes_of(plan) == {"long": BUDGET}, "alone, it must get the whole step"
     scheduler.computed(plan)
     for number in range(8):
         scheduler.add(ask(f"short {'x' * number}", 200))
@@ -144,7 +144,7 @@ def arrival(at_s: float, num_tokens: int) -> Arrival:
 
 
 def test_first_tokens_of_short_requests_take_at_most_three_times_as_long_beside_a_long_prompt() -> None:
-    """The 99th percentile, by the simulator: the scheduler's, router's and admission's own code in computed time."""
+    """Checks the 99th percentile by the simulator, with the real scheduler, router and admission in simulated time."""
     step = StepCost(1.5e-3, 2e-4, 1e-9, prompt_token_s=16e-6, prompt_pair_s=2e-9)
     host, handover = HostCost(0.0005, 0.0003, 0.0001), HandoverCost(0.002, 1e-9)
     costs = Costs(model="m", device="cpu", source="computed", step=step, host=host, handover=handover)
@@ -155,7 +155,7 @@ def test_first_tokens_of_short_requests_take_at_most_three_times_as_long_beside_
     arrivals = sorted([*short, long], key=lambda each: each.at_s)
     found = simulate(SimulatedLayout(num_prefill=1, num_decode=1), costs, arrivals)
     ttft_s = {each: outcome.ttft_s or 0.0 for each, outcome in zip(arrivals, found.outcomes, strict=True)}
-    assert ttft_s[long] > 5.0, "it is computed until the last short one came"
+    assert ttft_s[long] > 5.0, "it must be computed until the last short one arrives"
     alone = [ttft_s[each] for each in short if each.at_s < long.at_s]
     beside = [ttft_s[each] for each in short if each.at_s > long.at_s]
     assert percentile(beside, 99) <= 3 * percentile(alone, 99)  # type: ignore[operator]
@@ -225,13 +225,13 @@ def test_a_prompt_is_hashed_as_far_as_an_instance_knows_it(num_known: int, monke
     assert sum(slices) <= num_known + SLICE_NUM_BLOCKS
     slices.clear()
     assert asked.num_cached(POOL, known) == num_known * BLOCK_SIZE
-    assert not slices, "it was looked up before"
+    assert not slices, "the cost must be looked up first"
     known.apply(CacheKeys(removed=keys_of([bytes(8)])))
     assert asked.num_cached(POOL, known) == num_known * BLOCK_SIZE
     first = next(iter(known.tiers), None)
     if first is not None:
         known.apply(CacheKeys(removed=first.to_bytes(8, sys.byteorder)))
-        assert asked.num_cached(POOL, known) == 0, "a change counts at once"
+        assert asked.num_cached(POOL, known) == 0, "a change must count at once"
         known = known_of(prompt, num_known)
     assert Prompt(RequestSpec(prompt, Sampling())).num_cached(POOL, known) == num_known * BLOCK_SIZE
     assert asked.keys[POOL][:num_known] == [*known.tiers]

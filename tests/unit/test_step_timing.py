@@ -1,4 +1,4 @@
-"""Costs fitted while steps run, and what routing predicts from them."""
+"""Costs that are fitted while steps run, and routing's predictions from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = StepWork(0, 0, 512, num_pairs_of(512, 0))
 
 
 class Steps:
-    """Makes up an engine's steps; its batch grows and shrinks."""
+    """Simulates an engine's steps with a growing and shrinking batch."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -65,7 +65,7 @@ def test_the_fit_of_running_steps_predicts_others() -> None:
     for seed in range(5):
         fit, steps = OnlineFit(), Steps(seed)
         steps.run(300, fit.add)
-        steps.run(2_000, fit.add, kinds="d")  # leaves what is known of prompts
+        steps.run(2_000, fit.add, kinds="d")  # must not change the prompts' costs
         for work in held_out:
             assert fit.cost.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.15), (seed, work)
         assert min(msgspec.structs.astuple(fit.cost)) >= 0
@@ -93,7 +93,7 @@ def test_prompts_of_one_length_have_a_time_per_token_and_no_step_of_their_own() 
     assert fit.cost.step_s < 1e-12
     fit.add(StepWork(), 1.0)
     fit.add(DECODE, 0.0)
-    assert fit.cost.prompt_token_s == pytest.approx(1e-3), "neither had work and time"
+    assert fit.cost.prompt_token_s == pytest.approx(1e-3), "neither step had both work and time"
 
 
 def test_first_steps_are_left_out_after_a_start_and_after_a_sleep() -> None:
@@ -102,7 +102,7 @@ def test_first_steps_are_left_out_after_a_start_and_after_a_sleep() -> None:
         for _ in range(NUM_FIRST_STEPS):
             before = timing.cost
             timing.computed(DECODE, 9.0, 20)
-            timing.computed(StepWork(), 5.0, 0)  # only moved blocks
+            timing.computed(StepWork(), 5.0, 0)  # a step that only moved blocks
             assert timing.cost == before
         for _ in range(30):
             timing.computed(DECODE, 0.008, 20)
@@ -111,7 +111,7 @@ def test_first_steps_are_left_out_after_a_start_and_after_a_sleep() -> None:
         assert timing.decode_work == DECODE
         assert timing.prompt_work == StepWork()
         timing.start_over()
-    assert sum(timing.step_tokens.tally().counts) == 2 * (NUM_FIRST_STEPS + 30), "metrics count every step"
+    assert sum(timing.step_tokens.tally().counts) == 2 * (NUM_FIRST_STEPS + 30), "metrics must count every step"
 
 
 def test_a_chunk_of_one_token_decodes_and_longer_ones_belong_to_prompts() -> None:
@@ -130,7 +130,7 @@ def test_handovers_are_a_setup_and_bytes_once_sizes_differ() -> None:
     for _ in range(20):
         fit.add(1 << 20, 0.004 + 1e-8 * (1 << 20))
     assert fit.cost is not None
-    assert fit.cost.byte_s == 1e-9, "of one size: as assumed"
+    assert fit.cost.byte_s == 1e-9, "for steps of one size the assumed cost must stay"
     assert fit.cost.seconds(1 << 20) == pytest.approx(0.004 + 1e-8 * (1 << 20))
     for _ in range(200):
         nbytes = rng.randrange(1 << 22)
@@ -161,7 +161,7 @@ def test_handovers_are_timed_by_the_transports_of_their_links() -> None:
     assert predict_transfer_s(prefill, decodes[0], 0) == TRANSFER_SETUP_S
 
 
-# ---- what routing makes of it
+# ---- routing's predictions
 
 
 def worker(cost: StepCost, ahead: int = 0, prompt: StepWork = PROMPT, decode: StepWork = DECODE) -> Instance:
@@ -192,7 +192,7 @@ def test_a_first_token_is_predicted_with_steps_and_context() -> None:
         512 * 20_000 * TRUE.prompt_pair_s
     )
     behind = predict_ttft_s(worker(TRUE, ahead=1_024), 512, num_prompt_tokens=512)
-    assert behind == pytest.approx(3 * alone, rel=1e-3), "two such prompts come first"
+    assert behind == pytest.approx(3 * alone, rel=1e-3), "two such prompts must come first"
     beside = msgspec.structs.replace(TRUE, row_s=0.01)
     rows = PROMPT._replace(num_rows=4, num_context_tokens=400)
     assert predict_ttft_s(worker(beside, prompt=rows), 512, num_prompt_tokens=512) == pytest.approx(

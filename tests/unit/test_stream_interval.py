@@ -1,4 +1,4 @@
-"""`--stream-interval`: several tokens in each piece of a stream, for every choice by itself."""
+"""`--stream-interval`: several tokens per piece of a stream, separately for each choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that resume, at a scheduler: what clients read, keep and look for."""
+"""Resumable streams at a scheduler: reading, keeping and finding them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.router_world import turns
 
 @pytest.fixture
 def world() -> Iterator[RouterWorld]:
-    """In the end nothing of any request is left."""
+    """Yields a world; asserts afterwards that nothing of any request is left."""
     made = RouterWorld()
     yield made
     made.assert_home()
@@ -65,7 +65,7 @@ def kept(outlives_client: bool = True, place: RecordPlace | None = None) -> Kept
 
 
 async def begun(world: RouterWorld, outlives_client: bool = True) -> tuple[AsyncGenerator[TokenOutput, None], str]:
-    """Begins a stream that is kept, and whose first token is read."""
+    """Begins a kept stream and reads its first token."""
     serving, first, name = await world.begin(kept=kept(outlives_client))
     world.outputs("to-prefill-0", TokenOutput(name, 0, 0, 0, 5), prompt=PromptOutput(name, 0, 1))
     await first
@@ -83,7 +83,7 @@ def found_of(name: str, num_tokens: int = 1) -> wire.Found:
 async def test_a_client_that_leaves_lets_its_legs_go_on(
     world: RouterWorld, outlives_client: bool, is_stopping: bool, then: Any
 ) -> None:
-    """A stream that is kept for lost schedulers alone ends, unless this scheduler stops."""
+    """A stream that is kept only for lost schedulers ends with its client, unless this scheduler is stopping."""
     serving, name = await begun(world, outlives_client)
     assert [conn for conn, each in world.mailbox.of(wire.Submit) if each.keep is not None] == ["to-decode-0"]
     if is_stopping:
@@ -147,19 +147,19 @@ async def test_a_stream_resumes_from_its_first_token(world: RouterWorld) -> None
     world.outputs("to-decode-0", ended=LegEnd(name, 0, TAKEN, is_taken=True))
     with pytest.raises(GenerationError, match="another reader"):
         await rest
-    assert len(world.mailbox.of(wire.Release)) == 1  # none by one that has lost it to another
+    assert len(world.mailbox.of(wire.Release)) == 1  # a scheduler that lost the stream sends none
 
 
 @pytest.mark.parametrize("is_here", [False, True])
 async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world: RouterWorld, is_here: bool) -> None:
-    """Where it is taken over at another scheduler, and where two readers of this one found it at once."""
+    """Covers a takeover at another scheduler, and two readers that find the stream at this one."""
     serving, name = await begun(world)
     for each in world.instances[1:]:
         each.state = "unreachable"
     world.instances[0].service = "out"
     rest = asyncio.ensure_future(anext(serving))
     world.outputs("to-decode-0", ended=LegEnd(name, 0, STOPPED, is_fault=True))
-    await turns(5)  # it waits for an instance
+    await turns(5)  # lets it wait for an instance
     num_submitted = len(world.mailbox.of(wire.Submit))
     later = None
     if is_here:
@@ -176,7 +176,7 @@ async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world
     if later is not None:
         timeline = world.router.timelines.find(name)
         assert timeline is not None
-        assert timeline.status not in ("failed", "finished")  # the later reader's
+        assert timeline.status not in ("failed", "finished")  # the later reader's timeline
         world.outputs("to-decode-0", TokenOutput(name, 0, 0, 0, 5))
         assert (await token).token_id == 5
         await later.aclose()
@@ -207,7 +207,7 @@ async def test_searches_end_without_those_that_are_lost_and_are_bounded(
     monkeypatch.setattr("pd_cluster.cluster.streams.stream_records.MOST_SEARCHES", 1)
     with pytest.raises(Overloaded):
         await finder.find(OTHER)
-    for conn, attempt in (("to-decode-0", 0), ("to-decode-1", 1), ("to-decode-1", 9)):  # it has answered
+    for conn, attempt in (("to-decode-0", 0), ("to-decode-1", 1), ("to-decode-1", 9)):  # the instance has answered
         finder.on_found(conn, wire.Found(DIGEST, "r", attempt, RequestSpec([1], Sampling())))
     for instance in world.instances[:2]:
         finder.on_lost(instance, "dead")

@@ -1,4 +1,4 @@
-"""A table of streams tells who listens of each stream's opening and end once, and of nothing after that."""
+"""A stream table notifies its listener of each stream's opening and end once, and of nothing afterwards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def found(name: str) -> RequestOrigin:
 
 
 def test_each_stream_ends_once_in_whatever_order() -> None:
-    """Streams end by their readers, by being taken over, or both; with others open at the time."""
+    """Streams may end by their reader, by a takeover, or both, while others are open."""
     rng = random.Random(5)
     for _ in range(50):
         table, heard = heard_table()
@@ -72,7 +72,7 @@ def test_each_stream_ends_once_in_whatever_order() -> None:
 
 
 def test_a_stream_that_was_taken_over_begins_no_more() -> None:
-    """Its reader may still take tokens that had arrived, under a name that is its successor's by then."""
+    """Its reader may still read received tokens, under an id that its successor now has."""
     table, heard = heard_table()
     first = open_in(table)
     later = open_in(table, found(first.request_id))
@@ -85,7 +85,7 @@ def test_a_stream_that_was_taken_over_begins_no_more() -> None:
 
 
 def test_an_attempt_is_over_before_the_next_has_its_number() -> None:
-    """Messages to its instances name the attempt that they know."""
+    """Messages to the old attempt's instances must still have its number."""
 
     async def test() -> None:
         table, heard = heard_table()

@@ -1,4 +1,4 @@
-"""Structural tags in vLLM's current form: what each format lets through, and what cannot be read."""
+"""Structural tags in vLLM's current form: texts that each format permits, and invalid tags."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def guide_of(form: Any) -> Guide:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """Every byte is a token."""
+    """Returns a compiler whose tokens are bytes."""
     file = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
     make_tokenizer().save(str(file))
     return Compiler(file, VOCAB_SIZE, {EOS_ID})
 
 
 def is_whole(compiler: Compiler, guide: Guide, text: str) -> bool:
-    """Whether the guide lets this text through, and lets it end there."""
+    """Whether the guide permits this text and its end."""
     matcher, words = compiler.compile(guide), np.zeros(compiler.num_words, dtype=np.uint32)
     try:
         matcher.take(make_tokenizer().encode(text, add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""Drafts by counts are those of their definition, stay within a scope, and take a bounded memory."""
+"""Suffix drafts equal their definition, stay within a scope, and use bounded memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request_of(prompt: Sequence[int], scope: Scope = ("", ""), output: Sequence[
 
 
 class Definition:
-    """What SuffixDrafter documents, by scans of all texts."""
+    """Implements SuffixDrafter's contract by scans of all texts."""
 
     def __init__(self, depth: int, most_outputs: int, factor: float, min_prob: float) -> None:
         self.depth, self.most_outputs, self.factor, self.min_prob = depth, most_outputs, factor, min_prob
@@ -130,7 +130,7 @@ def test_nobody_drafts_from_outputs_of_another_scope() -> None:
     for scope in (("", ""), ("tenant", ""), ("other", "lora"), ("lora", "tenant")):
         assert drafter.draft(request_of([1, 2, 3], scope, secret[:20]), 8) == []
     assert drafter.draft(request_of([1, 2, 3], ("tenant", "lora"), secret[:20]), 8) == secret[20:28]
-    assert drafter.draft(request_of([1, 2, 3], ("tenant", "lora")), 8) == secret[:3]  # behind the same prompt
+    assert drafter.draft(request_of([1, 2, 3], ("tenant", "lora")), 8) == secret[:3]  # after the same prompt
 
 
 def test_a_loop_and_a_majority() -> None:
@@ -160,11 +160,11 @@ def test_bytes_are_bounded_and_the_least_recent_go_first() -> None:
     assert peak > 0.7 * most_nbytes
     found = [bool(drafter.draft(request_of([], scope, tokens[:10]), 4)) for scope, tokens in outputs.items()]
     by_end = found[300 % 40 :] + found[: 300 % 40]
-    assert by_end == sorted(by_end)  # those that are left ended last
+    assert by_end == sorted(by_end)  # the remaining ones ended last
     assert 3 < sum(by_end) < 40
     num_outputs = drafter.earlier.num_outputs
     giant = request_of([rng.randrange(9) for _ in range(100_000)])
-    assert drafter.draft(giant, 4) == []  # a sequence that can have no room takes none from others
+    assert drafter.draft(giant, 4) == []  # a sequence that does not fit must not evict others
     assert drafter.earlier.num_outputs == num_outputs
     del running, request
     gc.collect()

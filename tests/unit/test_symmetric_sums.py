@@ -1,4 +1,4 @@
-"""Sums in symmetric memory, without GPUs: what is added there, where, and by which of torch's operators."""
+"""Sums in symmetric memory, without GPUs: which tensors, where, and by which torch operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA = Device("cuda")
 
 
 class Machine:
-    """Stands for torch's operators: every one of two ranks gives the same numbers."""
+    """Replaces torch's operators; both ranks contribute the same numbers."""
 
     def __init__(self, has_multicast: bool = False) -> None:
         self.has_multicast = has_multicast
@@ -49,7 +49,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_replaces_its_numbers(machine: Machine, dtype: torch.dtype) -> None:
-    """Other sums are left to NCCL."""
+    """Supported sums are in place; other sums are left to NCCL."""
     sums = SymmetricSums(None, 0, 2, CUDA)
     for num_rows in (7, 2, 100):
         x = torch.randn(num_rows, 64).to(dtype)
@@ -75,7 +75,7 @@ def test_gpus_that_cannot_share_memory_are_an_error(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["two_shot_all_reduce_", "multimem_all_reduce_"])
 def test_torch_has_the_operators(name: str) -> None:
-    """The interface is not public: its operators and methods are those that the code was written for."""
+    """torch's interface is not public, so check that the expected operators and methods exist."""
     schema = str(getattr(torch.ops.symm_mem, name).default._schema)
     assert schema == f"symm_mem::{name}(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)"
     for method in ("set_group_info", "empty_strided_p2p", "rendezvous", "multicast_ptr"):

@@ -1,4 +1,4 @@
-"""Each rank's share of a weight: together the ranks read all of it, with deliberate replication only."""
+"""Each rank's share of a weight; together the ranks read all of it, and replicate only on purpose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYER = "model.layers.0"
 
 
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
-    """Returns each rank's part of a tensor whose elements are all different."""
+    """Returns each rank's part of a tensor with distinct elements."""
     save_file({key: whole(shape)}, tmp_path / "model.safetensors")
     return [
         read_shard(WeightFolder(tmp_path), RankTensors(ParallelPlan(config, size), rank))[key] for rank in range(size)
@@ -113,10 +113,10 @@ def test_another_form_of_weight_is_cut_by_its_own_rule(tmp_path: Path, monkeypat
     parts = {"words": WeightPart(outputs=1, inputs=0), "scales": WeightPart(outputs=0, inputs=None)}
     monkeypatch.setitem(FORMS, "another", WeightForm(parts, PlainWeight))
     for name, shape, dim in (
-        ("k_proj.words", (16, 8), 1),  # stored the other way round
+        ("k_proj.words", (16, 8), 1),  # stored transposed
         ("o_proj.words", (16, 16), 0),
         ("k_proj.scales", (8,), 0),
-        ("o_proj.scales", (16,), None),  # of output features, which every rank has
+        ("o_proj.scales", (16,), None),  # scales of output features, which every rank has
     ):
         found = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.{name}", shape, 2)
         expected = [whole(shape)] * 2 if dim is None else whole(shape).chunk(2, dim)
@@ -134,10 +134,10 @@ MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_n_groups"
 
 
 def test_a_key_head_goes_with_its_value_heads(tmp_path: Path) -> None:
-    """With two key heads of two value heads each, the third of four ranks has the second, and the third value head."""
+    """With two key heads of two value heads each, the third of four ranks has the second key and third value head."""
     config = transformers.Qwen3NextConfig(**STATES, **DELTA)
     config.layer_types = STATES["layer_types"]
-    # A key head has 26 rows: q and k of 3, two value heads of 5, their two gates.
+    # A key head has 26 rows: q and k of 3, two value heads of 5, and their gates.
     for name, num_rows, rows in (
         ("in_proj_qkvz.weight", 52, [*range(26, 32), *range(32, 37), *range(42, 47)]),
         ("in_proj_ba.weight", 8, [4, 6]),
@@ -154,9 +154,9 @@ def test_a_key_head_goes_with_its_value_heads(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_mamba_are_cut_apart(tmp_path: Path) -> None:
-    """Gates, x and steps by heads; B and C of a group are those of two ranks of four."""
+    """Gates, x and steps are divided by heads; two of four ranks share a group's B and C."""
     config = transformers.GraniteMoeHybridConfig(**STATES, **MAMBA)
-    x, b, c, steps = range(48, 56), range(67, 70), range(73, 76), (80, 81)  # 32 rows of gates, 32 of x, 6 of B, of C
+    x, b, c, steps = range(48, 56), range(67, 70), range(73, 76), (80, 81)  # 32 rows of gates, 32 of x, 6 of B, 6 of C
     shares = read_all(tmp_path, config, f"{LAYER}.mamba.in_proj.weight", (84, 16), 4)
     assert torch.equal(shares[2], whole((84, 16))[[*range(16, 24), *x, *b, *c, *steps]])
     shares = read_all(tmp_path, config, f"{LAYER}.mamba.conv1d.bias", (44,), 4)
@@ -175,7 +175,7 @@ def test_channels_of_short_convolutions_are_cut_in_whole_heads_of_the_pool(tmp_p
     shares = read_all(tmp_path, config, f"{LAYER}.conv.in_proj.weight", (192, 64), 2)
     assert torch.equal(shares[1], whole((192, 64))[[*range(32, 64), *range(96, 128), *range(160, 192)]])
     local = ParallelPlan(config, 2).local_config()
-    assert (local.intermediate_size, local.block_auto_adjust_ff_dim) == (8, False)  # 24 * 2 / 3 are 16
+    assert (local.intermediate_size, local.block_auto_adjust_ff_dim) == (8, False)  # 24 * 2 / 3 = 16
     with pytest.raises(ModelError, match="64 channels of convolutions cannot be split by multiples of 16"):
         ParallelPlan(config, 8)
 

@@ -1,4 +1,4 @@
-"""Text to ids and back: stop strings and detokenizing against brute force, chat templates and their sandbox."""
+"""Tokenizing and detokenizing: stop strings and decoding against brute force, chat templates and their sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Folders = Callable[..., Path]
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Brute force: the text before the stop string that is complete first, of several the longest; and that string."""
+    """Returns the text before the first complete stop string (the longest of several), and that string."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -57,14 +57,14 @@ def test_stop_strings_as_brute_force_however_the_text_is_cut(text: str, stops: l
     shown = ""
     for piece in cut(text, places):
         shown += stream.add(piece)
-        assert expected.startswith(shown), "a part of a stop string has leaked"
+        assert expected.startswith(shown), "a part of a stop string was released"
     if stream.matched is None:
         shown += stream.finish()
     assert (shown, stream.matched) == (expected, matched)
 
 
 def test_text_is_held_back_no_longer_than_it_must() -> None:
-    """Text that may not match does not, but may begin a match."""
+    """Only text that may begin a match is held back."""
     stream = StopStrings(["stop"])
     assert [stream.add(piece) for piece in ("a st", "o", "ne", "s")] == ["a ", "", "stone", ""]
     assert stream.finish() == "s"
@@ -118,7 +118,7 @@ def test_real_text_never_shows_half_a_character(text: str) -> None:
 
 
 def byte_fallback_tokenizer() -> RustTokenizer:
-    """Makes a tokenizer like Llama 2's and Mistral's: bytes for unknown words, a leading space that is dropped."""
+    """Makes a tokenizer like Llama 2's and Mistral's: bytes for unknown words, and a dropped leading space."""
     words = ["▁", "▁a", "b", "▁hello", "wor", "ld", "é", "▁日本"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {name: i for i, name in enumerate(names)}
@@ -143,7 +143,7 @@ def test_byte_fallback_tokenizers_sum_to_the_whole(parts: list[int | str]) -> No
 
 
 def test_bytes_that_are_no_text_are_survived() -> None:
-    """tokenizers' own DecodeStream raises "Invalid prefix encountered" on these."""
+    """Uses bytes on which tokenizers' own DecodeStream raises "Invalid prefix encountered"."""
     rng = random.Random(1)
     texts = [detokenized(FALLBACK, [rng.randrange(267) for _ in range(40)]) for _ in range(100)]
     assert "".join(texts).count("\ufffd") > 300
@@ -151,7 +151,7 @@ def test_bytes_that_are_no_text_are_survived() -> None:
 
 @pytest.mark.parametrize("token_id", [RUST.encode("é").ids[0], EOS_ID], ids=["half a character", "special"])
 def test_endless_nothing_costs_no_more_with_time(token_id: int) -> None:
-    """A thousand tokens without a character do not pile up; the text after them comes through."""
+    """A thousand tokens without a character are not re-decoded again and again; later text is returned."""
     detokenizer = Detokenizer(RUST, True)
     for _ in range(1000):
         detokenizer.add(token_id)
@@ -159,12 +159,12 @@ def test_endless_nothing_costs_no_more_with_time(token_id: int) -> None:
     assert (detokenizer.add(RUST.encode("k").ids[0]) + detokenizer.finish()).endswith("k")
 
 
-# ---- the model folder's tokenizer and template
+# ---- a model folder's tokenizer and template
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folders:
-    """`folder(config=…, jinja=…)` is a model folder with that tokenizer_config.json and chat_template.jinja."""
+    """Returns `folder(config=…, jinja=…)`, which writes a model folder with these tokenizer and template files."""
 
     def make(config: dict[str, Any] | None = None, jinja: str | None = None) -> Path:
         RUST.save(str(tmp_path / "tokenizer.json"))
@@ -183,7 +183,7 @@ def rendered(tokenizer: Tokenizer, *arguments: Any, **more: Any) -> str:
 
 
 def test_a_chat_is_rendered(folder: Folders) -> None:
-    """By the template of a file, or of tokenizer_config.json; a model may have none."""
+    """Uses the template file, or tokenizer_config.json's template; a model may have neither."""
     tokenizer = Tokenizer(folder(jinja=TEMPLATE))
     messages = [{"role": "system", "content": "be brief"}, *HELLO]
     expected = "<|system|>be brief<|user|>hello<|assistant|>"
@@ -198,7 +198,7 @@ def test_a_chat_is_rendered(folder: Folders) -> None:
 
 
 def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Folders) -> None:
-    """A token in tokenizer.json under the same id, as transformers saves it, is fine."""
+    """A token that tokenizer.json has under the same id, as saved by transformers, is accepted."""
     known = RUST.get_vocab(with_added_tokens=True)
     content, token_id = max(known.items(), key=lambda item: item[1])
     path = folder({"added_tokens_decoder": {str(token_id): {"content": content, "special": True}}})
@@ -231,7 +231,7 @@ def test_templates_see_special_tokens_variables_and_helpers(folder: Folders) -> 
         "{{ messages[0].missing.deeper }}",
         "{{ 'x'.index(messages[0].content) }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-        # The sandbox holds.
+        # The sandbox blocks this.
         "{{ messages.__class__.__base__ }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception.__globals__.json }}",
@@ -267,7 +267,7 @@ TEXT = "Hello wörld, 日本語 😀\n\x00\x7f\xad"
 
 
 def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
-    """A decoder of another kind has tokens of text."""
+    """With a decoder of another kind, tokens are text."""
     tokenizer = tokenizer_in(tmp_path, make_tokenizer())
     assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([byte]) for byte in range(256)]
     assert [tokenizer.token_bytes(i) for i in (258, 300, 100_000)] == [b"<eos>", b"<word41>", b""]
@@ -279,14 +279,14 @@ def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
 
 
 def test_byte_fallback_tokens(tmp_path: Path) -> None:
-    """Llama 2's and Mistral's kind: <0xE6> is a byte, ▁ is a space."""
+    """In Llama 2's and Mistral's kind, <0xE6> is a byte and ▁ a space."""
     tokenizer = tokenizer_in(tmp_path, FALLBACK)
     assert [tokenizer.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert [tokenizer.token_bytes(i) for i in (259, 262, 265)] == [b" ", b" hello", "é".encode()]
 
 
 def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
-    """vLLM adds the spaced form, too, if it is as long and begins with another token."""
+    """As in vLLM, the form with a space is added if it has as many tokens and another first token."""
     words = ["h", "i", "Ġ", "hi", "Ġhi", "Ġh"]
     rust = RustTokenizer(
         models.BPE({w: i for i, w in enumerate(words)}, [("Ġ", "h"), ("h", "i"), ("Ġh", "i")], fuse_unk=False)
@@ -298,7 +298,7 @@ def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
     assert tokenizer.encode(" hi") == [4]
     assert tokenizer.encode_bad_words(["hi"]) == ((3,), (4,))
     assert tokenizer.encode_bad_words(["  hi", "hi"]) == ((3,), (4,))
-    assert tokenizer.encode_bad_words(["ii"]) == ((1, 1),), "with a space it is longer"
+    assert tokenizer.encode_bad_words(["ii"]) == ((1, 1),), "the form with a space is longer"
     assert tokenizer.encode_bad_words([" "]) == ((2,),)
     assert tokenizer.encode_bad_words([]) == ()
 
@@ -307,7 +307,7 @@ def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
 
 
 def words(specials: list[str]) -> RustTokenizer:
-    """Every word is a token, and words are joined by spaces."""
+    """Returns a tokenizer whose tokens are words, joined by spaces."""
     rust = RustTokenizer(models.WordLevel({word: at for at, word in enumerate(["<unk>", "a", "b"])}, "<unk>"))
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     rust.add_special_tokens(specials)

@@ -1,4 +1,4 @@
-"""Which tokens a part of a reply gets, whatever pieces the text came in."""
+"""Which tokens each part of a reply gets, however the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLIES: dict[str, tuple[list[str], list[str]]] = {
 
 
 def pieces_of(tokens: list[str], sizes: random.Random) -> list[Piece]:
-    """Pieces of one to three tokens; a token without text comes with the one after it, or at the end."""
+    """Returns pieces of one to three tokens; a token without text comes with the next one, or at the end."""
     found: list[Piece] = []
     num_chars, at = 0, 0
     while at < len(tokens):
@@ -43,7 +43,7 @@ def pieces_of(tokens: list[str], sizes: random.Random) -> list[Piece]:
 
 
 def shared(form: ReplyFormat, pieces: list[Piece], prompt_end: str = "") -> tuple[str, list[int]]:
-    """Returns a reply's content and the ids of its tokens."""
+    """Returns a reply's content and its tokens' ids."""
     reader, shares, steps, found = form.reader("auto", prompt_end), TokenAlignment(), list[list[Part]](), list[int]()
     for piece in pieces:
         for text in shares.cut(piece):
@@ -87,7 +87,7 @@ BETWEEN = ["So ", "a < b", "[x] << {y}", "\n", " \n\n", "}", "<", ":"]
 
 @pytest.mark.parametrize("parser", sorted(CASES))
 def test_every_character_of_content_has_its_token(parser: str) -> None:
-    """Replies of all formats are cut into single characters first, and then anyhow."""
+    """Splits replies of all formats into single characters, and randomly."""
     rng = random.Random(parser)
     form = ReplyFormat(parser)
     for _ in range(12):
@@ -102,7 +102,7 @@ def test_every_character_of_content_has_its_token(parser: str) -> None:
 
 
 def test_the_token_that_ends_an_answer_has_no_text() -> None:
-    """The first byte of a character that never came becomes U+FFFD; that is its token's, not the last one's."""
+    """An incomplete character's first byte becomes U+FFFD, which belongs to its own token, not to the end token."""
     entries = [TokenLogprobs(at, Logprobs(-1.0, 1, []), offset) for at, offset in enumerate((0, 1, 1))]
     for shows, wanted in ((False, [[0], [1]]), (True, [[0], [1, 2]])):
         shares = TokenAlignment(shows)
@@ -112,7 +112,7 @@ def test_the_token_that_ends_an_answer_has_no_text() -> None:
 
 
 def test_pieces_that_end_within_a_token() -> None:
-    """Text is held back where a stop string may begin, token or no token; parts without content have none."""
+    """Text is held back where a stop string may begin, even within a token; parts without content get no tokens."""
     shares = TokenAlignment()
     entries = [TokenLogprobs(at, None, offset) for at, offset in enumerate((0, 3))]
     texts = [text for piece in (Piece(0, "a", [0], entries), Piece(0, "bcd", [1], [])) for text in shares.cut(piece)]

@@ -1,4 +1,4 @@
-"""Token buckets against exact fractions, and the shared memory that holds them across processes that are killed."""
+"""Token buckets against exact fractions, and their shared memory when processes are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 30.0
 
 
 class Exact:
-    """A bucket in fractions of a token."""
+    """A reference bucket in exact fractions of a token."""
 
     def __init__(self, limit: int) -> None:
         self.limit = self.level = Fraction(limit)
@@ -51,8 +51,8 @@ def test_buckets_hold_what_exact_ones_hold(seed: int) -> None:
         elif wait_ns := bucket.wait_ns(number):
             num_refused += 1
             assert exact.level < number
-            assert bucket.after(wait_ns).wait_ns(number) == 0, "after the time that was told, it is there"
-            assert bucket.after(wait_ns - 1).wait_ns(number) == 1, "and not before"
+            assert bucket.after(wait_ns).wait_ns(number) == 0, "after the reported time it must be available"
+            assert bucket.after(wait_ns - 1).wait_ns(number) == 1, "it must not be available earlier"
         else:
             assert exact.level >= number
             bucket = bucket.less(number)
@@ -65,9 +65,9 @@ def test_buckets_hold_what_exact_ones_hold(seed: int) -> None:
 def test_no_limit_lets_everything_in() -> None:
     none = Bucket.full(0)
     assert (none.wait_ns(10**12), none.less(5), none.after(5), none.reset_ns) == (0, none, none, 0)
-    assert none.limited(60) == Bucket.full(60), "a limit that is new begins with a minute's worth"
+    assert none.limited(60) == Bucket.full(60), "a new limit must begin with a minute's worth"
     used = Bucket.full(100).less(70)
-    assert used.limited(1000).remaining == used.limited(50).remaining == 30, "another limit keeps what is left"
+    assert used.limited(1000).remaining == used.limited(50).remaining == 30, "a changed limit must keep what is left"
     assert used.limited(20).remaining == 20
 
 
@@ -92,18 +92,18 @@ def test_a_record_is_its_keys_alone() -> None:
     memory.set_limits(SLOT, TAG, 10, 100)
     memory.set_limits(SLOT + 1, TAG, 5, 0)
     assert left(memory.take(SLOT, TAG, 1, 60)) == (True, 9, 40)
-    assert left(memory.take(SLOT, TAG, 1, 60)) == (False, 9, 40), "all or nothing"
+    assert left(memory.take(SLOT, TAG, 1, 60)) == (False, 9, 40), "it must take all or nothing"
     assert left(memory.take(SLOT + 1, TAG, 1, 10**9)) == (True, 4, 0)
     memory.set_limits(SLOT, TAG, 20, 100)
-    assert left(memory.take(SLOT, TAG)) == (True, 9, 40), "a key that stays keeps what is left"
+    assert left(memory.take(SLOT, TAG)) == (True, 9, 40), "a key that stays must keep what is left"
     other = tag_of("cd" * 32)
     assert memory.take(SLOT, other, 1) is None
     memory.set_limits(SLOT, other, 7, 8)
-    assert memory.give_back(SLOT, TAG, 5) is None, "what the last owner took is nothing to the next"
+    assert memory.give_back(SLOT, TAG, 5) is None, "the previous owner's use must not count for the next"
     assert left(memory.take(SLOT, other)) == (True, 7, 8)
     memory.clear(SLOT)
     assert memory.take(SLOT, other) is None
-    fcntl.lockf(memory.fd, fcntl.LOCK_EX, 1, SLOT + 1)  # the kernel's: what this process holds does not keep it out
+    fcntl.lockf(memory.fd, fcntl.LOCK_EX, 1, SLOT + 1)  # the kernel's lock, which does not exclude its own process
     assert left(memory.take(SLOT + 1, TAG)) == (True, 4, 0)
 
 
@@ -163,7 +163,7 @@ def test_a_killed_process_leaves_no_lock_and_what_it_took_for_a_minute() -> None
         assert (said(process), said(process)) == ("True", "locked")
         with pytest.raises(Unavailable, match="holds the limits"):
             impatient.take(SLOT, TAG, 1)
-        impatient.set_limits(SLOT + 1, TAG, 1, 1)  # other keys do not wait
+        impatient.set_limits(SLOT + 1, TAG, 1, 1)  # other keys must not wait
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
     finally:
@@ -171,9 +171,9 @@ def test_a_killed_process_leaves_no_lock_and_what_it_took_for_a_minute() -> None
         process.communicate(timeout=DEADLINE_S)
     found = memory.take(SLOT, TAG, 0, 1000)
     assert found is not None
-    assert not found[0], "what it took is not there at once"
+    assert not found[0], "used tokens must not return at once"
     now_ns = MINUTE_NS
-    assert left(memory.take(SLOT, TAG, 0, 1000)) == (True, 0, 0), "and it is after a minute"
+    assert left(memory.take(SLOT, TAG, 0, 1000)) == (True, 0, 0), "they must return after a minute"
 
 
 def test_a_stopped_process_holds_up_one_request_of_a_key_and_not_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +196,11 @@ def test_a_stopped_process_holds_up_one_request_of_a_key_and_not_each(monkeypatc
             impatient.take(SLOT, TAG, 1)
         assert num_tries == QUICK_TRIES + 1
     assert left(impatient.take(SLOT, TAG, 1)) == (True, 9, 10)
-    assert not impatient._stuck, "once it has come, the next wait is as long as the first"
+    assert not impatient._stuck, "after it is available, the next wait must be as long as the first"
 
 
 class Dying:
-    """A record's words, of which only some writes come about."""
+    """A record whose writer dies, so that only some writes happen."""
 
     def __init__(self, words: Any, num_writes: int) -> None:
         self._words = words
@@ -235,4 +235,4 @@ def test_a_death_between_two_words_gives_the_key_nothing(num_writes: int) -> Non
     if num_writes in (0, 3):
         assert requests == tokens == (500 if num_writes else 600)
     else:
-        assert max(requests, tokens) <= 500, "what the time has brought is lost"
+        assert max(requests, tokens) <= 500, "tokens that time has added must not be lost"

@@ -1,4 +1,4 @@
-"""Guides for tool calls and reasoning, walked token by token: a reader finds whatever they permit."""
+"""Random walks through guides for tool calls and reasoning: the parser finds everything that they permit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.schemas import random_schema
 
 PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
 MARKERS = sorted(ReplyFormat("hermes", "qwen3").markers | ReplyFormat("mistral").markers | {"<|python_tag|>"})
-# Tokens that reach over the borders between markup, calls and arguments.
+# Tokens that cross the borders of markup, calls and arguments.
 LONG_TOKENS = ['{"', '":', '": ', '": {"', '"}', "}}", "}\n", "\n<", "</", ", ", '", "', "]}", '"}}', "}]", "[{", "> {"]
 ADDER = {
     "type": "object",
@@ -42,7 +42,7 @@ NAMER = {
     "additionalProperties": False,
 }
 TOOLS = [Tool("add", ADDER, strict=True), Tool("add_all", NAMER), Tool("free-1.x", {})]
-CALLS = {  # one of `add`, by parser
+CALLS = {  # parser -> a call of `add`
     "": '[{"name": "add", "parameters": %s}]',
     "hermes": '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>',
     "llama3_json": '{"name": "add", "parameters": %s}',
@@ -54,7 +54,7 @@ ANSWER = Guide("json", '{"type":"object","properties":{"yes":{"type":"boolean"}}
 
 
 class World:
-    """A tokenizer of bytes, some longer texts and the markers, and the compiler for it."""
+    """A tokenizer with bytes, some longer texts and the markers, and its compiler."""
 
     def __init__(self, folder: Path, markers_are: str, markers: Sequence[str] = MARKERS) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -82,7 +82,7 @@ class World:
         return np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little")).tolist()
 
     def verdict(self, guide: Guide | None, text: str) -> str:
-        """Judges a text: whole, begun, or the part before the first refused token."""
+        """Returns the guide's verdict on a text: whole, begun, or the part before the first refused token."""
         assert guide is not None
         matcher = self.compiler.compile(guide)
         ids = self.ids(text)
@@ -93,7 +93,7 @@ class World:
         return "whole" if self.eos_id in self.allowed(matcher) else "begun"
 
     def walk(self, guide: Guide, rng: random.Random, goals: list[str]) -> str:
-        """Random tokens that may follow each other; in free text now and then one of the goals."""
+        """Walks randomly over permitted tokens; in free text, sometimes takes one of the goals."""
         matcher = self.compiler.compile(guide)
         output: list[int] = []
         while len(output) < 3000:
@@ -156,7 +156,7 @@ def must_fit(calls: list[tuple[str, Any]], tools: list[Tool]) -> None:
 
 @functools.cache
 def validator_of(schema_text: str) -> Validator:
-    """jsonschema.validate() checks the schema each time."""
+    """Returns a cached validator, because jsonschema.validate() checks the schema each time."""
     schema = json.loads(schema_text)
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
@@ -169,7 +169,7 @@ def validator_of(schema_text: str) -> Validator:
 @pytest.mark.parametrize("reasoning", ["", "qwen3", "deepseek_r1"])
 @pytest.mark.parametrize("parser", PARSERS)
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str, reasoning: str) -> None:
-    """A named one is made once."""
+    """Every required call is found and satisfies its schema; a named tool is called once."""
     form = ReplyFormat(parser, reasoning)
     choices: list[ToolChoice] = ["required", "required", "named"]
     for seed, choice in enumerate(choices):
@@ -202,12 +202,12 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
     raise AssertionError(f"only {num_calls} calls")
 
 
-# ---- what may follow, and what may not
+# ---- permitted and forbidden texts
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_required_call_keeps_to_its_schema_and_to_its_name(world: World, parser: str) -> None:
-    """The name is a name and no grammar."""
+    """A call must use its schema and name; special characters in the name are not grammar."""
     guide = ReplyFormat(parser).guide(TOOLS, "required", "")
     call = CALLS[parser]
     assert world.verdict(guide, call % GOOD) == "whole"
@@ -252,7 +252,7 @@ def test_newer_mistral_calls(world: World) -> None:
 def test_free_text_around_calls_that_keep_to_strict_schemas(world: World, parser: str) -> None:
     guide = ReplyFormat(parser).guide(TOOLS, "auto", "")
     call, before = CALLS[parser], "Let me see {2 < 3}.\n"
-    other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'  # it is not strict
+    other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'  # this tool is not strict
     for good in (before, before + call % GOOD, before + other, f"{before}{call % GOOD} and {call % GOOD} so."):
         assert world.verdict(guide, good) == "whole"
     for bad in (before + call % BAD, f"{before}{call % GOOD} and {call % BAD}"):
@@ -321,7 +321,7 @@ def test_without_need_there_is_none_and_an_answer_alone_stays_as_it_is() -> None
         assert form.guide(TOOLS, "none", "") is None
         assert form.guide([], "auto", "") is None
         assert form.guide(lenient, "auto", "") is None
-    assert ReplyFormat().guide(TOOLS, "auto", "") is None  # nobody would read the calls
+    assert ReplyFormat().guide(TOOLS, "auto", "") is None  # no parser would read the calls
     assert ReplyFormat("hermes").guide(TOOLS, "none", "", None, ANSWER) is ANSWER
     assert ReplyFormat("hermes", "qwen3").guide([], "auto", "</think>\n", None, ANSWER) is ANSWER
     wrapped = ReplyFormat("hermes", "qwen3").guide([], "auto", "", None, ANSWER)
@@ -356,7 +356,7 @@ def test_a_guide_that_cannot_be_followed_says_why(world: World) -> None:
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "granite"])
 def test_a_budget_leaves_only_the_closing_mark(world: World, reasoning: str) -> None:
-    """However the mark is written, and however far one was begun; with a guide inside or without."""
+    """Covers each form of the marker, partly written markers, and guides with and without an inner guide."""
     form = ReplyFormat("hermes", reasoning)
     opening = {"granite": "Here is my thought process:"}.get(reasoning, "<think>")
     close = {"granite": "Here is my response:"}.get(reasoning, "</think>")
@@ -371,7 +371,7 @@ def test_a_budget_leaves_only_the_closing_mark(world: World, reasoning: str) -> 
             assert world.verdict(guide, f"{before}x") == before
             enough = form.budgeted(inner, len(world.ids(thought + close)), "")
             assert world.verdict(enough, f"{before}{close}{answer}") == "whole"
-            if inner is None:  # the answer may be as long as it likes
+            if inner is None:  # the answer's length is free
                 assert world.verdict(enough, f"{before}{close}{thought * 20}") == "whole"
 
 
@@ -386,7 +386,7 @@ def test_a_budget_is_nothing_to_a_reply_without_reasoning(world: World) -> None:
 
 
 def test_a_budget_s_progress_follows_from_the_tokens(world: World) -> None:
-    """A copy goes on by itself, and many tokens at once count as one by one: a request may continue elsewhere."""
+    """Copies are independent, and many tokens at once equal single ones, so a request may continue elsewhere."""
     guide = ReplyFormat("", "deepseek_r1").budgeted(None, 4, "")
     assert guide is not None
     one, ids = world.compiler.compile(guide), world.ids("abcd</think>efghijk")

@@ -1,4 +1,4 @@
-"""Guides in the markup of many models' cards, walked token by token: a reader finds whatever they permit."""
+"""Random walks through guides in many models' markup: the parser finds everything that they permit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOOKER: dict[str, Any] = {
 }
 TOOLS = [Tool("book", BOOKER, strict=True), Tool("add", ADDER, strict=True), Tool("free-1.x", {})]
 REASONING = ("granite", "hunyuan_a13b", "mistral", "seed_oss", "gemma", "ernie45", "kimi_k2", "kimi_k3", "minimax_m3")
-TOKENS = {  # of which these models make their tags
+TOKENS = {  # tokens of which these models' tags consist
     "deepseek_v4": ["｜DSML｜"],
     "deepseek_v41": ["｜DSML｜"],
     "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>"],
@@ -75,12 +75,12 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
         num_calls += len(calls)
         if num_calls > seed + 1 and seed >= 4:
             return
-    raise AssertionError("never more than one call")
+    raise AssertionError("there must be at most one call")
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str) -> None:
-    """There is one at most where the request wants no parallel calls."""
+    """Calls to strict tools satisfy their schemas; without parallel calls there is at most one."""
     form = ReplyFormat(parser)
     marks = sorted(mark for mark in form.markers if mark.startswith(("<", "]<")))
     others = filter(None, (*begins_of(FORMATS[parser]), getattr(FORMATS[parser], "close", "")))
@@ -106,7 +106,7 @@ def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str
 
 @pytest.fixture(scope="module")
 def internlm(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A tokenizer as InternLM2's, in which two tokens together begin a call."""
+    """Returns a world with a tokenizer like InternLM2's, in which two tokens together begin a call."""
     marks = ["<|action_start|>", "<|action_end|>", "<|plugin|>", "<|interpreter|>"]
     return World(tmp_path_factory.mktemp("internlm"), "special", marks)
 
@@ -128,7 +128,7 @@ def test_two_tokens_begin_a_call(internlm: World) -> None:
 
 
 def test_two_tokens_that_begin_a_call_reach_its_reader(internlm: World, tmp_path: Path) -> None:
-    """Special tokens have no text, but for those that a reader needs."""
+    """Special tokens are omitted from text, except those that the parser needs."""
     internlm.tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer, form = TextTokenizer(tmp_path), ReplyFormat("internlm")
     shown = tokenizer.detokenizer(True, form.markers)
@@ -148,7 +148,7 @@ def test_tags_of_several_tokens_are_guided(parser: str, tmp_path: Path) -> None:
     whole = text.replace("007", "7")
     assert world.verdict(guide, whole.rstrip("\n")) == "whole", parts
     assert world.verdict(guide, "no call") == "whole"
-    if parser == "kimi_k3":  # with the marks around its answer
+    if parser == "kimi_k3":  # with the markers around its answer
         assert world.verdict(guide, CASES[parser][1][0]) == "whole"
     for wrong in (whole.replace("days", "hours", 1), whole.replace('"f"', '"h"')):
         refused = world.verdict(guide, wrong)
@@ -185,7 +185,7 @@ def test_a_word_before_an_array_begins_calls(world: World) -> None:
 
 @pytest.mark.parametrize("parser", sorted(CASES))
 def test_the_card_s_own_example_may_follow(world: World, parser: str) -> None:
-    """Guides permit what the model writes by itself: each first case, whose calls have arguments of any kind."""
+    """Guides permit a model's usual output: each format's first case, with arguments of all types."""
     free = [Tool("f", {}), Tool("g-x.y" if parser == "kimi_k2" else "g", {})]
     if parser in ("glm45", "glm47"):
         free[0] = Tool("f", {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
@@ -209,7 +209,7 @@ def test_a_schema_that_tags_cannot_follow_is_refused_by_name(parser: str, schema
     with pytest.raises(RequestError, match=f"parameters of 'h': {what}") as caught:
         ReplyFormat(parser).guide([Tool("h", schema)], "required", "")
     assert caught.value.param == "tools"
-    assert ReplyFormat(parser).guide([Tool("h", schema)], "auto", "") is None  # not strict: nothing to follow
+    assert ReplyFormat(parser).guide([Tool("h", schema)], "auto", "") is None  # not strict: nothing to enforce
 
 
 @pytest.mark.parametrize("reasoning", REASONING)

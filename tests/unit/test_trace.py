@@ -1,4 +1,4 @@
-"""A worker's notes on its transfers: cheap, bounded, from any thread, each leg's end once."""
+"""A worker's trace events of transfers: cheap, bounded, from any thread, with each leg's end once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def told(tracer: Tracer) -> list[tuple[str, dict[str, int]]]:
 
 
 def test_what_was_noted_comes_once_in_order_with_its_time(tracer: Tracer, clock: Clock) -> None:
-    """Where nobody drains, the oldest notes are lost."""
+    """Events come once, in order, with their times; if they are not drained, the oldest are lost."""
     tracer.note("a", "offered")
     clock.now_s = 6.5
     tracer.note("b", "sent", start=0, stop=16)
@@ -60,7 +60,7 @@ def test_what_was_noted_comes_once_in_order_with_its_time(tracer: Tracer, clock:
 
 
 def test_threads_note_while_another_drains(tracer: Tracer) -> None:
-    """Nothing is lost or doubled, and each thread's events stay in its order."""
+    """No event is lost or repeated, and each thread's events stay in order."""
     num_threads, num_events = 4, 3000
 
     def work(name: str) -> None:
@@ -113,7 +113,7 @@ def test_a_decode_legs_tokens_are_those_of_all_its_sequences(tracer: Tracer, not
 
 def test_a_leg_that_failed_has_not_finished(tracer: Tracer, notes: LegNotes) -> None:
     request = make_request()
-    for _ in range(2):  # another life of the same leg starts anew
+    for _ in range(2):  # a later leg with the same id starts anew
         notes.failed(request)
         notes.ended(request, is_last=True)
     notes.ended(request, is_last=True)

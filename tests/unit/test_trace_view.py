@@ -1,4 +1,4 @@
-"""`pd-cluster trace`: a fixed timeline gives known rows, lines and a picture; each fault is one clear line."""
+"""`pd-cluster trace`: a fixed timeline gives known rows, lines and a picture; each fault gives one clear line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Numbers = dict[str, int]
 
 
 def timeline(*changes: tuple[float, str, str, Numbers], until: str = "finished") -> dict[str, Any]:
-    """A request of 32 prompt tokens in two chunks, cut after the first event of that name, then the changes."""
+    """Returns a timeline of 32 prompt tokens in two chunks, cut after the first event named `until`, plus `changes`."""
     first: Numbers = {"start": 0, "stop": 16, "first_layer": 0, "num_layers": 2, "nbytes": 1024}
     second = {**first, "start": 16, "stop": 32, "nbytes": 512}
     whole: list[tuple[float, str, str, Numbers]] = [
@@ -81,7 +81,7 @@ def test_the_rows() -> None:
 
 
 def test_a_request_that_got_stuck() -> None:
-    """A phase that has begun lasts to the end of the known time; one that has not has no bar."""
+    """A phase that began lasts to the end of the known time; one that did not begin has no bar."""
     chart = chart_of(timeline((90.0, "p", "failed", {}), until="offered"))
     found = {row.name: (row.bars, row.note) for row in chart.rows}
     assert found["offer to credit"] == ([Bar(5.0, 90.0)], "85.0 ms, not over")
@@ -118,7 +118,7 @@ def test_the_picture(tmp_path: Path, until: str) -> None:
 
 
 class Admin(BaseHTTPRequestHandler):
-    """Answers as an admin address that knows one request."""
+    """Answers like an admin port that knows one request."""
 
     def do_GET(self) -> None:
         status, body = 404, {"error": {"message": "id: no request is kept", "code": "request_not_found"}}
@@ -147,7 +147,7 @@ def admin() -> Iterator[str]:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `pd-cluster trace`."""
+    """Runs `pd-cluster trace`; returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["pd-cluster", "trace", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -1,4 +1,4 @@
-"""Traces at the public port without a cluster, received by a collector that decodes the protocol."""
+"""Traces of requests at the public port without a cluster, received by a collector that decodes the protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def received() -> Iterator[Collector]:
 
 
 def asked(folder: Path, url: str, flags: str) -> dict[str, str]:
-    """Sends requests that nobody can serve, and some without a trace; returns the headers of the first answer."""
+    """Sends requests that cannot be served, some without a trace; returns the first answer's headers."""
 
     async def run() -> dict[str, str]:
         tracing = Tracing(url)
@@ -79,7 +79,7 @@ def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.Monk
             await tracing.close()
             assert not any(thread.name == "traces-flush" and not thread.daemon for thread in threading.enumerate())
 
-        asyncio.run(run())  # waits for the threads of its executor, but not for this one
+        asyncio.run(run())  # waits for its executor's threads, but not for this one
 
 
 @pytest.mark.parametrize("openai", [True, False])
@@ -98,7 +98,7 @@ def test_urls_that_lead_nowhere(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         ServeOptions(otlp_traces_endpoint=url).http({})
     assert str(caught.value).startswith(f"--otlp-traces-endpoint {url!r}: ")
-    for given, used in ((URL[:-10], URL), (URL, URL), (f"{URL}/x", f"{URL}/x")):  # the protocol's own path
+    for given, used in ((URL[:-10], URL), (URL, URL), (f"{URL}/x", f"{URL}/x")):  # adds the protocol's default path
         assert ServeOptions(otlp_traces_endpoint=given).http({}).traces_endpoint == used
 
 

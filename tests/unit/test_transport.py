@@ -1,4 +1,4 @@
-"""Transports move exactly the named pieces, notice damage, prove themselves before use, and end with their peer."""
+"""Transports move exactly the named pieces, detect damage, are probed before use, and end with their peer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair,
 NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
 READING = ("local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc")
-# On fake devices: tests/support/fake_device.py.
+# The latter on fake devices: tests/support/fake_device.py.
 WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc", "npu hccl")
-# An agent starts in a second.
+# Starting an agent takes a second.
 WITH_NIXL = (*WAYS, pytest.param("nixl", marks=[pytest.mark.slow, needs_nixl]))
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """Two devices of one kind, which do nothing before they are waited for."""
+    """Installs two devices of one kind that compute only when waited for."""
     return install(monkeypatch)
 
 
@@ -55,7 +55,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(params=CHECKED)
 def checked_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Makes a pair whose payloads have checksums."""
+    """Yields a pair whose payloads have checksums."""
     made = make_pair(request.param, request)
     yield made
     made.close()
@@ -88,7 +88,7 @@ def test_pools_may_differ(way: str, change: dict[str, object], request: pytest.F
 
 
 def test_several_payloads_under_way_arrive_in_order(pair: Pair) -> None:
-    """Announced ahead of their turn; the receiver takes them in as it has room."""
+    """Payloads are announced ahead of their turn; the receiver accepts them as it has buffers."""
     pieces = [blocks([at]) for at in range(8)]
     prepared = [pair.sender.prepare(piece) for piece in pieces]
 
@@ -154,7 +154,7 @@ def test_dist_refuses_a_length_that_no_payload_has(way: str, nbytes: int, reques
 
 
 def test_shm_is_read_only_for_the_peer() -> None:
-    """A decode process cannot write a prefill process's pool, whatever it does with its mapping."""
+    """A decode process cannot write to a prefill process's pool by any use of its mapping."""
     server = PoolServer(random_pool(1))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(WAIT_S)

@@ -1,4 +1,4 @@
-"""Links are proven before use, go over to the next transport, notice damage, and end with a reason."""
+"""Links are probed before use, fall back to the next transport, detect damage, and end with a reason."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 def test_a_lane_carries_the_pool_of_its_group(transport: str) -> None:
-    """A state is one token of one block, in several pieces of layers; the pool of another group stays as it is."""
+    """A state is sent as one token of one block, in several pieces of layers; other groups' pools do not change."""
     layout = dataclasses.replace(LAYOUT, block_size=1, rule="state", layers=(0, 2))
     states, others = (random_pool(3, layout), random_pool(4, layout)), (random_pool(5), random_pool(6))
     link = Link(transport, pools=states, before=others)
     assert link.await_ready().transport == transport
     seen, others_of_it = states[1].block(states[1].landing_probe_block).flatten().chunk(2)
     assert torch.equal(seen, states[0].block(states[0].probe_block).flatten().chunk(2)[0])
-    assert not others_of_it.any(), "a state's probe is one layer"
+    assert not others_of_it.any(), "a state's probe must be one layer"
     source, target = (pool.data[:NUM_BLOCKS].clone() for pool in states)
     other = others[1].data[:NUM_BLOCKS].clone()
     link.receive.begin("t", [2], 0, 1)
@@ -96,13 +96,13 @@ def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> No
     link = Link(transport)
     own_probe = link.target.data[link.target.probe_block].clone()
     assert link.await_ready().transport == chosen
-    # The instance may become a prefill instance, and then proves its links with its own probe.
+    # The instance may become a prefill instance, which probes its links with its own probe block.
     assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
     assert torch.equal(link.target.data[link.target.probe_block], own_probe)
     link.transfer([1, 2, 3], [7, 8, 9])
     assert link.events.get(timeout=WAIT_S) == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
     assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
-    link.send.probe()  # keepalive: the link lives
+    link.send.probe()  # a keepalive: the link stays up
     link.transfer([4, 5], [0, 1], "t2")
     next_event(link, Landed)
     assert link.receive.num_dropped == 0
@@ -111,14 +111,14 @@ def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> No
 
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
-    """D seems to read other memory than P means."""
+    """A wrong probe content means that D reads other memory than P's."""
     refused = refusal_of(Link(transport, probe_seed=123))
     assert "the expected content" in refused.reason
     assert refused.retry
 
 
 def failure_of(link: Link, drains: bool = False) -> str:
-    """Returns why the link failed; drains are still acknowledged."""
+    """Returns why the link failed; asserts that drains are still acknowledged."""
     failed = next_event(link, LinkFailed)
     if drains:
         link.receive.forget("t")
@@ -128,7 +128,7 @@ def failure_of(link: Link, drains: bool = False) -> str:
 
 
 def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto: local is broken here, so shared memory serves."""
+    """With auto and a broken local transport, shared memory is used."""
     monkeypatch.setattr(LocalReceiver, "receive", lambda self, sequence, chunk, into: None)
     link = Link("auto")
     assert link.await_ready().transport == "shm"

@@ -1,4 +1,4 @@
-"""A transport is one row and one module: the rest of the tree takes it from there."""
+"""A transport is one table row and one module; all other code uses the row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_names_are_each_there_once_and_choices_have_words() -> None:
 
 
 def test_every_kind_of_pool_has_a_way_within_a_host_and_beyond() -> None:
-    """One from an extra serves only where it is named: it may open doors that nobody asked for, as UCX listens."""
+    """Transports of extras are used only if named, because they may open ports unasked, as UCX does."""
     assert [same_host_choice(kind) for kind in KINDS] == ["shm", "ipc", "ipc"]
     assert [choices_for(kind) for kind in KINDS] == [(way, "dist", "curve") for way in ("shm", "ipc", "ipc")]
     assert [each.name for each in allowed("dist")] == ["nccl", "hccl", "dist"]
@@ -54,7 +54,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_a_row_says_of_pools_what_its_module_says(row: Transport) -> None:
-    """A module says why it cannot move a kind of pool; torch on this machine may lack the others."""
+    """Row and module agree on which pools cannot be moved; other reasons may be a missing torch backend."""
     for kind in KINDS:
         if kind not in row.pools:
             assert row.why_not(Device(kind)), kind

@@ -1,4 +1,4 @@
-"""Twins are never taken for what they are not: random sequences of few kinds of tokens, over a modelled memory."""
+"""Twin blocks are recognized correctly: random sequences of few different tokens, over modelled memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 SIZE, NUM_BLOCKS = 4, 24
-Memory = dict[tuple[int, int], tuple[int, ...]]  # by block and slot: the tokens up to the one whose KV is there
+Memory = dict[tuple[int, int], tuple[int, ...]]  # (block, slot) -> tokens up to the one whose KV is there
 
 
 class TwinWorld:
@@ -25,7 +25,7 @@ class TwinWorld:
         return [self.rng.randrange(2) for _ in range(count)]
 
     def start(self) -> None:
-        """With new blocks, or with those that another sequence has filled, as the prefix cache shares them."""
+        """Starts a sequence with new blocks, or with blocks filled by another one, as shared by the prefix cache."""
         prompt, table = self.tokens(self.rng.randint(1, 14)), list[int]()
         if self.requests and self.rng.random() < 0.5:
             other = self.rng.choice(self.requests)
@@ -45,7 +45,7 @@ class TwinWorld:
             request.tables[0] += self.blocks.take(num_missing)
 
     def write(self, request: Request, right: bool) -> None:
-        """Computes all that is lacking, and drafts; then the sequence goes on with some of them."""
+        """Computes missing tokens and drafts; then the sequence continues with some of the drafts."""
         start = self.check(request)
         drafts = self.tokens(self.rng.randint(0, 5))
         self.grow(request, len(drafts) + 2)

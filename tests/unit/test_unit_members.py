@@ -1,4 +1,4 @@
-"""Members of a unit find each other, compare their settings, meet, and exchange rows in the order of the members."""
+"""A unit's members find each other, compare settings, meet, and exchange rows in the order of members."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_S = 20.0
 
 
 class Town:
-    """Mailboxes of several members in one process: connections open at once, and messages arrive in order."""
+    """Mailboxes of several members in one process; connections open at once, messages arrive in order."""
 
     def __init__(self, terms: list[dict[str, str]]) -> None:
         size = len(terms)
@@ -111,7 +111,7 @@ def test_all_meet_whatever_the_order() -> None:
     assert [len(each) for each in town.keys] == [0, 1, 1, 1]
     for each in town.mates[1:3]:
         each.send(wire.UnitDone())
-    town.mates[1].closed("1-2", "the connection was closed")  # it has ended, as this one will
+    town.mates[1].closed("1-2", "the connection was closed")  # its end, which ends this member, too
     town.mates[2].closed("0-2", "nothing heard for 3 s")
     assert town.lost == [(2, 0, "nothing heard for 3 s")]
 
@@ -127,7 +127,7 @@ def test_other_settings_are_named_on_both_sides() -> None:
 
 
 def test_a_stranger_is_not_heard() -> None:
-    """One that the scheduler does not name, one of another rank, and keys of one that has sent no terms."""
+    """Ignores members that the scheduler does not name, wrong ranks, and keys from a member without terms."""
     town = Town([{}, {}, {}])
     town.mates[1].hear(town.peers[:2])
     for peer, rank in (("decode-2@3", 2), ("decode-0@1", 2), ("decode-0@1", 1)):
@@ -135,7 +135,7 @@ def test_a_stranger_is_not_heard() -> None:
         town.mates[1].read("0-1", peer, wire.UnitKey(0, "key", b""))
     assert town.mates[1].rank_of("0-1") is None
     assert not town.keys[1]
-    assert town.posts[1].cut == ["0-1"] * 3  # otherwise one that is named later would wait for an answer for ever
+    assert town.posts[1].cut == ["0-1"] * 3  # so a member named later need not wait for an answer
 
 
 def test_terms_follow_a_connection_that_opens_before_it_is_noted() -> None:
@@ -177,7 +177,7 @@ def test_hosts_are_those_of_the_mates_though_a_new_scheduler_names_none_yet() ->
 
 
 def test_terms_fit_a_message(tmp_path: Path) -> None:
-    """Overrides may be long: a message that cannot be read would leave both members waiting."""
+    """Long overrides must not make a message unreadable, which would leave both members waiting."""
     folder = make_checkpoint(tmp_path, "qwen3_moe")
     found = []
     for last in range(2):
@@ -186,11 +186,11 @@ def test_terms_fit_a_message(tmp_path: Path) -> None:
         body = wire.UnitTerms(0, found[-1])
         assert wire.decode(wire.seal("decode-0", 1, 2, wire.encode_body(body))).body == body
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"hf_overrides"}
-    assert found[0]["dtype"] == "float32"  # not auto, which another processor may take for another
+    assert found[0]["dtype"] == "float32"  # not auto, which other processors may resolve differently
 
 
 def test_a_member_is_done_once_nobody_can_send_requests() -> None:
-    """A drain without schedulers closes at once, and opens again if one connects: it may send a request then."""
+    """Without schedulers, a drain closes at once; it opens again if one connects, which may send a request."""
     now_s, sent = [0.0], list[wire.Body]()
     mates = SimpleNamespace(send=sent.append)
     drain = WorkerDrain(30.0, lambda: now_s[0])
@@ -237,7 +237,7 @@ def test_one_that_is_lost_while_others_wait_ends_the_wait() -> None:
 
 
 def test_members_have_one_kind_of_device_and_accelerators_one_size_of_steps(checkpoint: Callable[..., Path]) -> None:
-    """All compute the largest step at load there; its default is that of the device."""
+    """On accelerators all members compute the largest step at load, whose default depends on the device."""
     engine = EngineConfig(model=str(checkpoint("qwen3_moe")), dtype="float16", max_num_seqs=9)
     cpu, npu = (terms_of(engine, device) for device in (CPU, Device("npu")))
     assert npu.items() - cpu.items() == {("device", "npu"), ("max_num_seqs", "9"), ("max_model_len", "None")}
@@ -245,7 +245,7 @@ def test_members_have_one_kind_of_device_and_accelerators_one_size_of_steps(chec
 
 
 def groups(size: int) -> list[UnitGroup]:
-    """Ends that meet by keys that travel as they do between processes."""
+    """Returns connected ends; their keys are encoded as between processes."""
     meetings: list[Meeting] = []
 
     def post(rank: int, key: str, value: bytes) -> None:
@@ -263,7 +263,7 @@ def groups(size: int) -> list[UnitGroup]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_exchanged_in_the_order_of_members(size: int) -> None:
-    """With any numbers of rows; what comes back is added in that order, whose bits a reference has."""
+    """With any numbers of rows, results are added in the order of members, bit for bit like a reference."""
     rng = random.Random(size)
     steps = [[rng.choice((0, 1, 5, 64)) for _ in range(size)] for _ in range(12)]
     made = torch.Generator().manual_seed(size)

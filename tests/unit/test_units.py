@@ -1,4 +1,4 @@
-"""Units as the scheduler sees them: members form, are named to each other, and follow commands together."""
+"""Units at the scheduler: members form, are named to each other, and follow commands together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAPTER = "a" * 64
 
 
 class FormingWorld:
-    """A real membership of one prefill instance and two decode instances, whose descriptions a test sets."""
+    """A real membership of one prefill and two decode instances, whose descriptions a test sets."""
 
     def __init__(self) -> None:
         self.mailbox = RecordedMail(is_numbered=True)
@@ -45,7 +45,7 @@ class FormingWorld:
         return next(each for each in self.membership.instances if each.name == name)
 
     async def says(self, name: str, state: str, **about: Any) -> Instance:
-        """The instance describes itself so from now on, and is asked; a connection that is opened then comes up."""
+        """Sets an instance's description and queries it; a connection opened then comes up."""
         instance = self[name]
         known = {"device_ids": instance.device_ids, "epoch": 1, "control_port": 7, "public_key": bytes(32)}
         known |= {"model_identity": "model", "state": state}
@@ -68,7 +68,7 @@ class FormingWorld:
         return instance
 
     def told(self) -> dict[str, list[tuple[str, str, int, bool]]]:
-        """The last `Peers` to each instance: names, units, ranks, and whether they form."""
+        """Returns the last `Peers` sent to each instance: (name, unit, rank, whether it is forming)."""
         names = {each.conn: each.name for each in self.membership.instances if each.conn}
         return {
             names[conn]: [(each.name, each.unit, each.unit_rank, each.is_forming) for each in body.peers]
@@ -83,15 +83,15 @@ async def test_members_form_over_the_connections_at_which_they_serve() -> None:
     first = await world.says("decode-0", "forming", **UNIT)
     assert (first.shown_state, first.takes_requests, first.is_returning) == ("forming", False, True)
     forming = [("prefill-0", "", 0, False), ("decode-0", "decode-0..1", 0, True)]
-    assert world.told() == {"prefill-0": forming, "decode-0": forming}, "also told to the one that forms"
+    assert world.told() == {"prefill-0": forming, "decode-0": forming}, "the forming member must be told, too"
     await world.ask("decode-0")
-    assert world.asked[-1]["unless"] == "forming", "the answer waits until it has formed"
+    assert world.asked[-1]["unless"] == "forming", "the answer must wait until it has formed"
     await world.says("decode-1", "forming", **UNIT, unit_rank=1)
     both = [*forming, ("decode-1", "decode-0..1", 1, True)]
     assert world.told() == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), both)
     world.mailbox.sent.clear()
     del world.answers["decode-1"]
-    assert (await world.ask("decode-1")).state == "forming", "its connection says whether it lives"
+    assert (await world.ask("decode-1")).state == "forming", "its connection decides whether it lives"
     conns = [world[name].conn for name in ("decode-0", "decode-1")]
     for rank, name in enumerate(("decode-0", "decode-1")):
         await world.says(name, "ready", **UNIT, unit_rank=rank)
@@ -168,7 +168,7 @@ async def test_a_later_member_that_contradicts_an_earlier_one_fails(
     assert later.reason.startswith(reason)
     world.membership.on_closed(world["decode-0"].conn, "it is dead")
     if about == {"unit_rank": 0}:
-        assert (await world.ask("decode-1")).state == state, "only live members count"
+        assert (await world.ask("decode-1")).state == state, "only live members must count"
 
 
 async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
     later_s = loop.time() + Timeouts().connect_timeout_s + 1
     monkeypatch.setattr(loop, "time", lambda: later_s)
     await world.ask("decode-0")
-    assert first.reason == "it waits for decode-1, which is unreachable", "although it was never heard of"
+    assert first.reason == "it waits for decode-1, which is unreachable", "also for a member that never answered"
     found = problems_of([first], RequestHistory(), RoutingConfig())
     assert ("warning", f"decode-0 is forming: {first.reason}") in [(p.severity, p.to_json()["text"]) for p in found]
     await world.says("decode-1", "forming", **UNIT, unit_rank=1)
@@ -192,7 +192,7 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
 
 @pytest.fixture
 def world() -> ElasticWorld:
-    """Returns four decode instances, of which the first two are a unit."""
+    """Returns a world with four decode instances, of which the first two form a unit."""
     made = ElasticWorld(num_decode=4)
     made["decode-0"].info = info_of("decode-0", "decode", **UNIT)
     made["decode-1"].info = info_of("decode-1", "decode", **UNIT, unit_rank=1)
@@ -213,7 +213,7 @@ async def test_members_are_drained_moved_and_removed_together(world: ElasticWorl
     busy(both[1])
     world.elastic.change_role(name, "prefill")
     world.elastic.tick()
-    assert states(world) == ["changing", "changing", "ready", "ready"], "the idle one waits for its mate"
+    assert states(world) == ["changing", "changing", "ready", "ready"], "an idle member must wait for the other"
     idle(both[1])
     world.elastic.tick()
     assert [each.role for each in both] == ["prefill", "prefill"]
@@ -233,7 +233,7 @@ async def test_a_mate_that_was_never_heard_of_follows_too(world: ElasticWorld) -
     mate.info, mate.state = None, "unreachable"
     world.elastic.drain("decode-0")
     assert mate.service == "out"
-    mate.info = info_of("decode-1", "decode")  # it came back, and is in no unit
+    mate.info = info_of("decode-1", "decode")  # it restarted without a unit
     world.elastic.undrain("decode-0")
     assert (mate.service, world["decode-0"].service) == ("out", "in")
 

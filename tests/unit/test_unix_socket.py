@@ -1,4 +1,4 @@
-"""The public Unix socket: a dead one is replaced, and nothing that is alive or of another kind is touched."""
+"""The public Unix socket replaces a dead one, but neither a live one nor another kind of file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_several_processes_share_one_queue(tmp_path: Path) -> None:
         bind_path(path, 1)
     for each in listeners:
         each.close()
-    (again,) = bind_path(path, 1)  # the file is still there
+    (again,) = bind_path(path, 1)  # the file still exists
     again.close()
 
 

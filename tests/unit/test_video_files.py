@@ -1,4 +1,4 @@
-"""Files of videos: which frames are read, what is refused, and sizes as transformers' processors have them."""
+"""Video files: sampled frames, refusals, and sizes as in transformers' processors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_frames_by_time_and_frames_as_pictures() -> None:
 
 
 def turned(data: bytes) -> bytes:
-    """An MP4 file whose track is to be shown turned by a quarter, as telephones write them."""
+    """Returns an MP4 file whose track is marked as rotated by 90 degrees, as written by telephones."""
     at = data.index(b"tkhd") + 4 + 4 + 20 + 8 + 8
     one = (1 << 16).to_bytes(4, "big")
     minus, zero, whole = (-(1 << 16)).to_bytes(4, "big", signed=True), bytes(4), (1 << 30).to_bytes(4, "big")
@@ -71,7 +71,7 @@ def turned(data: bytes) -> bytes:
 
 def test_a_turned_video_is_upright() -> None:
     half = np.zeros((48, 64, 3), np.uint8)
-    half[:, 32:] = 255  # the right half is white, and after a turn to the right the lower one
+    half[:, 32:] = 255  # the right half is white; after a clockwise rotation the lower half
     (plain,) = frames_of(file_of([half]), FrameSampling()).pictures
     (found,) = frames_of(turned(file_of([half])), FrameSampling()).pictures
     assert (plain.size, found.size) == ((64, 48), (48, 64))
@@ -101,7 +101,7 @@ def test_files_that_are_refused(data: bytes, said: str) -> None:
     [
         ("MAX_FRAME_PIXELS", 3000, FILE, "64 x 48 pixels: a frame has at most 3000"),
         ("MAX_FILE_FRAMES", 11, FILE, "12 frames: a video has at most 11"),
-        ("MAX_FILE_FRAMES", 11, file_of(GRAY, "matroska"), "more than 11 frames"),  # whose header says nothing
+        ("MAX_FILE_FRAMES", 11, file_of(GRAY, "matroska"), "more than 11 frames"),  # its header has no number of frames
         ("MAX_SECONDS", 2.0, FILE, "3 s: a video has at most 2"),
         ("MAX_FPS", 3.0, FILE, "4 frames a second: a video has at most 3"),
     ],
@@ -117,7 +117,7 @@ SHARED = VideoRules(token_id=1, start_id=2, end_id=3, min_pixels=8 * 32**2, max_
 
 
 def test_sizes_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a folder's own bounds would let them grow with their number."""
+    """Covers a folder whose bounds would let sizes grow with the number of frames."""
     sides = (1, 27, 28, 33, 70, 133, 301, 640)
     for height, width in itertools.product(sides, sides):
         for count in (2, 5, 32):

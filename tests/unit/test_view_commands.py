@@ -1,4 +1,4 @@
-"""What the commands that look at a cluster print: pure parts, and files of lines."""
+"""The output of commands that show a cluster: pure functions, and files of lines."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def test_lines_are_kept_privately_within_a_bound_and_read_on_from_a_byte(tmp_pat
     assert body["lines"] == ["third"]
     with file.open("ab") as opened:
         opened.write(b"half a li")
-    assert read_lines(file, "decode-0", 10, body["next"])["lines"] == [], "a line that is being written comes whole"
+    assert read_lines(file, "decode-0", 10, body["next"])["lines"] == [], "a partly written line must be returned whole"
     for _ in range(40):
         kept.write("x" * (MAX_FILE_NBYTES // 16))
     assert file.stat().st_size <= MAX_FILE_NBYTES
     sizes = [each.stat().st_size for each in file.parent.iterdir()]
     assert len(sizes) == 2
-    assert read_lines(file, "decode-0", 10, 1 << 40)["lines"], "another file than the one that was read before"
+    assert read_lines(file, "decode-0", 10, 1 << 40)["lines"], "expected the new file's lines"
     kept.close()
 
 
@@ -149,7 +149,7 @@ async def test_a_chat_remembers_answers_and_forgets_failures(monkeypatch: pytest
 
 
 async def test_a_stopped_question_takes_its_picture_with_it(tmp_path: Path) -> None:
-    """As by Ctrl-C, which cancels the request."""
+    """Covers Ctrl-C, which cancels the request."""
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")
     bodies: list[dict[str, Any]] = []

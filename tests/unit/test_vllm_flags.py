@@ -1,6 +1,6 @@
-"""Every flag of vLLM's own parser, and every argument of its LLM, has an answer here: none is unknown.
+"""Every flag of vLLM's parser, and every argument of its LLM, is handled here: none is unknown.
 
-scripts/vllm_flags.py writes the list from an installed vLLM; what a newer version adds fails here.
+scripts/vllm_flags.py writes the list from an installed vLLM; flags added by a newer version fail here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.unit.test_flags import HONOURED, parse
 
 LIST = Path(__file__).parents[1] / "data" / "vllm_flags.txt"
 MISSING = object()
-# Their defaults in vLLM ask for what is not here: requests' own ways of reading images are refused there.
+# Flags whose vLLM defaults request a missing feature: requests may not choose how images are read.
 OTHER_DEFAULTS = ("--trust-request-mm-kwargs",)
 
 
 class Theirs(NamedTuple):
-    """A flag of vLLM's: its long names, its --no- form, its short names, its default or MISSING."""
+    """A flag of vLLM: long names, --no- form, short names, and default or MISSING."""
 
     names: list[str]
     off: str
@@ -38,7 +38,7 @@ class Theirs(NamedTuple):
 
     @property
     def argv(self) -> list[str]:
-        """The flag with its own default as value."""
+        """Returns the flag with its default as value."""
         if self.off:
             return [self.names[0] if self.default else self.off]
         if isinstance(self.default, list):
@@ -86,7 +86,7 @@ def test_every_flag_has_an_answer(theirs: Theirs) -> None:
 
 
 def _error(call: Callable[..., object]) -> str:
-    """Returns the text of the ConfigError that the call raises; "" if it raises none."""
+    """Returns the text of the call's ConfigError; "" if it raises none."""
     try:
         call()
     except ConfigError as error:
@@ -110,7 +110,7 @@ def test_every_argument_of_llm_has_an_answer(name: str) -> None:
 
 
 def test_what_the_lists_have_of_vllms_switches_is_true() -> None:
-    """A flag with a value must not be taken for a switch, whose value would then be an unexpected argument."""
+    """If a flag with a value was listed as a switch, its value would be an unexpected argument."""
     with_values = {name for each in FLAGS if not each.off and each.default is not False for name in each.names}
     switches = {each.name for family in FAMILIES for each in family.flags() if each.takes is Takes.SWITCH}
     assert switches & with_values == set()

@@ -1,4 +1,4 @@
-"""scripts/vllm_parser_cases runs hand-written cases in the manner of vLLM's tests; vLLM itself is not needed."""
+"""scripts/vllm_parser_cases runs hand-written cases like vLLM's tests; vLLM itself is not needed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The wheel contains everything that serves, and nothing that only contributors run."""
+"""The wheel contains everything needed to serve, and nothing that only contributors run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel installs."""
+    """Returns a folder with the wheel's installed files."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
@@ -44,7 +44,7 @@ def test_the_wheel_has_all_that_serves(site: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_installed_serves_and_generates(site: Path) -> None:
-    """The quickstart's cluster, and `LLM` with the same answer whole and split."""
+    """Runs the quickstart's cluster, and `LLM`, whose answer is the same unsplit and split."""
     done = python(site, "-m", "pd_cluster.commands.quickstart", "--once", timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     script = (

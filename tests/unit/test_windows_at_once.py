@@ -1,4 +1,4 @@
-"""Requests that run at once in one amount of memory, where windows have blocks of their own."""
+"""How many requests run at once in a given memory if windowed layers have their own blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pd_cluster.model.planning.pool_sizing import GIB
 from pd_cluster.settings.engine_config import EngineConfig
 
 LENGTH, STEP, WINDOW, BLOCK_SIZE = 320, 64, 12, 4
-TOKEN_NBYTES = 2 * 4 * 2 * 8  # keys and values of a layer with 2 heads of 8
+TOKEN_NBYTES = 2 * 4 * 2 * 8  # keys and values of a layer with 2 heads of dimension 8
 
 
 @pytest.mark.parametrize(("num_full", "num_near"), [(1, 1), (1, 3), (3, 1)])
 def test_more_long_requests_fit(monkeypatch: pytest.MonkeyPatch, num_full: int, num_near: int) -> None:
-    """A block for each that runs is free to grow into; a window of 12 tokens takes 4 blocks, wherever they begin."""
+    """Each running request keeps a free block to grow into; a window of 12 tokens takes 4 blocks at any offset."""
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(8 * GIB, 16 * GIB, "this host"))
     monkeypatch.setattr(host, "own_nbytes", lambda: 0)
     caches = [LayerCache(2, keys_and_values(8), window) for window in [0] * num_full + [WINDOW] * num_near]

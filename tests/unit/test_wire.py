@@ -1,4 +1,4 @@
-"""Messages survive the wire, and all other bytes are rejected."""
+"""Messages survive encoding and decoding, and all other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.types import MAX_UNSENT, RequestSpec, Sampling, TokenOutput
 
 
 def any_of(kind: inspect.Type, rng: random.Random) -> Any:
-    """Returns some value of a type, within the limits that its annotation states."""
+    """Draws a value of a type within the limits of its annotation."""
     match kind:
         case inspect.BoolType():
             return rng.random() < 0.5
@@ -85,7 +85,7 @@ def test_headers_round_trip(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_round_trip(kind: Any) -> None:
-    """Sealed in one step or in two."""
+    """Covers sealing in one step and in two."""
     for body in some(kind, 30):
         envelope = wire.Envelope("prefill-0", 2**62 - 1, 5, body)
         frame = wire.encode(envelope)
@@ -95,7 +95,7 @@ def test_round_trip(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_damaged_frames_are_refused_or_still_typed(kind: Any) -> None:
-    """Whatever bytes come: a DecodeError, or an envelope whose fields have the right types."""
+    """Any bytes give a DecodeError, or an envelope whose fields have the right types."""
     rng = random.Random(1)
     for body in some(kind, 20):
         frame = bytearray(wire.encode(wire.Envelope("prefill-0", 1, 2, body)))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A statement that opens with one of these words lacks a subject or hides it; a question does not.
+# A statement that begins with one of these words has no clear subject; a question may.
 WORDS = r"(?:Whoever|Who|What|Of)\b"
 OPENING = re.compile(rf"(?:^|(?<=[.!?:]\s)|(?<=\n\n))\s*{WORDS}[^.!?]*(?P<end>[.!?]|$)")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -46,7 +46,7 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def comments(source: str) -> Iterator[str]:
-    """Yields each comment; successive lines that hold nothing but a comment are one."""
+    """Yields each comment; successive comment-only lines are one comment."""
     lines: list[str] = []
     last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -61,7 +61,7 @@ def comments(source: str) -> Iterator[str]:
 
 
 def prose(page: str) -> str:
-    """Returns a page without code, tables, headings and list markers."""
+    """Returns a page's text without code, tables, headings and list markers."""
     page = re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"^\|.*$|^#.*$", "", page, flags=re.MULTILINE)
     return re.sub(r"^\s*(?:[-*]|\d+\.)\s+", "\n\n", page, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A worker without sockets or a model: legs of several sequences come, end one by one, are aborted and time out."""
+"""A worker without sockets or a model: legs of several sequences arrive, end singly, are aborted or time out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def beams(width: int, **changes: Any) -> Sampling:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """In the end nothing of any request is left."""
+    """Yields a world; asserts afterwards that nothing of any request is left."""
     made = World()
     yield made
     made.assert_home()
@@ -42,11 +42,11 @@ def test_the_scheduler_says_which_role_it_has(world: World, monkeypatch: pytest.
         world.worker.handover.out_links, "set_peers", lambda peers: links.append([p.name for p in peers])
     )
     others = [peer("prefill-0", 2, "prefill"), peer("decode-1", 3, "decode"), peer("prefill-1", 4, "decode")]
-    others += [msgspec.structs.replace(peer("decode-2", 5, "decode"), is_forming=True)]  # for its unit alone
+    others += [msgspec.structs.replace(peer("decode-2", 5, "decode"), is_forming=True)]  # visible only to its unit
     roles: tuple[Role, ...] = ("decode", "prefill", "decode", "prefill")
     for role in roles:
         world.mail(wire.Peers([peer("decode-0", 1, role), *others]))
-    world.mail(wire.Peers([peer("decode-0", 99, "decode"), *others]))  # another life of its name
+    world.mail(wire.Peers([peer("decode-0", 99, "decode"), *others]))  # another process with its name
     world.mail(wire.Peers([]))
     world.step()
     both = ["decode-1", "prefill-1"]
@@ -68,10 +68,10 @@ def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monke
 
 
 def test_what_metrics_show_is_reported_when_it_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there before the step that an admitted request begins with, and nothing is reported without a change."""
+    """A change is reported before the first step of an admitted request; without a change nothing is reported."""
     worker, run = world.worker, world.worker.core.run
     world.steps(3)
-    assert world.post.num_beats <= 1  # of the pool's size
+    assert world.post.num_beats <= 1  # reports the pool's size
     before, seen = world.post.num_beats, []
 
     def note(plan: StepPlan, begins: Begins) -> StepResult:
@@ -92,7 +92,7 @@ def test_what_metrics_show_is_reported_when_it_changes(world: World, monkeypatch
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 def test_one_sequence_is_aborted_and_the_others_go_on(num_steps: int) -> None:
-    """It happens before they are forked, just after, and later; the token of the fork is reported in any case."""
+    """Covers aborts before the fork, just after it, and later; the fork's token is always reported."""
     expected = generate_alone(PROMPT, sampling())
     for index in range(3):
         world = World()
@@ -107,7 +107,7 @@ def test_one_sequence_is_aborted_and_the_others_go_on(num_steps: int) -> None:
 
 @pytest.mark.parametrize("lens", [{0: 3}, {0: 0, 1: 2, 2: 7}, {0: 0, 2: 0}])
 def test_sequences_go_on_after_what_was_told_elsewhere(world: World, lens: dict[int, int]) -> None:
-    """Some have ended elsewhere and are not sent; for some nothing was reported yet."""
+    """Covers sequences that ended elsewhere, which are not sent, and sequences without reported tokens."""
     expected = generate_alone(PROMPT, sampling())
     world.resume("r", RequestSpec(PROMPT, sampling()), {index: expected[index][:num] for index, num in lens.items()})
     world.run()
@@ -116,7 +116,7 @@ def test_sequences_go_on_after_what_was_told_elsewhere(world: World, lens: dict[
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
-    """They recompute reported tokens, and by then the prefix cache has blocks of siblings."""
+    """Sequences that recompute reported tokens must not use siblings' blocks from the prefix cache."""
     world, rng = World(), random.Random(seed)
     prompt = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
     params = sampling(max_tokens=24, seed=seed)
@@ -158,7 +158,7 @@ def test_what_cannot_go_on_is_refused(world: World) -> None:
 
 
 def test_beams_leave_all_at_once(world: World) -> None:
-    """In one message; no token before it, and an abort of one of them is none."""
+    """All beams are sent in one message, with no token before it; aborting one beam has no effect."""
     world.submit("r", PROMPT, beams(3))
     world.steps(4)
     assert not world.post.tokens
@@ -173,7 +173,7 @@ def test_beams_leave_all_at_once(world: World) -> None:
 def test_candidates_are_handed_over_and_not_told(
     world: World, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    """A search of one token ends where the prompt was computed."""
+    """Candidates are handed over instead of sent; a search of one token ends at the prefill instance."""
     shipped = world.take_links(monkeypatch)
     params = beams(3, max_tokens=max_tokens)
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", RequestSpec(PROMPT, params), 0.0))
@@ -194,7 +194,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message has a limited size. The prompts come first and the ends last."""
+    """Messages have a limited size, so logprobs are split over several; prompts come first, ends last."""
     monkeypatch.setattr(output_batcher, "MAX_MESSAGE_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)

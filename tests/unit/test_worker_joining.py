@@ -1,6 +1,6 @@
-"""Workers in no rank table, at the worker: every row of its table in docs/protocol/membership.md.
+"""Workers without a rank table, at the worker: every row of its table in docs/protocol/membership.md.
 
-Clocks stand still unless a test moves them. Two tests at the end use real mailboxes over loopback.
+Clocks advance only when a test sets them. Two tests at the end use real mailboxes over loopback.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_each_reason_is_logged_once_until_it_is_registered(caplog: pytest.LogCap
 
 
 def must_give_up(seeker: Seeker, lost_s: float = 0.0) -> None:
-    """At its deadline, and no sooner."""
+    """Asserts that the worker gives up at its deadline, not earlier."""
     seeker.now_s = lost_s + TIMES.join_timeout_s
     seeker.joining.tick()
     seeker.now_s += 1.0
@@ -160,7 +160,7 @@ WAIT_S = 60.0
 
 
 async def over_mailboxes(secret: bytes, pinned: bytes) -> None:
-    """Registers a worker with these credentials at a real join port, and lets it leave."""
+    """Registers a worker with these credentials at a real join port, then lets it leave."""
     world = ElasticWorld(1, 1)
     times = Timeouts(heartbeat_interval_s=0.05, dead_after_s=1.5, connect_timeout_s=5.0)
     (port,) = free_ports(1)

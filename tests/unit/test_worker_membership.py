@@ -1,4 +1,4 @@
-"""Addresses of instances in a table that names hosts."""
+"""Addresses of instances in a rank table with host names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.router_world import info_of
 
 
 def place_with(host: str) -> Place:
-    """The scheduler's, in a table whose prefill instance is on a host of that name."""
+    """Returns the scheduler's place in a table whose prefill instance is on a host of that name."""
     place = place_of(1, 1)
     scheduler, prefill, decode = place.table.server_group_list
     named = tuple(replace(server, server_id=host, server_ip=host) for server in prefill.server_list)
@@ -36,7 +36,7 @@ def place_with(host: str) -> Place:
 
 
 async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod comes back under its old name with another address, and may have none for a while."""
+    """A restarted pod has its old name with a new address, and for a while none, so each call resolves again."""
     addresses: dict[str, str] = {}
     asked: list[str] = []
 
@@ -76,7 +76,7 @@ async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.M
     ids=["nested", "endless", "compressed", "silent"],
 )
 async def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: bytes, wanted: str) -> None:
-    """A registered worker names the address to ask, where anything may listen: over a real connection."""
+    """Over a real connection: a registered worker names the address to query, where any server may answer."""
     num_sent = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,11 +101,11 @@ async def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, pa
         membership = Membership(place_of(1, 1), [instance], RecordedMail(), timeouts, "model")
         await membership.ask(instance, client)
     assert wanted in instance.reason
-    assert num_sent < 2 * MOST_INFO_NBYTES + (8 << 20), "the rest is not read; buffers of sockets may hold some"
+    assert num_sent < 2 * MOST_INFO_NBYTES + (8 << 20), "the rest must not be read, except into socket buffers"
 
 
 async def test_a_stranger_at_a_port_fails_one_instance() -> None:
-    """A restart of the scheduler finds it there, too. All workers in each other's places are an error of NODE_PORTS."""
+    """Also after a scheduler restart. If all workers are at each other's ports, NODE_PORTS is wrong."""
     place = place_of(1, 2)
     first, second, third = place.table.instances
 

@@ -1,4 +1,4 @@
-"""When a worker steps, what it waits for, what leaves during a step, and what it tells its schedulers."""
+"""When a worker steps, what it waits for, what it sends during a step, and its reports to schedulers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shi
 
 
 class MidStepCredit(ToyRunner):
-    """D's credit comes while the step runs, between two layers."""
+    """A runner during whose step D's credit arrives, between two layers."""
 
     worker: Worker
     credit = wire.Credit("r", [0])
@@ -49,19 +49,19 @@ class MidStepCredit(ToyRunner):
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """In the end nothing of any request is left."""
+    """Yields a world; asserts afterwards that nothing of any request is left."""
     made = World()
     yield made
     made.assert_home()
 
 
 def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
-    """Heartbeats hear at once that nothing runs any more."""
+    """The loop notes each pass between steps, so heartbeats report at once when nothing runs."""
     steps, running = list[int](), list[int]()
     world.submit("r", PROMPT, sampling(1))
 
     def on_round() -> None:
-        world.now_s += 1e-6  # far less than what a load may be old
+        world.now_s += 1e-6  # much less than a load's maximum age
         steps.append(world.worker.core.num_steps)
         if not world.worker.legs.table.sequences:
             running.append(world.worker.load.num_running)
@@ -73,7 +73,7 @@ def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
     assert running[-1] == 0
 
 
-# ---- answers that nobody wants early
+# ---- tokens that readers gather
 
 
 def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
@@ -102,7 +102,7 @@ def test_a_step_waits_until_there_is_no_more_to_wait_for(how: str, monkeypatch: 
 
 
 def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> None:
-    """The scheduler sent it before it heard; what comes later is told to go elsewhere, and the worker ends."""
+    """A request sent before its scheduler learned of the drain is served; later ones are refused; the worker ends."""
     rounds, beats = list[bool](), list[int]()
     world.inbox.put(StartDrain())
 
@@ -111,7 +111,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
         rounds.append(world.worker.load.is_draining)
         if len(rounds) == 2:
             world.submit("early", PROMPT, sampling(1))
-            world.another_scheduler()  # which hears at once that it drains
+            world.another_scheduler()  # which must be told of the drain at once
         if len(rounds) == 4:
             world.now_s += CLOSES_AFTER_S
             world.submit("late", PROMPT, sampling(1))
@@ -127,7 +127,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
 def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
     drain_timeout_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step takes longer than requests are taken; a worker says before it that it drains."""
+    """Covers a last step longer than the time in which requests are accepted; the worker reports its drain first."""
     world, at_step = World(drain_timeout_s=drain_timeout_s), []
     runner = world.worker.core.runner
     forward = runner.forward
@@ -151,7 +151,7 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
 
 def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere() -> None:
     class Holding(Stage):
-        """Holds every leg until all are released."""
+        """A stage that holds every leg until all are released."""
 
         def __init__(self) -> None:
             self.held, self.free = list[Released](), list[Released]()
@@ -208,7 +208,7 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
 
 @pytest.fixture
 def ships(world: World, monkeypatch: pytest.MonkeyPatch) -> Shipped:
-    """What a prefill leg ships whose credit comes during its step."""
+    """Returns what a prefill leg ships if its credit arrives during its step."""
     shipped, runner = world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     world.worker.core.runner, runner.worker = runner, world.worker
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", RequestSpec(PROMPT, sampling(n=1)), 0.0))
@@ -216,11 +216,11 @@ def ships(world: World, monkeypatch: pytest.MonkeyPatch) -> Shipped:
 
 
 def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) -> None:
-    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
+    """Layers are sent during the step, also after a credit that arrives in it, and only once."""
     worker = world.worker
     world.step()
     (request,) = worker.core.scheduler.requests.values()
-    assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.tables[0]), 0)], "not while the step ran"
+    assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.tables[0]), 0)], "expected layers while the step ran"
     assert [end.num_chunks for end in ships.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
     world.inbox.put(HandedOver("link", "r", 0.0))
@@ -230,10 +230,10 @@ def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) ->
 def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
     world: World, ships: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends its request, whose blocks the step still writes."""
+    """An invalid credit ends its request only after the step, which still writes to the request's blocks."""
     monkeypatch.setattr(MidStepCredit, "credit", wire.Credit("r", [3]))
     world.step()
-    assert world.worker.core.scheduler.requests, "it was ended under the running step"
+    assert world.worker.core.scheduler.requests, "the request must not end during the step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", [3])))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 sent invalid first tokens: 3"]
@@ -241,7 +241,7 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
 
 
 def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step may take long: a refusal, or the first tokens of a sequence that joins, do not wait for its results."""
+    """Refusals and a joining sequence's first tokens are sent before the step, which may take long."""
     world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward
@@ -259,7 +259,7 @@ def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.Monkey
 
 
 def positions_told(world: World, index: int = 0) -> list[list[int]]:
-    """Returns which tokens of one sequence came together."""
+    """Returns the positions of one sequence's tokens in each message."""
     tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
     return [[each.position for each in token.apart()] for token in tokens]
 
@@ -301,7 +301,7 @@ def test_what_was_not_told_before_an_abort_never_is(world: World) -> None:
     assert found(world, "r")[:2] == [expected[0], expected[1][:1]]
 
 
-# ---- reports of its transfers
+# ---- trace events of transfers
 
 
 def told(world: World, conn: str = CONN) -> list[str]:
@@ -309,7 +309,7 @@ def told(world: World, conn: str = CONN) -> list[str]:
 
 
 def test_events_go_with_tokens(world: World) -> None:
-    """A leg's first and last; nothing for the tokens between them, and between ticks no message of their own."""
+    """A leg's first and last events are sent with tokens; between ticks there is no separate message."""
     world.step()
     world.now_s = 0.0
     world.submit("r", [1, 2, 3], sampling(n=1))
@@ -335,7 +335,7 @@ def test_events_alone_wait_for_the_next_tick(world: World) -> None:
 
 
 def test_every_scheduler_is_told(world: World) -> None:
-    """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
+    """Schedulers without tokens in a step get events at the next tick; none gets them twice."""
     world.another_scheduler()
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
@@ -348,7 +348,7 @@ def test_every_scheduler_is_told(world: World) -> None:
 
 
 def share(world: World, prompt: list[int]) -> None:
-    """Two schedulers share the worker, and one sends it a leg more than may wait there, each of a weight of 5."""
+    """Makes two schedulers share the worker; one sends one leg more than may wait, each with 5 outstanding tokens."""
     world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.another_scheduler()
     for at in range(MIN_WAITING + 1):
@@ -356,7 +356,7 @@ def share(world: World, prompt: list[int]) -> None:
 
 
 def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
-    """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
+    """Legs beyond the limit are refused; waiting ones are served, and each scheduler's share is reported."""
     share(world, [1, 2, 3])
     world.order("kept", RequestSpec([1, 2, 3], sampling(n=1)), weight=5)
     world.step()
@@ -369,7 +369,7 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) 
 
 
 def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
-    """Both have the same request, which one of them resumes; neither must wait for ever."""
+    """If one scheduler resumes the other's request with the same attempt, neither may wait forever."""
     submit = wire.Submit("r", 1, "r-1", "hybrid", "", RequestSpec(PROMPT, sampling(n=1)), 0.0)
     world.another_scheduler()
     for conn in (CONN, CONN, "other-conn"):
@@ -389,7 +389,7 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) ->
 
 
 def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
-    """The abort crosses the last token."""
+    """The record of an ended stream stays for its window, also if an abort crosses the last token."""
     world.order("r", RequestSpec(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
     world.run()
     for passes_s, num_records in ((100, 1), (0, 1), (31, 0)):
@@ -417,13 +417,13 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{MIN_WAITING}", True)]
     tiers.release_all()
     world.run()
-    assert len(world.post.ended) == 1, "the others are served"
+    assert len(world.post.ended) == 1, "the others must be served"
 
 
 def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
+    """Without a fencing term there is a single scheduler, which does not need the sums."""
     world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
     world.another_scheduler()
     monkeypatch.setattr(LegTable, "outstanding", lambda self: pytest.fail("it is summed for nobody"))

@@ -1,4 +1,4 @@
-"""Requests of a load: named workloads, traces and prompts as files."""
+"""Loads: named workloads, traces, and prompts from files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mean(values: list[float]) -> float:
 
 
 def shared_tokens(one: Arrival, other: Arrival) -> int:
-    """Counts equal tokens at the beginning, the slow way."""
+    """Counts equal leading tokens by a plain loop."""
     first, second = prompt_of(one, 0, 1 << 16), prompt_of(other, 1, 1 << 16)
     return next(
         (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -50,7 +50,7 @@ def test_arrivals_come_at_the_rate() -> None:
     gaps_s = [b.at_s - a.at_s for a, b in pairwise(arrivals_of(Workload(num_requests=4000, rate_per_s=4.0)))]
     assert mean(gaps_s) == pytest.approx(0.25, rel=0.05)
     deviation_s = math.sqrt(mean([(gap_s - 0.25) ** 2 for gap_s in gaps_s]))
-    assert deviation_s == pytest.approx(0.25, rel=0.1)  # exponential
+    assert deviation_s == pytest.approx(0.25, rel=0.1)  # an exponential distribution's deviation
     asked = Workload(name="conversation", num_requests=4000, rate_per_s=4.0, pause_s=2.0, process="constant")
     sessions = arrivals_of(asked)
     assert 4000 / sessions[-1].at_s == pytest.approx(4.0, rel=0.05)
@@ -132,17 +132,17 @@ def test_a_trace_survives_writing_and_reading(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "made.jsonl") == rounded
     file = trace(tmp_path, LINE)
     write_trace(str(tmp_path / "again.jsonl"), read_trace(file))
-    assert json.loads((tmp_path / "again.jsonl").read_text()) == {**LINE, "timestamp": 0}  # no fields but Mooncake's
+    assert json.loads((tmp_path / "again.jsonl").read_text()) == {**LINE, "timestamp": 0}  # only Mooncake's fields
 
 
 def test_a_trace_is_scaled(tmp_path: Path) -> None:
     file = trace(tmp_path, {**LINE, "timestamp": 5000, "hash_ids": [0, 1, 3]}, LINE, {**LINE, "timestamp": 9000})
-    assert [each.at_s for each in read_trace(file)] == [0.0, 4.0, 8.0]  # in order, from 0
+    assert [each.at_s for each in read_trace(file)] == [0.0, 4.0, 8.0]  # sorted, starting from 0
     short = read_trace(file, TraceScale(lengths=0.25, time=0.5, limit=2))
     assert [each.at_s for each in short] == [0.0, 2.0]
     assert (short[0].num_prompt_tokens, short[0].block_tokens, short[0].num_output_tokens) == (2 * 128 + 2, 128, 2)
     assert len(prompt_of(short[0], 0, 256)) == 258
-    assert shared_tokens(*short) == 256  # as long a part as before
+    assert shared_tokens(*short) == 256  # the same common length as before
     twice = read_trace(file, TraceScale(repeat=2))
     assert [each.at_s for each in twice] == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0]
     assert twice[3].hash_ids == (4, 5, 6)

@@ -1,6 +1,6 @@
-"""Makes engines on the CPU launch their steps ahead of the host, in every process that has this folder on its path.
+"""Makes CPU engines launch their steps ahead of the host, in every process that has this folder on its path.
 
-Appends a byte to the file `AHEAD_NOTES` for each step with a prompt to hand over that was launched ahead.
+For each step that was launched ahead with a prompt to hand over, appends a byte to the file named by `AHEAD_NOTES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measures how long event loops are held, in every process that has this folder on its path and `LOOP_NOTES` set.
+"""Measures how long event loops are blocked, in every process with this folder on its path and `LOOP_NOTES` set.
 
-Appends a line for each hold above 10 ms: when it ended, and how long the loop was late in seconds of the process's CPU,
-so that neighbours on the machine do not count.
+Appends a line for each delay above 10 ms: when it ended, and its length in seconds of the process's CPU time, so that
+other processes on the machine do not count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def change(module: ModuleType) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Changes uvloop once it is imported."""
+    """Patches uvloop once it is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "uvloop" or (spec := PathFinder.find_spec(name, path, target)) is None or spec.loader is None:

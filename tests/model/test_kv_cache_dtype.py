@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype`: engines over pools of codes give the tokens of transformers with a cache of the same numbers."""
+"""With `--kv-cache-dtype`, engines give the tokens of transformers with an equally quantized cache."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_tokens_are_transformers_with_such_a_cache(tmp_path: Path, architecture:
     ],
 )
 def test_logits_are_transformers_with_such_a_cache(tmp_path: Path, architecture: str, dtype: str) -> None:
-    """Far nearer to them than to those of a plain cache, so the codes' effect is there."""
+    """Logits are much closer to a quantized cache's than to a plain cache's, so quantization is in effect."""
     folder = make_checkpoint(tmp_path / "model", architecture)
     with torch.inference_mode():
         ours, plain = (
@@ -81,7 +81,7 @@ def test_logits_are_transformers_with_such_a_cache(tmp_path: Path, architecture:
 
 @pytest.mark.parametrize(("dtype", "mode"), spread(list(CODE_BITS), ["recompute", "swap"]))
 def test_preempted_requests_go_on_as_they_were(tmp_path: Path, dtype: str, mode: str) -> None:
-    """Blocks for one request and a half: in chunks of a few tokens, behind prefixes, again and again."""
+    """With blocks for one and a half requests, small chunks and cached prefixes, preempted requests are unchanged."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     tight = {"num_blocks": 6, "block_size": 8, "max_model_len": 48, "max_num_batched_tokens": 12}
     prompts = [[*PROMPTS[1], *tail] for tail in ([], [5], PROMPTS[2][:7])]
@@ -95,7 +95,7 @@ def test_preempted_requests_go_on_as_they_were(tmp_path: Path, dtype: str, mode:
 
 
 def test_a_narrower_pool_holds_more(tmp_path: Path) -> None:
-    """Of the same memory: 4 bytes a number, or one and a scale for 16 of them."""
+    """In the same memory: 4 bytes per number, or one byte plus a scale per 16 numbers."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     sizes = {}
     for dtype in ("auto", "int8"):
@@ -126,7 +126,7 @@ ARCHITECTURES = ["llama", "gemma2", "phi3", "glm4", "mixtral", "gpt_oss"]
 
 
 def narrow(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A checkpoint in bfloat16."""
+    """Writes a bfloat16 checkpoint."""
     if quantized.bf16_way() is None:
         pytest.skip("the C kernels cannot run here")
     made = make_checkpoint(folder, architecture, **changes)
@@ -137,7 +137,7 @@ def narrow(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
 
 @contextmanager
 def rounded_products(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """transformers' model in float32, whose matrices see activations of bfloat16."""
+    """Makes transformers' float32 model round its matrices' inputs to bfloat16."""
 
     def round_inputs(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (args[0].bfloat16().float(), *args[1:])
@@ -154,9 +154,9 @@ def rounded_products(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_are_those_of_rounded_products(tmp_path: Path, architecture: str) -> None:
-    """Nearer to transformers in float32 with such inputs and such a cache than its own bfloat16 comes.
+    """Logprobs are closer to transformers in float32 with such inputs and cache than transformers' bfloat16 is.
 
-    The prompt's next token: later ones are chosen by what came before.
+    Compares only the first token, because later ones depend on earlier choices.
     """
     folder = narrow(tmp_path / "model", architecture)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -190,7 +190,7 @@ def test_the_split_and_ranks_compute_what_one_process_does(tmp_path: Path, archi
 
 @pytest.mark.usefixtures("one_thread", "freed")
 def test_alone_and_among_others(tmp_path: Path) -> None:
-    """Tokens and logprobs are equal to the bit, in a model as wide as real ones."""
+    """Tokens and logprobs are equal bit for bit, alone and in a batch, in a model of real width."""
     model, prompts = wide(tmp_path, "llama"), prompts_of(1)
     together = numbers(model, prompts, dtype="bfloat16")
     assert numbers(model, prompts, alone=True, dtype="bfloat16") == together
@@ -198,7 +198,7 @@ def test_alone_and_among_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("threads", "rows"), [(1, 1), (2, 37)])
 def test_rows_of_wide_products_do_not_depend_on_company_or_threads(threads: int, rows: int) -> None:
-    """8,192 inputs, and a vocabulary of 150,000."""
+    """Covers 8,192 inputs, and a vocabulary of 150,000."""
     torch.manual_seed(1)
     before = torch.get_num_threads()
     for outputs, inputs in ((64, 8192), (150_000, 128)):
@@ -242,7 +242,7 @@ def test_auto(
 
 
 def test_the_pool_and_the_numerics_are_of_16_bits(tmp_path: Path) -> None:
-    """Processors that multiply in other ways are no pair."""
+    """The numerics differ between processors that multiply differently, so such instances are not paired."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 64, "max_model_len": 64}
     with watching() as made, LLM(str(narrow(tmp_path / "model")), **settings):
         numerics, pool = made[0].runner.numerics, made[0].runner.pool

@@ -1,4 +1,4 @@
-"""A real engine publishes over real sockets which blocks its pool has; vLLM's own types read its events."""
+"""A real engine publishes its pool's blocks over real sockets; vLLM's own types decode the events."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ for line in sys.stdin:
 
 
 def published(folder: Path, socket_folder: Path) -> tuple[Mirror, list[bytes], set[int]]:
-    """Runs random prompts with shared beginnings through a pool that is too small for them.
+    """Runs random prompts with common prefixes through a too small pool.
 
-    Returns what a subscriber knows in the end, the batches' bytes, and the numbers of the pool's own contents.
+    Returns a subscriber's final view, the batches' bytes, and the pool's own contents as numbers.
     """
     core = make_core(folder, num_blocks=24, block_size=8, max_model_len=128, device="cpu")
     endpoint = f"ipc://{socket_folder}/events"

@@ -1,4 +1,4 @@
-"""Tiers below host memory on a real engine: tokens and bits from each of them, restarts, spoilt files, full disks."""
+"""Tiers below host memory with a real engine: exact tokens and bits from each, restarts, corrupt files, full disks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_disk(folder: Path) -> Callable[[Seal], dict[LowerKind, Store]]:
 
 
 def ask_all(engine: TieredEngine, prompts: list[list[int]], salt: str = "") -> list[list[int]]:
-    """Returns the answers when nothing is on its way down any more."""
+    """Returns the answers once no tier has pending writes."""
     found = [engine.ask(prompt, salt=salt) for prompt in prompts]
     engine.settle()
     return found
@@ -53,7 +53,7 @@ def files_of(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def engines(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..., TieredEngine]]:
-    """Starts engines one after the other on one folder: the one before ends first, then `between` is called."""
+    """Starts engines in turn on one folder: ends the previous engine, then calls `between`."""
     running: list[TieredEngine] = []
 
     def start(between: Callable[[], None] = lambda: None, **more: object) -> TieredEngine:
@@ -72,7 +72,7 @@ def test_a_restarted_engine_loads_what_was_on_disk_and_is_exact(
     engines: Callable[..., TieredEngine], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     rng, engine = random.Random(1), engines()
-    head = random_prompt(rng, 2 * BLOCK)  # it never leaves the device, and is on disk once it has served twice
+    head = random_prompt(rng, 2 * BLOCK)  # stays on the device, and is on disk after its second use
     prompts = [[*head, *random_prompt(rng, LENGTH - len(head))] for _ in range(10)]
     first = ask_all(engine, prompts)
     had = len(engine.lower["disk"])
@@ -97,7 +97,7 @@ def test_other_weights_have_other_blocks_although_no_sample_of_them_differs(
     shutil.copytree(checkpoint("llama"), model)
     engine, prompt = TieredEngine(model, on_disk(tmp_path)), prompts_of(9)[0]
     engine.ask(prompt)
-    engine.ask(prompt)  # what has served twice is on disk
+    engine.ask(prompt)  # after its second use it is on disk
     engine.settle()
     identity, had = engine.runner.model_identity, len(engine.lower["disk"])
     engine.close()
@@ -146,7 +146,7 @@ def test_salts_share_nothing_on_disk(engines: Callable[..., TieredEngine]) -> No
 def test_a_spoilt_file_is_never_used(
     engines: Callable[..., TieredEngine], checkpoint: Checkpoints, tmp_path: Path, spoil: str
 ) -> None:
-    """Files change under a running engine, so that its index still names them."""
+    """Files are corrupted under a running engine, whose index still lists them."""
     prompts, engine = prompts_of(3), engines()
     ask_all(engine, prompts)
     engine = engines()
@@ -176,7 +176,7 @@ def test_a_spoilt_file_is_never_used(
 
 
 def test_what_is_not_whole_or_not_ours_goes_at_the_start(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:
-    """As kill -9 in mid-write leaves it: an unfinished file, a torn one; and files that others have put there."""
+    """Removes at the start an unfinished and a torn file, as kill -9 leaves them, and foreign files."""
     engine = engines()
     ask_all(engine, prompts_of(4))
     whole, files = len(engine.lower["disk"]), files_of(tmp_path)
@@ -206,7 +206,7 @@ def test_a_secret_is_replaced_without_losing_what_the_old_one_sealed(
     assert engine.lower["disk"].counts.num_fetched == NUM_FULL
     engine = engines(secrets=(b"a secret that has sealed nothing here",))
     assert len(engine.lower["disk"]) == 0
-    assert not files_of(tmp_path), "what nobody can read any more makes room"
+    assert not files_of(tmp_path), "unreadable blocks must be removed"
 
 
 def test_the_least_recently_used_files_make_room(engines: Callable[..., TieredEngine], tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_least_recently_used_files_make_room(engines: Callable[..., TieredEn
 def test_links_in_the_place_of_folders_lead_nowhere(
     engines: Callable[..., TieredEngine], tmp_path: Path, when: str
 ) -> None:
-    """Nothing is written, read or removed behind them."""
+    """Links in place of folders are not followed: nothing behind them is written, read or removed."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     victim = elsewhere / ("f" * 96)
@@ -269,7 +269,7 @@ def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., T
     for prompt in prompts:
         engine.ask(prompt)
     engine.blocks.forget()
-    engine.runner.sleep(1)  # with writes on their way: they are dropped, or whole
+    engine.runner.sleep(1)  # with pending writes, which are dropped or completed
     engine.runner.sleep(0)
     engine.settle()
     before = len(engine.lower["disk"])
@@ -290,7 +290,7 @@ NUM_OF_HOST = 6
 
 
 def make(folder: Path) -> tuple[EngineCore, HostTier]:
-    """Makes an engine whose pool holds the last prompt or two; loading counts as quicker than computing."""
+    """Makes an engine whose pool holds one or two prompts; loading always counts as faster than computing."""
     core = make_core(folder, num_blocks=16, block_size=8, max_model_len=128, kv_host_cache_gib=0.01)
     tier = core.scheduler.blocks.tier
     assert tier is not None
@@ -299,7 +299,7 @@ def make(folder: Path) -> tuple[EngineCore, HostTier]:
 
 
 def test_evicted_prompts_are_loaded_and_exact(checkpoint: Checkpoints) -> None:
-    """Never across salts, nor after the prefix cache was forgotten. It needs that cache."""
+    """Loaded prompts are exact, and not found under other salts, after a cache reset, or without prefix caching."""
     model = checkpoint("llama")
     (core, tier), rng = make(model), random.Random(1)
     prompts = [random_prompt(rng, LENGTH) for _ in range(NUM_OF_HOST)]
@@ -378,7 +378,7 @@ def test_a_block_is_loaded_where_that_is_quicker() -> None:
     assert not cost.is_worth_it()
     for _ in range(300):
         cost.computed(100, 0.1)
-    assert cost.is_worth_it(), "it is measured again some time"
+    assert cost.is_worth_it(), "it must be measured again at some time"
     cost = LoadCost(block_size=16)
     cost.computed(100, 10.0)
     cost.loaded(10, 1.0)

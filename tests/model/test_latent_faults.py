@@ -1,4 +1,4 @@
-"""Faults put in on purpose: each is refused at load or gives other tokens, so the comparisons would notice it."""
+"""Seeded faults in latent attention are refused at load or change tokens, so that the comparisons detect them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_right(folder: Path, core: EngineCore) -> bool:
 
 
 def halves_for_pairs(*given: Any, **named: Any) -> Any:
-    """Rotates a feature with that half a head away, where the model rotates neighbours."""
+    """Rotates features half a head apart, where the model rotates adjacent ones."""
     modules, kinds, (width, _), *rest = given
     return ROPES(modules, kinds, (width, False), *rest, **named)
 
@@ -50,14 +50,14 @@ def bias_in_weights(self: Routing, logits: torch.Tensor, dtype: Any = None) -> t
 
 
 def masked_with_zero(self: Routing, scores: torch.Tensor) -> torch.Tensor:
-    """A group that takes no part wins, because biased scores are below zero."""
+    """Masks groups by 0, so that a masked group wins over negative biased scores."""
     return WANTED(self, scores).nan_to_num(neginf=0.0)
 
 
 def values_of_all_numbers(
     absorbed: torch.Tensor, rotated: torch.Tensor, latents: torch.Tensor, ropes: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Takes values from what a row keeps in all, beginning with its rotated part."""
+    """Takes values from the whole row, beginning with its rotated part."""
     queries = torch.cat((rotated, absorbed), dim=-1)
     rows = torch.cat((ropes, latents), dim=-1)
     scores = queries @ rows.T * scaling
@@ -76,7 +76,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_layers(fault: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")  # in Python, where each can be put in
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")  # uses Python code, into which each fault can be inserted
     folder = checkpoint("deepseek_v3")
     if fault == "values of all numbers":
         assert is_right(folder, make_core(folder, num_blocks=32))
@@ -90,7 +90,7 @@ def test_faults_of_layers(fault: str, checkpoint: Checkpoints, monkeypatch: pyte
 
 
 def test_an_eps_of_the_config_in_the_norm_of_latents(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of queries and latents have an eps of their own."""
+    """The norms of queries and latents have their own eps, not the config's."""
     folder = checkpoint("deepseek_v3", rms_norm_eps=0.05)
     assert is_right(folder, make_core(folder, num_blocks=32))
     monkeypatch.setattr(fuse_attention, "norm_of", lambda *given: replace(NORM_OF(*given), eps=0.05))
@@ -100,7 +100,7 @@ def test_an_eps_of_the_config_in_the_norm_of_latents(checkpoint: Checkpoints, mo
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_index_keys_that_do_not_travel(checkpoint: Checkpoints, fault: bool) -> None:
-    """The decode instance gets all planes of a prompt's blocks, or all but index keys."""
+    """Decode gets all planes of a prompt's blocks, or (the fault) all except index keys."""
     folder, prompt = checkpoint("glm_moe_dsa"), random_prompt(random.Random(3), 61)
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_model_len": 128}
     prefill, decode = make_core(folder, **settings), make_core(folder, **settings)
@@ -127,7 +127,7 @@ def test_index_keys_that_do_not_travel(checkpoint: Checkpoints, fault: bool) -> 
 def test_a_layer_that_predicts_further_tokens_taken_for_a_layer(
     checkpoint: Checkpoints, tmp_path: Path, fault: bool
 ) -> None:
-    """It has all tensors of a layer, so only its number says what it is."""
+    """An MTP layer has all tensors of a decoder layer, so only its number distinguishes it."""
     folder = checkpoint("deepseek_v3")
     config = {**json.loads((folder / "config.json").read_text()), "num_nextn_predict_layers": 1}
     weights = load_file(folder / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Every type with latents, index keys included, under all that happens to a request in one process.
+"""Every latent type, with index keys, under everything that can happen to a request in one process.
 
-test_latents.py and test_sparse_latents.py ask one type of each kind in quick tests.
+test_latents.py and test_sparse_latents.py test one type of each kind quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ slow = pytest.mark.slow
 
 
 def assert_said(folder: Path, prompts: list[list[int]], outputs: list[list[int]], sampling: Sampling) -> None:
-    """Compares with generate(), or for types with an indexer with passes over the whole sequences."""
+    """Compares with generate(), or, for types with an indexer, with passes over whole sequences."""
     if folder.name.startswith(INDEXED):
         assert prefers(folder, prompts, outputs, [sampling.max_tokens] * len(prompts))
     else:
@@ -68,7 +68,7 @@ def test_32_at_once(folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("architecture", ALL)
 def test_sequences_that_are_preempted(folder: Path, mode: str) -> None:
-    """Four that grow to 13 blocks each, in a pool of 30."""
+    """Runs four sequences that grow to 13 blocks each, in a pool of 30."""
     rng, sampling = random.Random(2), Sampling(max_tokens=40, temperature=0.0)
     prompts = [random_prompt(rng, 10) for _ in range(4)]
     core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
@@ -108,7 +108,7 @@ Numbers = list[tuple[int, Any]]
 def numbers(
     core: EngineCore, prompts: dict[str, list[int]], num_tokens: int, given: dict[str, Numbers] | None = None
 ) -> dict[str, Numbers]:
-    """Returns tokens and logprobs. `given`: what the sequences have said already, as after a replay."""
+    """Returns tokens and logprobs. `given`: tokens already generated, as in a replay."""
     requests = []
     for at, (name, prompt) in enumerate(prompts.items()):
         sampling = Sampling(max_tokens=num_tokens, temperature=0.0, logprobs=4, ignore_eos=True)
@@ -126,7 +126,7 @@ def quick(*names: str) -> list[Any]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("architecture", quick("minicpm3"))
 def test_logprobs_are_equal_to_the_bit(folder: Path) -> None:
-    """Alone and among others, in chunks, after a swap, after a recomputation, and continued elsewhere."""
+    """Logprobs are equal alone, batched, in chunks, after a swap or recomputation, and when continued elsewhere."""
     rng = random.Random(3)
     prompts = {str(i): random_prompt(rng, rng.randrange(1, 45)) for i in range(32)}
     few = {name: prompts[name] for name in ("0", "1", "2", "3")}
@@ -153,9 +153,9 @@ def test_logprobs_are_equal_to_the_bit(folder: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("architecture", quick("glm4_moe_lite"))
 def test_bfloat16_weights(architecture: str, checkpoint: Checkpoints) -> None:
-    """Fused; a row's bits are the same in any chunk or company and after a replay; numbers are near those of float32.
+    """Fused bfloat16 rows have the same bits in any chunk or batch and after a replay, and are close to float32.
 
-    Large weights would turn a rounding into the choice of another expert.
+    With large weights, rounding would change the choice of experts.
     """
     folder, rng = checkpoint(architecture, initializer_range=0.08), random.Random(4)
     prompts = {str(i): random_prompt(rng, length) for i, length in enumerate((1, 20, 41))}

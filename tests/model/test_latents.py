@@ -1,4 +1,4 @@
-"""Latent attention (MLA): pools of latents under transformers' modules give the tokens of generate()."""
+"""Latent attention (MLA): transformers' modules over pools of latents give generate()'s tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.prompt_adapters import make_prompt_adapter
 Checkpoints = Callable[..., Path]
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 LENGTHS = (1, 7, 33, 60)
-# DeepSeek-V3's widths, and of its 61 layers as many as show that they are alike; its experts keep nothing.
+# DeepSeek-V3's widths, with few of its 61 equal layers; its experts keep no cache.
 V3: dict[str, Any] = {
     "hidden_size": 7168,
     "intermediate_size": 8,
@@ -57,7 +57,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
-    """Steps that begin anywhere in a block, each with the past of others beside it."""
+    """Covers steps that begin anywhere in a block, beside other sequences."""
     folder, prompts = checkpoint("deepseek_v3"), prompts_of(1)
     core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96)
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -65,7 +65,7 @@ def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> None:
-    """Four that grow to 13 blocks each, in a pool of 30."""
+    """Runs four sequences that grow to 13 blocks each, in a pool of 30."""
     folder, rng = checkpoint("deepseek_v3"), random.Random(2)
     prompts, sampling = [random_prompt(rng, 10) for _ in range(4)], Sampling(max_tokens=40, temperature=0.0)
     core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
@@ -82,7 +82,7 @@ def test_a_pool_holds_latents_and_nothing_else(checkpoint: Checkpoints) -> None:
 
 
 def test_a_token_of_deepseek_v3() -> None:
-    """61 layers of 512 + 64 numbers of two bytes; heads of keys and values would take 71 times as many."""
+    """A token takes 61 layers of 512 + 64 two-byte numbers; key and value heads would take 71 times as much."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **V3))
     caches = caches_of(model)
@@ -120,7 +120,7 @@ def test_prefix_tuning_needs_keys_and_values(checkpoint: Checkpoints, tmp_path: 
 
 
 def rewritten(folder: Path, to: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
-    """Writes a folder with another config, and other weights if they are given, but the same other files."""
+    """Copies a folder with another config and, if given, other weights."""
     for file in folder.iterdir():
         if file.name != "config.json" and (weights is None or file.name != "model.safetensors"):
             (to / file.name).symlink_to(file)
@@ -132,7 +132,7 @@ def rewritten(folder: Path, to: Path, config: dict[str, Any], weights: dict[str,
 
 @pytest.mark.parametrize("is_part", [False, True], ids=["K2", "the text model of K2.5"])
 def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path, is_part: bool) -> None:
-    """Its folders name a type that transformers has not, and code that is not run."""
+    """Kimi K2's folders name a type that transformers lacks, and code, which is not run."""
     folder = checkpoint("deepseek_v3")
     own = {
         **json.loads((folder / "config.json").read_text()),
@@ -152,7 +152,7 @@ def test_kimi_k2_is_a_deepseek_v3(checkpoint: Checkpoints, tmp_path: Path, is_pa
 
 
 def test_several_sequences_and_guides_beside_others(checkpoint: Checkpoints) -> None:
-    """Three drawn sequences of one prompt, and an answer that a guide forces, are what each is alone."""
+    """Three sampled sequences of one prompt, and a guided answer, equal their results alone."""
     folder, prompts = checkpoint("deepseek_v3"), prompts_of(6)
     drawn = Sampling(n=3, max_tokens=16, temperature=1.0, seed=5, ignore_eos=True)
     schema = '{"type": "object", "properties": {"a": {"enum": ["forced"]}}, "required": ["a"]}'
@@ -184,7 +184,7 @@ def test_a_folder_with_a_tokenizer_of_another_form(checkpoint: Checkpoints, tmp_
 def test_layers_that_predict_further_tokens_are_left_out(
     checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are stored behind the last layer, under its names; a model that took one for a layer would say else."""
+    """MTP layers, stored after the last layer under layers' names, are ignored; using one would change tokens."""
     folder = checkpoint("deepseek_v3")
     config = {**json.loads((folder / "config.json").read_text()), "num_nextn_predict_layers": 1}
     weights = load_file(folder / "model.safetensors")

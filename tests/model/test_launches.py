@@ -1,7 +1,7 @@
-"""Launches of a decode step on CUDA, counted without a GPU: one more shows in the time of every token.
+"""Counts a CUDA decode step's launches without a GPU, because an additional one would slow down every token.
 
-Triton's launches are recorded instead of run; torch's operators are counted, without views and allocations. The numbers
-that they compute mean nothing here.
+Triton's launches are recorded instead of run; torch's operators are counted, except views and allocations. The computed
+numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Operators(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of kernels and operators, in order."""
-    from triton.runtime.jit import JITFunction  # it may be missing
+    """Yields a list that receives the names of launched kernels and operators, in order."""
+    from triton.runtime.jit import JITFunction  # triton may be missing
 
     launched: list[str] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: launched.append(self.__name__))
@@ -75,7 +75,7 @@ def plain(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def model(plain: Any) -> FusedCausalLM:
-    """A fused Llama whose operations are CUDA's, on CPU."""
+    """Returns a fused Llama that uses CUDA's operations on CPU."""
     return fused_by(plain, ())
 
 
@@ -96,7 +96,7 @@ def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
 def launched_by(
     model: FusedCausalLM, num_layers: int, launches: list[str], context_len: int = 40, adapters: Any = None
 ) -> list[str]:
-    """Runs a decode step of three sequences, with adapters in these slots, through that many layers."""
+    """Runs a decode step of three sequences through `num_layers` layers, with adapters in these slots."""
     num_blocks = -(-context_len // 16)
     pool = KVPool(layout_of(model.caches, 16, "bfloat16"), 3 * num_blocks)
     tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(3)]
@@ -149,7 +149,7 @@ def test_codes_add_no_launch_but_the_rounding_of_activations(
     monkeypatch: pytest.MonkeyPatch,
     launches: list[str],
 ) -> None:
-    """However many programs share a product: the last of them adds up its parts."""
+    """Any number of programs may share a product, because the last one adds up the parts."""
     quantized, _ = rewritten(checkpoint("llama"), tmp_path, form)
     found = launched_by(fused_by(load_as_on_cuda(quantized, monkeypatch), ()), 2, launches)
     first = found.index(LAYER[0])
@@ -175,7 +175,7 @@ def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
 
 
 def variant_of(kernel: Any, args: Any, options: dict[str, Any]) -> str:
-    """Returns for what Triton compiles a kernel: types, constants, alignment."""
+    """Returns Triton's specialisation of a launch: types, constants, alignment."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -188,7 +188,7 @@ def variant_of(kernel: Any, args: Any, options: dict[str, Any]) -> str:
 def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That takes seconds, in a client's step: a step's numbers are 1, multiples of 16, and others."""
+    """Compiling takes seconds during a client's step. Covers arguments of 1, multiples of 16, and others."""
     from triton.runtime.jit import JITFunction
 
     from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
@@ -217,7 +217,7 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_bu
 
 
 def test_a_shaped_draw_takes_three_launches(launches: list[str]) -> None:
-    """By torch's operators it takes more than forty."""
+    """torch's operators would take more than forty launches."""
     from pd_cluster.model.kernels.cuda.sampling.triton_draw import draw_rows
 
     there = {field.name: torch.from_numpy(getattr(KNOBS, field.name)) for field in dataclasses.fields(KNOBS)}

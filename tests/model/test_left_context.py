@@ -1,4 +1,4 @@
-"""Texts behind a prompt, everywhere text is made: a real engine, and a tokenizer that drops a text's first space."""
+"""Answer texts in all APIs, with a real engine and a tokenizer that drops a text's first space."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def post(offline: OfflineService) -> Post:
 
 
 def completed(post: Post, prompt: str | list[int] = "Hello", **fields: Any) -> dict[str, Any]:
-    """Returns the only choice, whose text is the same in a stream."""
+    """Returns the single choice, after asserting that the streamed text is equal."""
     asked = WORLD | {"prompt": prompt} | fields
     (choice,) = post("/v1/completions", **asked)["choices"]
     events = post("/v1/completions", **asked, stream=True).split("\n\n")[:-2]
@@ -166,7 +166,7 @@ def test_offline(offline: OfflineService, folder: Path) -> None:
         others = [i for i in range(320) if i != EOS]
         config = GenerationConfig(max_new_tokens=3, bad_token_ids=others, skip_special_tokens=False)
         response = pipe("Hello", gen_config=config)
-        assert (response.text, response.finish_reason) == ("", "stop"), "no token that ends an answer is shown"
+        assert (response.text, response.finish_reason) == ("", "stop"), "end tokens must not be shown"
     body = {"model": "tiny", "prompt": "Hello", **WORLD}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     written: list[bytes] = []

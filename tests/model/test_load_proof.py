@@ -1,4 +1,4 @@
-"""Models that would answer wrongly are refused when they are loaded, by name and with the reason."""
+"""Models that would answer wrongly are refused at load, by name and with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.unlisted import FAILED, SERVED, make
 
 Checkpoints = Callable[..., Path]
 
-# Architectures that are not on the list, and why each of them must not be.
+# Unlisted architectures, and why each must not be listed.
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
     "doge": ({}, "DogeAttention attends with attention_mask, which paged attention does not support"),
@@ -74,7 +74,7 @@ def test_what_the_attention_ignores_is_noticed(
     monkeypatch.setattr(sdpa, "write_and_attend", careless)
     monkeypatch.setattr(
         "pd_cluster.model.loading.model_loader.can_fuse", lambda *_: False
-    )  # fused layers are compared otherwise
+    )  # fused layers are compared differently
     with pytest.raises(ModelError, match=f"{architecture}: with paged attention the logits differ"):
         make_core(checkpoint(architecture))
 
@@ -95,7 +95,7 @@ def test_windows_and_attention_are_as_before(checkpoint: Checkpoints, monkeypatc
     }
 
 
-# ---- what a module may ask of the attention
+# ---- arguments that a module may pass to attention
 
 
 def call(module: Any = None, mask: torch.Tensor | None = None, **keywords: Any) -> ForwardBatch:
@@ -120,7 +120,7 @@ def test_an_unknown_keyword_a_mask_dropout_or_sight_of_the_future() -> None:
 
 
 class Writes:
-    """A model of which nothing is known but who writes."""
+    """A model of which only the writing layers are known."""
 
     config = SimpleNamespace(model_type="strange")
     kernels = "none"
@@ -144,7 +144,7 @@ def test_layers_that_do_not_write_once_and_in_order(layers: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize(("architecture", "value"), [("llama", float("nan")), ("olmo2", float("inf"))])
 def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str, value: float) -> None:
-    """They may be in fused layers or in transformers' own."""
+    """Covers fused layers and transformers' modules."""
     folder = checkpoints.make_checkpoint(tmp_path, architecture)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -154,7 +154,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str
         make_core(folder, num_blocks=64)
 
 
-# ---- codes in another order than their config says
+# ---- codes in another order than in their config
 
 
 WARNING = "cannot continue 1, 2, 3"
@@ -162,7 +162,7 @@ ORDERS = {"as it is": list(range(8)), "even ones first": [0, 2, 4, 6, 1, 3, 5, 7
 
 
 def reordered(form: Format, order: list[int]) -> Format:
-    """The format with the codes of its words, zero points included, in another order."""
+    """Returns the format with the codes in each word, zero points included, in another order."""
 
     def write(weight: torch.Tensor, group: int) -> Written:
         parts, numbers = form.write(weight, group)
@@ -213,10 +213,10 @@ def test_ranks_ask_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with ranks(folder, 2, num_blocks=128):
         pass
     (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
-    assert "chance loses 6.9" in warning  # of 1,024 tokens
+    assert "chance loses 6.9" in warning  # the chance loss for 1,024 tokens
 
 
-# ---- --try-unlisted: types that transformers has and no list
+# ---- --try-unlisted: unlisted types that transformers has
 
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -227,7 +227,7 @@ ALL_UNLISTED = [pytest.param(name, marks=() if name in QUICK_UNLISTED else pytes
 
 @pytest.mark.parametrize("architecture", ALL_UNLISTED)
 def test_one_that_may_be_tried(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, all in one batch; then again from the prefix cache."""
+    """Runs prompts in chunks, batched, then from the prefix cache."""
     folder = make(tmp_path, architecture, monkeypatch)
     core = make_core(
         folder, block_size=16, max_num_batched_tokens=40, num_blocks=96, try_unlisted=("falcon", architecture)
@@ -271,7 +271,7 @@ def test_ranks_that_share_it_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_changes_beyond_a_length_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that is right in 12 tokens, with windows shortened to 3, and wrong beyond a window of 100."""
+    """Detects attention that is right for 12 tokens with windows shortened to 3, but wrong beyond a window of 100."""
     folder = make(tmp_path, "mellum", monkeypatch, sliding_window=100)
     attend = sdpa.write_and_attend
 
@@ -298,7 +298,7 @@ LONGROPE = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 8, "
 def test_positions_by_length(
     tmp_path: Path, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With --max-model-len beyond the trained length, the proof runs there, too."""
+    """With --max-model-len beyond the trained length, the check at load also runs there."""
     folder = make(
         tmp_path, "helium", monkeypatch, rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=128
     )
@@ -334,7 +334,7 @@ def test_lengths_within_the_work_that_a_load_may_cost() -> None:
 
 
 def test_packing_that_changes_a_module_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof runs packed modules on both sides, so they are held against the model's own before."""
+    """The check at load uses packed modules on both sides, so packing is compared with the original modules first."""
     folder = make(tmp_path, "helium", monkeypatch)
     pack = packed_modules.pack_modules
 

@@ -1,4 +1,4 @@
-"""A runner that cannot be made leaves no pool, wherever it fails; one that is let go has neither pool nor weights."""
+"""A runner whose construction fails anywhere leaves no pool; a released one has neither pool nor weights."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_after_letting_go_there_is_neither_pool_nor_model(checkpoint: Checkpoint
         with pytest.raises(Closed):
             getattr(runner, name)
     assert runner.tower is None
-    runner.let_go()  # does nothing more
+    runner.let_go()  # has no further effect
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_instances_exchange_rows_wherever_torch_has_groups(
     kind: DeviceKind, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One instance may spread its experts over its ranks on any device. No step of a unit is launched ahead."""
+    """Experts may be divided over one instance's ranks on any device. A unit's steps are not launched ahead."""
     config = EngineConfig(model=str(checkpoint("mixtral")), data_parallel_size=2, max_num_batched_tokens=64)
     unit: Any = object()
     alone: Any = SimpleNamespace(rank=0, size=1)

@@ -1,4 +1,4 @@
-"""Logprobs of tokens that a request names, in chunks, after preemptions and of several sequences, as transformers'."""
+"""Logprobs of named tokens equal transformers', with chunks, preemptions and several sequences."""
 
 from __future__ import annotations
 

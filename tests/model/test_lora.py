@@ -1,4 +1,4 @@
-"""Adapters beside a model's layers: the tokens of the merged model, for each row those of its own adapter."""
+"""With LoRA adapters, each row gets the tokens of the model merged with its own adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OTHERS = [name for name in CONFIGS if name not in (*WITHOUT_PLAN, *QUICK_OF_RANK
 
 
 def of_adapters(prompts: list[list[int]], variants: list[str], sampling: Sampling = GREEDY) -> list[Request]:
-    """One request for each prompt; the adapters take turns."""
+    """Returns a request for each prompt, cycling through the adapters."""
     orders = [RequestSpec(prompt, sampling, variant=variants[i % len(variants)]) for i, prompt in enumerate(prompts)]
     return [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
 
@@ -51,7 +51,7 @@ def check(core: EngineCore, models: dict[str, Path], prompts: list[list[int]], s
 
 @pytest.mark.parametrize("architecture", usual_first(CONFIGS))
 def test_tokens_are_those_of_the_merged_model(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
-    """Two adapters and the model itself in one batch, in chunks, with patterns, rsLoRA and layers left out."""
+    """Batches two adapters and the base model, with chunks, patterns, rsLoRA and omitted layers."""
     folder = checkpoint(architecture)
     first = make_adapter(tmp_path / "a", folder, 1, **PATTERNS)
     second = make_adapter(tmp_path / "b", folder, 2, rank=3, use_rslora=True, only=r"\.[02]\.")
@@ -62,11 +62,11 @@ def test_tokens_are_those_of_the_merged_model(checkpoint: Checkpoints, architect
     core = make_core(folder, adapters=loaded(first, second), max_num_batched_tokens=40, num_blocks=64)
     check(core, models, prompts)
     plain, *adapted = (reference_greedy_together(each, prompts, GREEDY.max_tokens) for each in models.values())
-    assert plain not in adapted, "the adapters change what is said"
+    assert plain not in adapted, "the adapters must change tokens"
 
 
 def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """In files of every dtype."""
+    """Covers adapter files of every dtype."""
     folder = checkpoint("llama")
     adapters = [make_adapter(tmp_path / f"a{i}", folder, i, rank=1 + i, dtype=DTYPES[i % 3]) for i in range(8)]
     models = {digest_of(each): merged(folder, each, tmp_path / f"m-{each.name}") for each in adapters} | {"": folder}
@@ -85,7 +85,7 @@ def test_32_sequences_with_8_adapters_and_none(checkpoint: Checkpoints, tmp_path
     ],
 )
 def test_ranks(checkpoint: Checkpoints, architecture: str, size: int, tmp_path: Path) -> None:
-    """Four of them have replicated heads."""
+    """Covers four ranks, which have replicated heads."""
     folder = checkpoint(architecture)
     adapter = make_adapter(tmp_path / "a", folder, 3, **PATTERNS)
     models = {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}
@@ -96,7 +96,7 @@ def test_ranks(checkpoint: Checkpoints, architecture: str, size: int, tmp_path: 
 
 @pytest.mark.parametrize("rank", [1, 64])
 def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_path: Path, rank: int) -> None:
-    """SingleRank, among rows of its own adapter, of others and of none; decoding rows, at widths above 1,024, too."""
+    """A row has the same bits alone and beside rows of any adapter or none, also at widths above 1,024."""
     wide = {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128}
     folder = checkpoint("llama", **wide, intermediate_size=2560, num_hidden_layers=2, initializer_range=0.03)
     adapters = [make_adapter(tmp_path / f"a{i}", folder, i, rank=rank, strength=0.03) for i in range(3)]
@@ -144,7 +144,7 @@ def test_without_the_kernels(checkpoint: Checkpoints, tmp_path: Path, monkeypatc
 def test_a_long_prompt_is_computed_in_parts_of_its_mlp_only_without_adapters(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """GatedMLP computes many rows some at a time, and an adapter's layers must know which rows they see."""
+    """GatedMLP divides many rows into parts, but an adapter's layers need to know their rows."""
     folder = checkpoint("llama", intermediate_size=4096, max_position_embeddings=2048)
     adapter = make_adapter(tmp_path / "a", folder, strength=0.05)
     models = {"": folder, digest_of(adapter): merged(folder, adapter, tmp_path / "m")}
@@ -155,7 +155,7 @@ def test_a_long_prompt_is_computed_in_parts_of_its_mlp_only_without_adapters(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_forks_and_beams(checkpoint: Checkpoints, tmp_path: Path, mode: str) -> None:
-    """In a pool that is too small, and with one adapter in a step at most, as with room for all."""
+    """A too small pool, and at most one adapter per step, give the same results as with room for all."""
     folder = checkpoint("qwen3")
     adapters = [make_adapter(tmp_path / f"a{i}", folder, i) for i in range(2)]
     variants = ["", *(digest_of(each) for each in adapters)]
@@ -175,7 +175,7 @@ def test_preemption_forks_and_beams(checkpoint: Checkpoints, tmp_path: Path, mod
 
 
 def test_prefix_hits_stay_within_an_adapter(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Also when a folder is replaced in place: another content is another adapter, whatever its name."""
+    """Also if a folder is replaced in place, because an adapter is identified by its content."""
     folder = checkpoint("llama")
     adapter = make_adapter(tmp_path / "a", folder, 1)
     core = make_core(folder, adapters=loaded(adapter), num_blocks=64)
@@ -222,7 +222,7 @@ def test_numbers_that_are_none(checkpoint: Checkpoints, tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """It is an error of the caller, and never computed as the model itself."""
+    """A missing adapter is the caller's error, and is never replaced by the base model."""
     folder = checkpoint("llama")
     core = make_core(folder, adapters=loaded(make_adapter(tmp_path / "a", folder)), num_blocks=32)
     (request,) = of_adapters([[1, 2]], ["0" * 64])

@@ -30,7 +30,7 @@ def outputs_of(modules: Sequence[tuple[int, int | None]]) -> list[slice]:
 
 
 class Layer:
-    """A site with some adapters in slots 1, 2, …, and their matrices."""
+    """A linear layer with adapters in slots 1, 2, …, and their matrices."""
 
     def __init__(self, name: str, num_adapters: int) -> None:
         self.in_features, modules = LAYERS[name]
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(nam
 
 
 def test_slots_come_and_go_beside_steps() -> None:
-    """A slot that has nothing here adds nothing; one that is dropped frees its memory; later ones may be far above."""
+    """An empty slot adds nothing, a dropped one frees its memory, and later slots may have much higher numbers."""
     layer = Layer("sizes that fill no vector", 2)
     table = layer.site.table
     assert table is not None

@@ -1,4 +1,4 @@
-"""LoRA adapters beside quantized layers: the tokens of the numbers that codes stand for, with the adapter merged."""
+"""LoRA adapters with quantized layers give the tokens of the dequantized model merged with the adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WIDE = {
 
 
 class Case:
-    """A quantized folder, two adapters, and the models that say what must come out, by the adapters' digests."""
+    """A quantized folder, two adapters, and the reference models by adapter digest."""
 
     def __init__(self, folder: Path, form: Format | str, architecture: str = "qwen2", **settings: Any) -> None:
         """`form`: a folder's, or the scheme for plain weights at load."""
@@ -81,7 +81,7 @@ class Case:
 
 
 def assert_said_by(model: Path, outputs: list[list[int]]) -> None:
-    """As far as an end does not stop the reference."""
+    """Asserts the reference's outputs, up to the reference's end."""
     references = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert_all_same(model, PROMPTS, [out[: len(own)] for out, own in zip(outputs, references, strict=True)], NUM_TOKENS)
 
@@ -92,7 +92,7 @@ OTHERS = ("mixtral", "qwen3_moe", "phi3", "glm4", "gemma2")
 
 
 def cases() -> Iterator[Any]:
-    """A folder's format or a scheme at load, the architecture, changes of it, the number of ranks."""
+    """Yields (folder format or scheme at load, architecture, changes, number of ranks)."""
     for name in FORMATS:
         yield pytest.param(name, "qwen2", {}, 1, marks=() if name in QUICK else pytest.mark.slow)
     slow = [(scheme, "qwen2", {}, size) for scheme in ("int8_wo", "int4_wo", "fp8") for size in (1, 2)]
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_the_merged_numbers(
 
 
 class Int8(torch.nn.Module):
-    """A linear layer that rounds each row of its input to int8, with an adapter's part that sees the row itself."""
+    """A linear layer that rounds its input rows to int8, with an adapter that sees the unrounded rows."""
 
     def __init__(self, base: torch.nn.Linear, delta: torch.Tensor | None) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Int8(torch.nn.Module):
 
 
 def in_int8(plain: Path, adapter: Path | None) -> Any:
-    """transformers' model with such layers; an adapter cannot be merged into what rounds its inputs."""
+    """Returns transformers' model with such layers, because layers that round inputs allow no merging."""
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     tensors, scale = {}, 0.0
     if adapter is not None:
@@ -149,7 +149,7 @@ def in_int8(plain: Path, adapter: Path | None) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, WIDE], ids=["tiny", "wide"])
 def test_activations_in_int8(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A code next to a boundary may fall on either side, so the tokens are the best but for a hair."""
+    """A code near a boundary may round either way, so tokens may be within a small margin of the best."""
     case = Case(tmp_path, W8A8, "llama", **settings)
     given = {"adapters": loaded(*case.folders), "max_num_batched_tokens": 32, "num_blocks": 64}
     found = case.outputs(make_core(case.quantized, **given))

@@ -1,4 +1,4 @@
-"""Adapters of embeddings, output layers, routers and experts, and whole modules: PEFT's own model says the same.
+"""Adapters of embeddings, output layers, routers, experts and whole modules give PEFT's tokens.
 
 Where embedding and output layer are tied, PEFT computes an adapter of one of them beside that one alone; merging it
 would change both. So the reference is PEFT's model as it was trained, and the merged one where they are not tied.
@@ -41,7 +41,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def ends_of(model: Any) -> tuple[str, str]:
-    """The names of a model's embedding and output layer."""
+    """Returns the names of a model's embedding and output layer."""
     names = {id(module): name for name, module in model.named_modules()}
     return names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
 
@@ -69,7 +69,7 @@ def written(folder: Path, base: Path, seed: int = 1, only: str = "", **config: A
 
 
 def assert_said_by(model: Any, outputs: list[list[int]]) -> None:
-    """Whether greedy decoding says this after each of PROMPTS: one pass has the choice after each token."""
+    """Asserts that these are the greedy outputs for PROMPTS, by one pass that gives the choice after each token."""
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([prompt + output[:-1]])
         with torch.no_grad():
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_its_merged_model(
 
 @pytest.mark.parametrize("architecture", slow_but({"gemma2", "gpt2"}, CONFIGS))
 def test_embedding_and_output_layer(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
-    """Two adapters of all linear layers and of both ends."""
+    """Covers two adapters of all linear layers, the embedding and the output layer."""
     base = checkpoint(architecture)
     plain = plain_of(base)
     first, last = ends_of(plain)
@@ -132,7 +132,7 @@ def test_embedding_and_output_layer(checkpoint: Checkpoints, architecture: str, 
 @pytest.mark.parametrize("architecture", slow_but({"gemma2"}, ["llama", "gemma2", "granite", "gpt2", "olmo2"]))
 @pytest.mark.parametrize("which", slow_but({"norms"}, ["embed_tokens", "lm_head", "norms", "embed_tokens lm_head"]))
 def test_whole_modules(checkpoint: Checkpoints, architecture: str, which: str, tmp_path: Path) -> None:
-    """Embedding, output layer and norms of an adapter's own, beside another that has none of them."""
+    """Covers an adapter with its own embedding, output layer and norms, beside one without them."""
     base = checkpoint(architecture)
     plain = plain_of(base)
     saved = which.split()
@@ -157,7 +157,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 @pytest.mark.parametrize("architecture", slow_but({"gpt_oss"}, WITH_EXPERTS))
 @pytest.mark.parametrize("which", slow_but({"router"}, ["gate_up_proj", "down_proj", "both", "router"]))
 def test_experts_as_one_tensor(checkpoint: Checkpoints, architecture: str, which: str, tmp_path: Path) -> None:
-    """`target_parameters`: A is stacked expert by expert, B rank by rank."""
+    """With `target_parameters`, A is stacked by expert, B by rank."""
     base = checkpoint(architecture)
     parameters = [each for each in EXPERTS if which in ("both", "router") or each.endswith(which)]
     if which == "router":
@@ -223,7 +223,7 @@ def test_experts_one_by_one(checkpoint: Checkpoints, architecture: str, forms: d
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen2_moe"}, ["llama", "gemma2", "qwen2_moe"]))
 def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -> None:
-    """Embedding, output layer and experts beside a share of the model, and whole modules; a vocabulary of odd size."""
+    """Covers embedding, output layer, experts and whole modules on each rank's share, with an odd vocabulary size."""
     base = checkpoint(architecture, vocab_size=319)
     plain = plain_of(base)
     targets = [*linear_modules(plain), "lm_head", "embed_tokens"]
@@ -241,7 +241,7 @@ def test_two_ranks(checkpoint: Checkpoints, architecture: str, tmp_path: Path) -
 
 
 def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """With inputs above 1,024 and heads of 128: beside rows of the same adapter, of others and of none."""
+    """Covers inputs above 1,024 and heads of 128, beside rows of the same adapter, of others, and of none."""
     wide = {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128}
     sparse = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 1536}
     base = checkpoint("mixtral", **wide, **sparse, num_hidden_layers=1, initializer_range=0.03)
@@ -267,7 +267,7 @@ def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_pat
 def test_experts_on_an_accelerator_do_not_read_their_rows(
     checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There attention alone is adapted, and tensors lie on a device, where `numpy` raises, as it does here."""
+    """There only attention is adapted, and tensors are on a device, where `numpy` raises, as simulated here."""
     base = checkpoint(architecture)
     plain = plain_of(base)
     attention = [name for name in linear_modules(plain) if "self_attn" in name]

@@ -84,7 +84,7 @@ class Pairs:
         return self.start == self.num_prompt + NUM_DRAFTS
 
     def most(self) -> int:
-        """The pairs whose states are known."""
+        """Returns the number of pairs whose states are known."""
         return max(1, self.num_prompt - self.start)
 
     def states_of(self, num_tokens: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Pairs:
         return self.found[self.start - 1][0][None]
 
     def errors(self) -> list[float]:
-        """The largest differences of pairs' states and logits, relative to the largest of transformers'."""
+        """Returns the largest errors of states and logits, relative to transformers' largest values."""
         states = [_error(states, self.expected[at - 1]) for at, (states, _) in self.found.items()]
         return states + [_error(logits, self.expected_logits[at - 1]) for at, (_, logits) in self.found.items()]
 
@@ -114,7 +114,7 @@ def draft(head: DraftHead, target: FusedCausalLM, plan: LoadPlan, sequences: lis
     layout = layout_of((*target.caches, *head.model.caches), plan.block_size, plan.kv_dtype)
     assert layout.num_layers == len(target.layers) + 1
     pool, rng = KVPool(layout, 64), random.Random(seed)
-    pool.memory.bytes.fill_(255)  # NaN: what no pair has written is not read
+    pool.memory.bytes.fill_(255)  # NaN, so that reading an unwritten slot fails
     blocks = rng.sample(range(64), 64)
     for each in sequences:
         each.request.tables[0] += [blocks.pop() for _ in range(layout.num_blocks_for(each.request.num_tokens))]
@@ -168,7 +168,7 @@ def test_pairs_are_those_of_transformers(
 
 @pytest.mark.parametrize("is_left", [False, True])
 def test_quantized_folders(tmp_path: Path, is_left: bool) -> None:
-    """Quantizers leave such a layer as it is, or quantize all of it, `eh_proj` included."""
+    """Quantizers leave an MTP layer unchanged, or quantize all of it, including `eh_proj`."""
     made = make_checkpoint(tmp_path / "made", "glm4_moe")
     folder, plain = rewritten(made if is_left else add_mtp_layer(made), tmp_path, FORMATS["awq"])
     if is_left:

@@ -60,7 +60,7 @@ async def stream_of(offline: OfflineService, prompt: Any, **fields: Any) -> Asyn
 
 
 def test_greedy_is_the_references(offline: OfflineService, model: Path) -> None:
-    """In a call, as a stream, and from an event loop of one's own; its own loop cannot wait for itself."""
+    """Covers calls, streams, and use from another event loop; use from the engine's own loop would deadlock."""
     expected = [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
     assert [piece.token_ids for piece in offline.run(pieces_of(offline, PROMPTS))] == expected
     pieces = list(offline.iterate(stream_of(offline, PROMPTS[0])))
@@ -106,7 +106,7 @@ def test_from_many_threads_at_once(offline: OfflineService, model: Path) -> None
     for thread in threads:
         thread.join(60)
     assert found == {at: reference_greedy(model, [at + 5, 6, 7], 8) for at in range(8)}
-    assert offline.service.router.admission.waiting is None, "prompts wait for as long as they take"
+    assert offline.service.router.admission.waiting is None, "prompts must wait without a limit"
 
 
 def test_a_wrong_request_is_refused_and_others_go_on(offline: OfflineService) -> None:
@@ -129,14 +129,14 @@ def test_after_its_end(model: Path) -> None:
 
 
 def test_forgotten_it_ends(model: Path) -> None:
-    """`del llm` and a new one is how programs go from model to model."""
+    """An engine ends when it is garbage, because programs switch models by `del llm` and a new one."""
     before = set(threading.enumerate())
     made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
     made.run(pieces_of(made, PROMPTS))
     running = made.start(pieces_of(made, PROMPTS, max_tokens=30, ignore_eos=True))
     own = set(threading.enumerate()) - before
     del made
-    assert [len(piece.token_ids) for piece in running.result(60)] == [30] * len(PROMPTS), "work keeps it alive"
+    assert [len(piece.token_ids) for piece in running.result(60)] == [30] * len(PROMPTS), "work must keep it alive"
     del running
     gc.collect()
     for thread in own | (set(threading.enumerate()) - before):
@@ -151,7 +151,7 @@ def big_tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_closed_it_frees_weights_at_once(checkpoint: Callable[..., Path], architecture: str, tmp_path: Path) -> None:
-    """Weights, fused and not, an adapter's and the KV cache, without a garbage collection, while `llm` is there."""
+    """Closing frees weights (fused or not), adapters and the KV cache at once, while `llm` still exists."""
     folder = checkpoint(architecture)
     adapter = make_adapter(tmp_path / "a", folder)
     threads = set(threading.enumerate())
@@ -175,7 +175,7 @@ def test_closed_it_frees_weights_at_once(checkpoint: Callable[..., Path], archit
 
 
 def test_a_fork_does_not_have_it(offline: OfflineService) -> None:
-    """Its end does not affect the parent's resources, either."""
+    """A fork cannot use the engine, and the fork's end does not affect the parent's resources."""
     pid = os.fork()
     if not pid:  # in the child: nothing may get out of here
         code = 1
@@ -242,7 +242,7 @@ def one_llm(model: Path, params: SamplingParams = PARAMS, **more: Any) -> None:
 
 
 def one_with_a_guide(model: Path) -> None:
-    """A guide has threads of its own, and a process that checks it."""
+    """Covers a guide, which has threads and a checking process."""
     one_llm(model, GUIDED)
 
 
@@ -264,7 +264,7 @@ public_port = functools.cache(free_port_pair)  # reserved as long as this proces
 
 
 def one_up(model: Path) -> None:
-    """Does as `pd-cluster up` does, and ends it."""
+    """Starts and ends a cluster as `pd-cluster up` does."""
 
     async def run(launch: Launch) -> None:
         cluster = Cluster(launch, lambda line: None)
@@ -279,7 +279,7 @@ def one_up(model: Path) -> None:
 
 
 def one_that_cannot_start(model: Path) -> None:
-    """Its adapter is of a wider model, which is found when the pool exists."""
+    """Covers an adapter of a wider model, an error that is found after the pool was made."""
     adapter = model.parent / "wide-adapter"
     with pytest.raises(ModelError, match="wide-adapter"):
         LLM(str(model), **SMALL, enable_lora=True, lora_modules=[f"wide={adapter}"])

@@ -33,7 +33,7 @@ def test_rows_are_padded_a_little_and_to_few_sizes() -> None:
 @packable
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_is_the_plain_product(has_bias: bool) -> None:
-    """Rows may be none, or in batches."""
+    """Covers no rows, and batches of rows."""
     torch.manual_seed(0)
     weight, bias = torch.randn(48, 32), torch.randn(48) if has_bias else None
     packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
@@ -56,7 +56,7 @@ def test_a_product_that_costs_more_than_another_kernel_is_not_padded(monkeypatch
 @packable
 @pytest.mark.parametrize("shape", [(192, 576), (48, 32), (1000, 33)])
 def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
-    """The results are equal to the bit: a sequence's answer does not depend on others computed with it."""
+    """Rows are equal bit for bit, so that an answer does not depend on the batch."""
     torch.manual_seed(3)
     layer, rows = PackedLinear(torch.randn(shape), None), torch.randn(300, shape[1])
     expected = layer(rows)
@@ -82,7 +82,7 @@ for width in map(int, sys.argv[1:]):
 @packable
 @pytest.mark.parametrize("isa", ["", pytest.param("AVX2", marks=pytest.mark.slow)])
 def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
-    """This holds for one row alone, too, and on an older processor than this one."""
+    """Covers single rows, and older instruction sets."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa} if isa else None
     widths = map(str, (512, 1000, 1024, 1025, 2048, 5120, 8192, 16384))
     done = subprocess.run([sys.executable, "-c", WIDE, *widths], env=env, capture_output=True, text=True, timeout=110)
@@ -122,7 +122,7 @@ def test_a_weight_whose_trial_fails_is_left_to_onednn(monkeypatch: pytest.Monkey
 
 @packable
 def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A oneDNN of another torch that adds the products of a single row in another order."""
+    """Simulates another torch's oneDNN, which sums a single row's products in another order."""
     monkeypatch.setattr(packed_linear, "_tried_inputs", set())
     PackedLinear(torch.randn(8, 4100), None)
     assert not caplog.records

@@ -56,12 +56,12 @@ def answer_all(folder: Path, core: EngineCore, shown: list[Shown]) -> list[list[
 
 @pytest.mark.parametrize("name", EVERY)
 def test_one_engine(name: str) -> None:
-    """One after another, all at once, in chunks that cut pictures, from the prefix cache, and preempted."""
+    """Covers single requests, batches, chunks that split pictures, cached prefixes and preemption."""
     folder = shared_folder(make_kind, name)
     shown = prompts(name)
     expected = expected_of(folder, name, shown)
-    assert expected[0] != expected[1], "the picture does not matter"
-    assert expected[2] != expected[3], "the pictures' order does not matter"
+    assert expected[0] != expected[1], "the picture must matter"
+    assert expected[2] != expected[3], "the pictures' order must matter"
     core = make_core(folder, **SETTINGS)
     for each, tokens in zip(shown, expected, strict=True):
         assert answer_all(folder, core, [each]) == [tokens]
@@ -75,7 +75,7 @@ def test_one_engine(name: str) -> None:
 
 
 def with_few_blocks(folder: Path, shown: Shown) -> dict[str, Any]:
-    """Two such prompts fit, and hardly any more."""
+    """Returns settings with blocks for hardly more than two such prompts."""
     num_blocks = 2 * -(-len(shown.placed(folder).token_ids) // SETTINGS["block_size"]) + 1
     most = num_blocks * SETTINGS["block_size"]
     return {**SETTINGS, "num_blocks": num_blocks, "max_model_len": most, "enable_prefix_caching": False}
@@ -117,7 +117,7 @@ def names_of(name: str) -> list[tuple[str, str]]:
 
 
 def test_a_conversation_spells_pictures_out() -> None:
-    """Gemma's pictures stand between line feeds, in texts and in conversations; nobody's text becomes one."""
+    """Gemma's pictures are surrounded by line feeds, in texts and conversations; user text never becomes a picture."""
     folder = shared_folder(make_kind, "gemma3")
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 

@@ -1,4 +1,4 @@
-"""Prompts with pictures get the tokens of transformers' generate(), which has its own processor prepare them."""
+"""Prompts with pictures get the tokens of transformers' generate() with its own processor."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ PROMPTS = [
 def test_one_engine(name: str) -> None:
     folder = shared_folder(make_vision, name)
     expected = expected_of(folder, PROMPTS)
-    assert expected[0] != expected[1], "the picture does not matter"
-    assert expected[2] != expected[3], "the pictures' order does not matter"
+    assert expected[0] != expected[1], "the picture must matter"
+    assert expected[2] != expected[3], "the pictures' order must matter"
     core = shared_core(folder, **SETTINGS)
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert answer_all(folder, core, [prompt]) == [tokens]
@@ -80,7 +80,7 @@ def test_one_engine(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "num_tokens"), [("qwen2_5_vl", 3), ("qwen3_vl", 1)])
 def test_chunks_cut_pictures(name: str, num_tokens: int) -> None:
-    """Where nothing of a picture is kept between steps, each chunk computes it again."""
+    """If features are not kept between steps, each chunk recomputes the picture."""
     folder, prompts = shared_folder(make_vision, name), [PROMPTS[2], PROMPTS[4]]
     expected, nums_encoded = expected_of(folder, prompts), []
     for num_kept in (0, 1, 128):
@@ -106,7 +106,7 @@ def test_preempted(mode: str) -> None:
 
 
 def test_a_cached_prefix_ends_inside_a_picture() -> None:
-    """The same picture is found, the rest of it computed; another picture of the same size never is."""
+    """The same picture's prefix is found and the rest computed; another picture of the same size is not found."""
     folder = shared_folder(make_vision, "qwen3_vl")
     same, other = picture(1, 32, 32), picture(2, 32, 32)  # 16 tokens, the prompts' 6 to 22
 
@@ -126,7 +126,7 @@ def test_a_cached_prefix_ends_inside_a_picture() -> None:
 
 
 def test_features_are_not_shared_between_salts() -> None:
-    """The time of an answer tells nobody that another tenant has sent the same picture."""
+    """A tenant cannot learn from response times that another tenant has sent the same picture."""
     folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **SETTINGS)
     order = PROMPTS[0].order(folder, GREEDY)
@@ -168,7 +168,7 @@ def towers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tower]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower], size: int) -> None:
-    """Each picture is computed once, and all ranks keep the bits that a single rank computes; few fit what is kept."""
+    """Each picture is computed once, and all ranks keep the bits of a single rank, in a small feature cache."""
     changes = {"num_attention_heads": 4, "num_key_value_heads": 4}
     folder = make_vision(tmp_path, "qwen3_vl_moe", **changes)
     settings = {**SETTINGS, "mm_encoder_cache_tokens": 30}
@@ -193,7 +193,7 @@ def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower]
 def test_a_rank_cannot_compute_a_picture(
     towers: dict[int, Tower], monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    """No rank waits for another one's deadline, and none keeps a feature of the step."""
+    """If one rank fails, no rank waits for a deadline, and none keeps a feature of the step."""
     plain_encode, plain_run = Tower.encode, Follower.run
     errors: list[Exception] = []
 
@@ -229,7 +229,7 @@ def tower_of(core: EngineCore) -> Tower:
 
 
 def test_offline(tmp_path: Path) -> None:
-    """Prompts and conversations, with pictures as objects and as URLs."""
+    """Covers prompts and conversations, with pictures as objects and as URLs."""
     folder = make_vision(tmp_path, "qwen2_5_vl")
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     with LLM(str(folder), num_blocks=128, block_size=8, enable_mm=True) as llm:

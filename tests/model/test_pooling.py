@@ -1,4 +1,4 @@
-"""Vectors of prompts are transformers' hidden states, and the same to the bit in any company."""
+"""Vectors of prompts equal transformers' hidden states, and are the same bit for bit in any batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = TOL
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted({*CONFIGS, *MORE})],
 )
 def test_numbers_are_transformers(tmp_path: Path, architecture: str) -> None:
-    """In chunks, and all in one batch."""
+    """Covers chunked prompts and one batch."""
     folder = make_checkpoint(tmp_path, architecture)
     core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=64)
     prompts = prompts_of()
@@ -98,7 +98,7 @@ def reference_logits(folder: Path, prompt: list[int]) -> np.ndarray:
 
 
 def test_beside_requests_that_generate(checkpoint: Checkpoints) -> None:
-    """Neither changes the other, with logprobs of prompts, guides' absence and several sequences in the same steps."""
+    """Pooling and generating requests in the same steps, with prompt logprobs and several sequences, do not interact."""
     core = make_core(checkpoint("llama"), block_size=16, max_num_batched_tokens=40, num_blocks=96)
     prompts = prompts_of(3, (50, 3, 33, 60))
     samplings = [
@@ -142,7 +142,7 @@ def test_the_prefix_cache_serves_the_last_token_and_not_a_mean(checkpoint: Check
 
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["computed again", "swapped"])
 def test_preempted_in_the_middle_of_a_mean(checkpoint: Checkpoints, swap_space_gib: float) -> None:
-    """An older sequence grows until the prompt under way gives its blocks up."""
+    """An older sequence grows until the running prompt is preempted."""
     core = make_core(
         checkpoint("llama"),
         block_size=16,

@@ -1,4 +1,4 @@
-"""Logits processors with tiny checkpoints: the tokens of a plain loop, however the engine was disturbed."""
+"""Logits processors with tiny checkpoints give a plain loop's tokens, however the engine is disturbed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def orders_of(num: int, **fields: Any) -> list[RequestSpec]:
 
 @lru_cache
 def plain_loop(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Greedy tokens of transformers' model with ByTokens' preferences."""
+    """Returns the greedy tokens of transformers' model with ByTokens' changes."""
     output: list[int] = []
     for _ in range(max_tokens):
         state = 0

@@ -54,7 +54,7 @@ def tokens_of(core: EngineCore, prompts: list[list[int]], variants: list[str], *
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 @pytest.mark.parametrize("architecture", slow_but({"llama", "gpt2", "gemma2", "glm4"}, CONFIGS))
 def test_tokens_are_those_of_peft(checkpoint: Checkpoints, architecture: str, kind: Kind, tmp_path: Path) -> None:
-    """Beside prompts without an adapter, in chunks that end within the virtual tokens."""
+    """Covers batches with adapter-free prompts, and chunks that end within the virtual tokens."""
     if architecture in PEFT_CANNOT[kind]:
         pytest.skip("PEFT fails with this architecture itself")
     base = checkpoint(architecture)
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_peft(checkpoint: Checkpoints, architecture: str, ki
 
 @pytest.mark.parametrize(("kind", "pool"), [("prompt", "auto"), ("prefix", "int8")])
 def test_it_matters_in_logits(checkpoint: Checkpoints, kind: Kind, pool: str, tmp_path: Path) -> None:
-    """A row's bits are the same alone and among others, whatever chunks its prompt came in."""
+    """The adapter changes logits; a row's bits are the same alone, batched, and for any chunks."""
     base = checkpoint("llama", max_position_embeddings=512)
     adapters = [make_prompt_adapter(tmp_path / f"a{i}", base, kind, 20 + i, seed=i) for i in range(2)]
     variants = ["", *(variant_of(each) for each in adapters)]
@@ -114,7 +114,7 @@ def test_preemption(checkpoint: Checkpoints, kind: Kind, mode: str, tmp_path: Pa
     ("architecture", "sizes"), [("llama", [2]), pytest.param("glm4", [2, 4], marks=pytest.mark.slow)]
 )
 def test_ranks(checkpoint: Checkpoints, architecture: str, sizes: list[int], tmp_path: Path) -> None:
-    """Each has the keys and values of its own heads; four ranks share the two heads."""
+    """Each rank has its own heads' keys and values; four ranks share two heads."""
     base = checkpoint(architecture)
     folders = [make_prompt_adapter(tmp_path / kind, base, kind) for kind in ("prompt", "prefix")]  # type: ignore[arg-type]
     prompts = [random_prompt(random.Random(2), n) for n in (1, 20)]
@@ -156,7 +156,7 @@ def test_penalties_and_prompt_logprobs_do_not_see_virtual_tokens(checkpoint: Che
 
 @pytest.mark.usefixtures("one_preloader")
 def test_llm_in_one_process_and_split(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """A list with one for each prompt; loaded on first use, in the worker processes too."""
+    """Takes a list with one adapter per prompt, loaded on first use, also in worker processes."""
     base = checkpoint("llama")
     soft = make_prompt_adapter(tmp_path / "soft", base)
     prefix = make_prompt_adapter(tmp_path / "prefix", base, "prefix", 9)
@@ -216,7 +216,7 @@ def test_what_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
 def test_keys_and_values_lie_where_the_pool_has_them(
     checkpoint: Checkpoints, architecture: str, tmp_path: Path
 ) -> None:
-    """Prefix tuning's keys come as the model has their features; glm4's pool has the halves of a head together."""
+    """Prefix tuning's keys have the model's order of features, but glm4's pool groups the halves of a head."""
     base = checkpoint(architecture)
     folder = make_prompt_adapter(tmp_path / "a", base, "prefix", num_tokens=3)
     core = make_core(base, adapters=taking(folder), num_blocks=64)

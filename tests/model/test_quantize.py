@@ -70,7 +70,7 @@ def test_gptq_and_awq_lose_less_than_rounding() -> None:
 
 
 def test_inputs_of_gptq_and_smoothing() -> None:
-    """Without them GPTQ rounds to nearest, weights of inputs that are never there are 0, outliers move into weights."""
+    """Without inputs GPTQ rounds to nearest; weights of unused inputs become 0; smoothing moves outliers to weights."""
     weight, nothing = torch.randn(8, 128), torch.full((128, 128), float("nan"))
     found, nearest = gptq(weight, nothing, W4), round_to_nearest(weight, W4)
     assert all(torch.equal(one, other) for one, other in zip(found, nearest, strict=True))
@@ -114,7 +114,7 @@ def test_the_folder_is_near_its_original(
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])  # whose parameters are not all called "weight"
 def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, architecture: str) -> None:
-    """After the first layer, with a method whose later layers depend on the earlier ones."""
+    """Interrupts after the first layer, with a method whose later layers depend on earlier ones."""
     folder = make_checkpoint(tmp_path / "model", architecture)
 
     def stop(done: int, total: int) -> None:
@@ -140,7 +140,7 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
 
 @contextlib.contextmanager
 def full_disk(nbytes: int) -> Iterator[None]:
-    """No file may be larger, and a job says so."""
+    """Limits file sizes, and expects the job's error."""
     with (
         full_disks.full_disk(nbytes),
         pytest.raises(ConfigError, match=r"out: cannot be written: .*command continues$"),
@@ -150,7 +150,7 @@ def full_disk(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("nbytes", [4096, 0])
 def test_a_disk_that_is_full_ends_a_job_that_can_go_on(tmp_path: Path, nbytes: int) -> None:
-    """Later, or from the beginning."""
+    """The job can continue later, or restart, after a full disk."""
     job = QuantizeJob(make_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", W4, "rtn", [])
     with full_disk(nbytes):
         job.run()
@@ -175,7 +175,7 @@ def test_a_layer_s_file_that_was_cut_short_is_made_again(tmp_path: Path) -> None
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Not the folder that is written, which room would not help."""
+    """The error names the unreadable file, not the output folder."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
     (folder / "vocab").symlink_to("/proc/self/mem")  # opens, and its first byte is not there
@@ -248,7 +248,7 @@ def test_quality_is_perplexity_and_the_share_of_equal_tokens() -> None:
 def test_the_command_on_the_shipped_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
-    """It calibrates with the model's own texts, and compares."""
+    """The command calibrates with the model's own texts, and compares."""
     flags = ["--scheme", "w8a8", "--num-samples", "16", "--num-tokens", "32"]
     monkeypatch.setattr(sys, "argv", ["pd-cluster", "quantize", str(SHIPPED_MODEL), str(tmp_path / "out"), *flags])
     try:

@@ -38,7 +38,7 @@ SAME = [("wint8", "int8_wo"), ("wint4", "int4_wo")]
 
 
 def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR) -> None:
-    """Replaces the plain weights of a folder by what a scheme makes of them."""
+    """Replaces a folder's plain weights by a scheme's dequantized weights."""
     weights = load_file(folder / FILE)
     for name, tensor in weights.items():
         if chosen.fullmatch(name):
@@ -55,7 +55,7 @@ def with_numbers_of(folder: Path, scheme: str, chosen: re.Pattern[str] = LINEAR)
     ],
 )
 def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, chosen: str, scheme: str, num_ranks: int) -> None:
-    """Scales are those of whole weights, and rows of the output layer: two ranks have the same."""
+    """Scales are of whole weights and of the output layer's rows, so two ranks have the same ones."""
     original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
     with_numbers_of(plain, scheme, LINEAR if chosen == "quantization" else HEAD)
     settings: dict[str, Any] = {chosen: scheme}
@@ -100,7 +100,7 @@ def test_rows_of_w4a8_are_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inputs", [1024, 8192, 96])
 def test_products_of_w4a8_are_exact(inputs: int) -> None:
-    """The kernels' sums are those of 64-bit integers, group by group, and so are the reference's."""
+    """Kernels' and reference's sums equal 64-bit integer sums for each group."""
     torch.manual_seed(inputs)
     parts = encoded(torch.randn(130, inputs), "w4a8")
     weight = W4A8.weight.of({**parts, "bias": torch.randn(130)}, torch.float32)
@@ -128,7 +128,7 @@ def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma", "gpt2"])
 def test_an_output_layer_that_is_the_embedding(tmp_path: Path, architecture: str) -> None:
-    """The embedding keeps its numbers: the same model with two matrices gives the same tokens. gpt2 is not fused."""
+    """A tied embedding keeps its numbers: the model with two matrices gives the same tokens. gpt2 is not fused."""
     tied, apart = (make_checkpoint(tmp_path / name, architecture) for name in ("tied", "apart"))
     weights = load_file(apart / FILE)
     (embedding,) = (name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
@@ -164,7 +164,7 @@ def test_errors_are_those_of_the_number_of_bits(scheme: str, worst: float) -> No
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_wo", "int4_wo", "fp8"])
 def test_a_model_in_bfloat16_keeps_the_codes(scheme: str) -> None:
-    """Activations are rounded to bfloat16, or to codes, and all else is exact."""
+    """Only activations are rounded, to bfloat16 or to codes."""
     torch.manual_seed(0)
     parts = encoded(torch.randn(48, 1024), scheme)
     weight = (INT8 if scheme == "int8" else CODED).weight.of(parts, torch.bfloat16)

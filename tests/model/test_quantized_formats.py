@@ -1,4 +1,4 @@
-"""Folders of quantizers: the numbers that their bits stand for, to transformers' tokens; what is broken is named.
+"""Quantizers' folders are dequantized exactly, up to transformers' tokens; faults are reported by name.
 
 Int8 weights with int8 activations have exact sums; test_quantized_ranks.py has several ranks of them. The library of
 compressed-tensors is a second reader: our folders and hand-written ones are the same numbers to it.
@@ -59,7 +59,7 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 def written(folder: Path, form: Format, architecture: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """A tiny model in the format, and with the numbers that it stands for."""
+    """Writes a tiny model in the format, and with the dequantized numbers."""
     return rewritten(make_checkpoint(folder / "model", architecture, **changes), folder, form)
 
 
@@ -88,7 +88,7 @@ def test_the_words_are_those_of_the_formats() -> None:
     assert (words_of([list(range(8)) * 4], 3)[0].long() & 0xFFFFFFFF).tolist() == expected
 
 
-# 96 inputs of down_proj are six groups of 16, three for each of two ranks; or three of 32, which are cut.
+# down_proj's 96 inputs are six groups of 16 (three per rank), or three groups of 32, one of which is split.
 CUT = ["awq", "gptq desc_act", "packed asymmetric", "fp8 blocks", "mxfp4"]
 # Experts, layers that are joined in the files, rows that rope reorders, what latents are multiplied with.
 OTHERS = ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3"]
@@ -160,7 +160,7 @@ def test_logits_are_near_those_of_the_weights_alone(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_ascend_s_static_products(dtype: torch.dtype) -> None:
-    """By its own formula: integers of the row with the zero point, the bias in units of the scale, then that scale."""
+    """Equals the format's formula: integer rows with zero point, bias in units of the scale, then the scale."""
     torch.manual_seed(0)
     weight, x = torch.randn(8, 32), torch.randn(5, 32)
     parts, _ = ascend_static(weight, 0, dtype)
@@ -197,7 +197,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", [*SCHEMES, *WRITTEN])
 def test_compressed_tensors_own_library_reads_the_same(tmp_path: Path, name: str) -> None:
-    """Folders that `quantize` writes, and others bit by bit: the weights to the bit, then the logits of modules."""
+    """compressed-tensors reads folders written by `quantize`, and hand-written ones, with equal weights and logits."""
     pytest.importorskip("compressed_tensors", reason="the extra `test` brings it")
     if name in SCHEMES:
         folder = tmp_path / "out"
@@ -241,7 +241,7 @@ def leave_plain(quantized: Path, plain: Path, *names: str) -> None:
 
 
 def test_layers_left_alone_are_joined_as_numbers(tmp_path: Path) -> None:
-    """One of q, k and v is plain, and a whole MLP; and a down_proj beside int8 products, as msmodelslim has it."""
+    """Covers a plain one of q, k and v, a plain MLP, and a plain down_proj beside int8 products, as in msmodelslim."""
     quantized, plain = written(tmp_path / "awq", FORMATS["awq"], "qwen2")
     layers = ("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     leave_plain(quantized, plain, *(f"model.layers.1.{path}" for path in layers))
@@ -281,7 +281,7 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["fp8 whole", "packed 4", None])
 def test_scales_of_the_kv_cache_change_nothing(tmp_path: Path, form: str | None) -> None:
-    """It has the model's own precision. One of the layers beside which they are is plain; or they are all there is."""
+    """The cache keeps the model's precision. Covers scales beside a plain layer, and folders with scales only."""
     if form is None:
         quantized, plain = (make_checkpoint(tmp_path / name) for name in ("model", "plain"))
         scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, form: str, do: Callable[[Ten
 
 
 def test_experts_that_no_proof_asks_are_checked(tmp_path: Path) -> None:
-    """Few tokens choose few experts; one with infinities would spoil the answers of those that choose it later."""
+    """The check at load reaches few experts, so others with infinities must be found separately."""
     quantized, _ = written(tmp_path, FORMATS["packed 4"], "mixtral")
     before = {name: each.clone() for name, each in load_file(quantized / FILE).items()}  # it may be mapped
     name = "model.layers.2.block_sparse_moe.experts.3.w1"

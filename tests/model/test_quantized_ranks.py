@@ -1,4 +1,4 @@
-"""Layers that round their inputs to codes, on several ranks: the bits of one rank, whatever parts of a row they have.
+"""Layers that quantize their inputs have one rank's bits on several ranks, however rows are divided.
 
 Outliers are in the last rank's part, so that a scale for each part would give the others other codes.
 """
@@ -45,7 +45,7 @@ slow = pytest.mark.slow
 
 
 def outputs_of(core: EngineCore) -> list[list[TokenOutput]]:
-    """Tokens with their logprobs, whose bits follow from those of the logits."""
+    """Returns tokens with logprobs, whose bits depend on the logits' bits."""
     requests = [Request(f"r{i}", RequestSpec(prompt, GREEDY), arrival_s=float(i)) for i, prompt in enumerate(PROMPTS)]
     found = run(core, requests)
     return [found[f"r{i}"][0] for i in range(len(PROMPTS))]
@@ -84,7 +84,7 @@ def test_rows_are_gathered_to_all(groups: list[Group], shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize("form", ["int8", "w4a8", "static"])
 def test_a_layer_s_bits_are_those_of_one_rank(groups: list[Group], form: str) -> None:
-    """Outputs do not divide by three; rows of zeros, of NaN on one rank, and alone as among others."""
+    """Covers outputs not divisible by three, zero rows, rows with NaN on one rank, and batch invariance."""
     torch.manual_seed(1)
     num_inputs, num_outputs = 1536, 1000
     codes = torch.randint(-8 if form == "w4a8" else -127, 8 if form == "w4a8" else 128, (num_outputs, num_inputs))
@@ -140,7 +140,7 @@ def test_folders_of_every_format(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_quantized_at_load(tmp_path: Path, architecture: str, scheme: str, sizes: tuple[int, ...]) -> None:
-    """Experts, shared ones too, biases and, on four ranks, replicated heads."""
+    """Covers routed and shared experts, biases and, on four ranks, replicated heads."""
     folder = with_outliers(make_checkpoint(tmp_path / "model", architecture))
     assert_same_bits(folder, sizes, quantization=scheme)
 
@@ -170,7 +170,7 @@ def test_a_large_vocabulary(tmp_path: Path) -> None:
 @slow
 @pytest.mark.parametrize(("architecture", "scheme"), [("llama", "int8"), ("mixtral", "w4a8")])
 def test_without_the_kernels(tmp_path: Path, architecture: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes are those of one rank; attention and routers, by torch, may differ in the last bits."""
+    """Codes equal one rank's; torch's attention and routers may differ in the last bits."""
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     folder = with_outliers(make_checkpoint(tmp_path / "model", architecture))
     settings = SETTINGS | {"quantization": scheme}
@@ -184,7 +184,7 @@ def test_without_the_kernels(tmp_path: Path, architecture: str, scheme: str, mon
 @slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
 def test_adapters_beside_them(tmp_path: Path, architecture: str) -> None:
-    """Attention, MLPs and experts have them. They see the first rank's part of a row, so that their sums are exact."""
+    """Covers adapters of attention, MLPs and experts, which use only the first rank's part, so that sums are exact."""
     base = with_outliers(make_checkpoint(tmp_path / "model", architecture))
     experts = {"target_parameters": EXPERTS} if architecture == "qwen2_moe" else {}
     written(tmp_path / "a", base, **experts)

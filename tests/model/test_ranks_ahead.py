@@ -69,7 +69,7 @@ def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoi
 def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     checkpoint: Checkpoints, runners: list[ModelRunner]
 ) -> None:
-    """A graph is padded: ranks that differ would add up pieces of different sizes. Most steps are launched ahead."""
+    """All ranks must agree, because graphs are padded and sums would have different sizes. Most steps run ahead."""
     folder = checkpoint("llama")
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (4, 7, 9)]
@@ -87,7 +87,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
 
 
 def drive(core: EngineCore, begins: Begins) -> dict[str, list[int]]:
-    """The host plans every third step."""
+    """Runs the engine; the host plans every third step."""
     found: dict[str, list[int]] = {}
     at, plan_ahead = 0, core.scheduler.plan_ahead
     core.scheduler.plan_ahead = lambda *given: plan_ahead(*given) if at % 3 else None  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def drive(core: EngineCore, begins: Begins) -> dict[str, list[int]]:
 
 
 def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
-    """It is computed once too often, on every rank; the others' tokens stay what they are."""
+    """The aborted sequence is computed once too often on every rank; others' tokens do not change."""
     folder = checkpoint("llama")
     rng = random.Random(4)
     prompts = [random_prompt(rng, length) for length in (6, 11, 3)]

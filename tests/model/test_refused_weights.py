@@ -1,4 +1,4 @@
-"""Weights that would be read as other numbers than they are: refused by name, on one rank and on two; others load."""
+"""Weights that would be misread are refused by name, on one rank and on two; others load."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def to_msmodelslim(weights: Tensors) -> None:
         weights[f"{key}_offset"] = torch.zeros_like(weights[f"{key}_scale"])
 
 
-# ---- what a quantizer writes beside the weights
+# ---- files that quantizers write beside the weights
 
 
 def test_a_folder_of_msmodelslim_without_its_description(folder: Path, load: Loading) -> None:
@@ -123,7 +123,7 @@ def test_a_method_without_a_quantized_tensor(folder: Path, llama: Path, load: Lo
     assert_loads(load, folder, llama)
 
 
-# ---- tensors that are no floats
+# ---- tensors that are not floats
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_tensor_of_codes(folder: Path, key: str, dtype: torch.dtype, called: s
 
 
 def test_a_file_that_only_the_index_names(folder: Path, llama: Path, load: Loading) -> None:
-    """It may lie in another folder, beside no other file of weights; plain ones are served from there."""
+    """Such a file may be in another folder; plain weights there are served."""
     place = "parts/one.safetensors"
     (folder / "parts").mkdir()
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / FILE), place)}
@@ -166,7 +166,7 @@ def test_a_file_that_only_the_index_names(folder: Path, llama: Path, load: Loadi
 
 
 def test_a_tensor_that_would_be_left_out(folder: Path, load: Loading) -> None:
-    """LMDeploy's smooth_quant calls its scales so. The file of a tensor is named, whichever it is."""
+    """Uses the names of LMDeploy's smooth_quant scales. The error names the tensor's file."""
     key = f"{DOWN}.scale"
     rewrite(folder, lambda weights: weights.update({key: torch.ones(64, 1), f"{key}.z": torch.ones(1)}))
     said = (
@@ -190,7 +190,7 @@ def test_a_tensor_of_a_quantizer(folder: Path, name: str) -> None:
 
 
 def test_layers_behind_the_last_one(folder: Path, llama: Path, load: Loading) -> None:
-    """They are for speculative decoding if config.json says so, or not wanted if the user says so."""
+    """Further layers are accepted if config.json declares them for speculation, or if the user omits layers."""
 
     def add(weights: Tensors) -> None:
         layer = "model.layers.2."

@@ -1,6 +1,6 @@
-"""Positions beyond those that a model was trained with: every request by the length that it may have.
+"""Positions beyond a model's training length: rope depends on the length that each request may reach.
 
-The reference is transformers' whole forward pass over a sequence of exactly that length, which decides as it does.
+The reference is transformers' forward pass over a sequence of exactly that length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = [(10, 12), (36, 12), (37, 12), (40, 80), (100, 20), (10, 100)]
 
 @pytest.fixture(scope="module", params=["dynamic", "longrope", "plain modules"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fused layers, modules of transformers' (Phi-3), and modules with the other kind."""
+    """Returns models with fused layers, with transformers' modules (Phi-3), and with modules of the other kind."""
     place = tmp_path_factory.mktemp("rope")
     if request.param == "dynamic":
         return make_checkpoint(place, "llama", rope_parameters=DYNAMIC, max_position_embeddings=TRAINED)
@@ -70,7 +70,7 @@ def whole_pass(model: Any, token_ids: list[int], length: int) -> torch.Tensor:
 
 
 def assert_by_length(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:
-    """Greedy by the reference, but where its two best are within 1e-4."""
+    """Asserts the reference's greedy tokens, except where its two best logits are within 1e-4."""
     assert output
     logits = whole_pass(reference_model(folder), prompt + output, len(prompt) + max_tokens)[len(prompt) - 1 : -1]
     best = logits.topk(2).values
@@ -102,7 +102,7 @@ def test_requests_of_all_lengths_together(folder: Path, num_blocks: int) -> None
 
 
 def test_prefixes_are_shared_by_requests_of_one_length_alone(folder: Path) -> None:
-    """Equal tokens under other frequencies have other keys. Longrope knows two kinds of length, dynamic NTK many."""
+    """Equal tokens have other keys under other frequencies. Longrope has two kinds of length, dynamic NTK many."""
     core = make_core(folder, block_size=8, max_num_batched_tokens=256, num_blocks=256, max_model_len=MAX_LEN)
     prompt = random_prompt(random.Random(2), 40)
     cached = []
@@ -168,7 +168,7 @@ def test_log_n_attention(tmp_path: Path) -> None:
     assert output != generate(plain, [prompt], greedy(20))[0]
 
 
-# ---- positions that are stretched alike for all requests
+# ---- positions scaled equally for all requests
 
 
 STRETCHED = {
@@ -194,7 +194,7 @@ def test_a_stretch_lengthens_the_context(tmp_path: Path, kind: str) -> None:
 
 
 def test_hunyuan_s_alpha_fixes_the_base(tmp_path: Path) -> None:
-    """Its rope is called dynamic, and is the same at every length, also beyond the trained one."""
+    """Its rope is called dynamic, but is the same at every length."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     folder = make_checkpoint(tmp_path, "hunyuan_v1_dense", rope_parameters=rope, max_position_embeddings=MAX_LEN)
     prompts = [random_prompt(random.Random(4), length) for length in (10, 100)]
@@ -220,7 +220,7 @@ def packed(weights: dict[str, torch.Tensor], prefix: str, kind: str) -> torch.Te
 
 
 def as_internlm2(llama: Path, to: Path, **config: Any) -> Path:
-    """The same model in the files of an InternLM2."""
+    """Writes the same model as InternLM2's files."""
     weights, found = load_file(llama / "model.safetensors"), {}
     names = {"o_proj": "attention.wo", "gate_proj": "feed_forward.w1", "up_proj": "feed_forward.w3"}
     names |= {"down_proj": "feed_forward.w2", "input_layernorm": "attention_norm"}
@@ -289,7 +289,7 @@ def test_internlm_answers_as_its_llama(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["internlm", "internlm2"])
 def test_dynamic_positions_of_both(tmp_path: Path, kind: str) -> None:
-    """InternLM says so in `rotary`, InternLM2 in `rope_scaling`; both follow the length of a request."""
+    """InternLM declares them in `rotary`, InternLM2 in `rope_scaling`; both depend on a request's length."""
     is_first, place = kind == "internlm", tmp_path / "model"
     rope = {**DYNAMIC, "factor": 1.0 if is_first else 2.0}
     sizes = {**SIZES, "num_key_value_heads": HEADS if is_first else KV_HEADS, "max_position_embeddings": TRAINED}

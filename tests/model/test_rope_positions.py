@@ -1,4 +1,4 @@
-"""Requests that bring rotary positions of their own get transformers' tokens for the same `position_ids`."""
+"""Requests with their own rotary positions get transformers' tokens for the same `position_ids`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARCHITECTURES = (
 def orders_of(
     seed: int, kinds: list[Any], lens: tuple[int, ...] = LENS, sampling: Sampling = SAMPLING
 ) -> list[RequestSpec]:
-    """One of each kind and length; None: the tokens' indices."""
+    """Returns a request of each kind and length; None: positions are the tokens' indices."""
     rng = random.Random(seed)
     return [
         RequestSpec(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
@@ -61,7 +61,7 @@ def core_problem(core: EngineCore, request: Request) -> str | None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> None:
-    """Beside requests without positions of their own. Other positions give other tokens."""
+    """Also beside requests without own positions; other positions must give other tokens."""
     folder = checkpoint(architecture)
     core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
     orders = orders_of(1, [*KINDS.values(), None])
@@ -72,7 +72,7 @@ def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> Non
 
 
 def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None:
-    """An equal request finds the prompt and what it generated; one with other positions finds what precedes them."""
+    """An equal request finds prompt and output cached; one with other positions finds only the part before them."""
     folder, rng = checkpoint("llama"), random.Random(4)
     core = make_core(folder, block_size=8, max_num_batched_tokens=40, num_blocks=64)
     prompt, model = random_prompt(rng, 40), reference_model(folder)

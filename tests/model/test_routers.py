@@ -1,4 +1,4 @@
-"""Routers weigh and choose experts as transformers' do, whichever scores, biases and groups an architecture has."""
+"""Routers weigh and choose experts as in transformers, for every kind of scores, biases and groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def block_of(architecture: str, dtype: torch.dtype) -> tuple[Any, ExpertRouter]:
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_weights_and_choice(architecture: str) -> None:
-    """In 16 bits too, where those of sigmoids and of biased choices multiply in float32."""
+    """Also in 16 bits, where routers with sigmoids or biased choices multiply in float32."""
     for dtype in (torch.float32, torch.bfloat16):
         block, router = block_of(architecture, dtype)
         given: list[Any] = []
@@ -53,7 +53,7 @@ def test_weights_and_choice(architecture: str) -> None:
 
 
 def test_kinds_of_routers() -> None:
-    """Each of them is there: otherwise the test above would say nothing of it."""
+    """Every kind of router occurs in the test above."""
     routings = {name: block_of(name, torch.float32)[1].routing for name in WITH_EXPERTS}
     assert {name for name, each in routings.items() if each.sigmoid} >= SIGMOIDS
     assert any(each.choice_bias is not None and not each.sigmoid for each in routings.values())

@@ -1,4 +1,4 @@
-"""`pd-cluster run-batch` on a tiny model: answers as the HTTP API gives them, in the file once each, kills or not."""
+"""`pd-cluster run-batch` on a tiny model: answers equal the HTTP API's, each once in the file, despite kills."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
 
 
 def answers(offline: OfflineService, entries: list[BatchEntry], concurrency: int = 8) -> dict[str | None, Any]:
-    """custom_id -> its line."""
+    """Returns custom_id -> its line."""
     written: list[bytes] = []
     offline.run(BatchRunner(offline.service, written.append, concurrency).run(iter(entries)))
     lines = [json.loads(each) for each in written]
@@ -129,7 +129,7 @@ def without_what_differs(answer: dict[str, Any]) -> None:
 
 
 def test_a_wrong_line_does_not_stop_the_rest(offline: OfflineService) -> None:
-    """None streams, whatever its url; and a wrong url is answered with those there are."""
+    """Streaming lines are refused for every url; a wrong url's error lists the valid ones."""
     nowhere = ["/v1/models", "http://host/v1/embeddings", "x" * 9000]
     streams = {"stream": (CHAT_URL, CHAT), "message": (MESSAGES_URL, MESSAGES)}
     lines = [request("good", CHAT_URL, CHAT), b"{torn"]
@@ -150,7 +150,7 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: OfflineService) -> None:
 
 
 def test_every_line_is_of_the_batch(offline: OfflineService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that decode steps wait for one another: nobody needs one of its answers early."""
+    """Every line is marked as a batch's, so that decode steps may gather them, as no answer is needed early."""
     asked: list[RequestSpec] = []
     make = Generation.__init__
 
@@ -167,7 +167,7 @@ def test_every_line_is_of_the_batch(offline: OfflineService, monkeypatch: pytest
 
 
 def test_answers_are_counted_and_the_first_error_is_told(offline: OfflineService) -> None:
-    """Output tokens by either name. A batch whose every line has the same fault need not be opened to see it."""
+    """Counts output tokens under either name, and shows the first error, so that the file need not be opened."""
     written: list[bytes] = []
     batch = BatchRunner(offline.service, written.append, 1)
     ignoring: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
@@ -217,7 +217,7 @@ def test_huge_requests_come_one_after_the_other(offline: OfflineService, monkeyp
 def test_an_engines_end_is_no_requests_answer(
     offline: OfflineService, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """They can still be answered by another run, so that nothing is written of them."""
+    """Unanswered lines are not written, because another run can still answer them."""
 
     async def fail(_: object) -> None:
         raise error
@@ -280,7 +280,7 @@ def test_a_full_disk_ends_the_batch_and_what_runs(offline: OfflineService) -> No
 def test_what_a_run_counts_at_its_end_is_on_the_disk(
     offline: OfflineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This holds whether it ends or is stopped: after it reports the number of answers, a power cut loses none."""
+    """Whether the run ends or is stopped, a power cut after its report loses no answer."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_input(source, 6, num_tokens=4)
     on_disk, fsync = [b""], os.fsync
@@ -326,7 +326,7 @@ def run(arguments: list[str], stdin: bytes = b"") -> subprocess.CompletedProcess
 
 
 def begun(arguments: list[str], target: Path, num_lines: int) -> subprocess.Popen[bytes]:
-    """Has written that many lines, at least."""
+    """Starts a run; returns once it has written at least `num_lines` lines."""
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENV)
     deadline_s = time.monotonic() + DEADLINE_S
     while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
@@ -410,7 +410,7 @@ def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
 def test_what_cannot_be_done_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a model is looked for, and with every file as it was."""
+    """Such errors come before the model is opened, and change no file."""
     files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""KV that is found in the prefix cache, shared by forks, swapped out and in: the tokens stay those of the model."""
+"""With KV from the prefix cache, shared by forks, or swapped out and in, tokens equal the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 8
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2", "gpt_oss"])
 def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
-    """The prompts are the same one again, one that extends it, and one that leaves it in the middle."""
+    """Covers the same prompt, an extension of it, and one that diverges midway."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40, num_blocks=64)
     prompt = random_prompt(random.Random(7), 70)
@@ -59,7 +59,7 @@ def test_salts_and_a_cache_that_is_off_share_nothing(checkpoint: Checkpoints) ->
 
 
 def tiny_core(folder: Path, **settings: object) -> EngineCore:
-    """So few blocks that most requests are preempted, some several times."""
+    """Returns an engine with so few blocks that most requests are preempted, some several times."""
     return make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=24, max_model_len=96, **settings)
 
 
@@ -131,7 +131,7 @@ def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("budget", [7, 512])
 def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: str, budget: int) -> None:
-    """They cover the prompt, even if it is chunked, cached or long, and the chosen tokens."""
+    """Covers logprobs of chosen tokens and of prompts, even chunked, cached or long ones."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, num_blocks=64)
     prompt = random_prompt(random.Random(5), 33)
@@ -158,7 +158,7 @@ def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: 
 
 @pytest.mark.parametrize("architecture", ["mistral", "starcoder2"])
 def test_a_window_bounds_what_a_request_holds(checkpoint: Checkpoints, architecture: str) -> None:
-    """Every layer has the same window: blocks before it are released, tokens and prefix cache stay right."""
+    """With one window in all layers, blocks before it are released; tokens and prefix cache stay right."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=4, max_num_batched_tokens=40, num_blocks=160)
     assert core.runner.window == 24  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def test_what_one_instance_has_computed_another_loads(
 
 
 def test_a_reset_empties_the_store_only_if_it_is_to(start: Callable[..., TieredEngine], server: KeyValueServer) -> None:
-    """It removes the blocks of every instance, and nothing of another program."""
+    """A reset removes the blocks of every instance, but nothing of other programs."""
     engine, other, prompts = start(), start(), prompts_of(9)
     tokens = ask_all(engine, prompts)
     server.client.set("other", b"stays")
@@ -170,7 +170,7 @@ def test_the_breaker_tries_again_and_waits_longer_each_time() -> None:
 
 
 def test_disk_and_store_work_together(checkpoint: Callable[..., Path], server: KeyValueServer, tmp_path: Path) -> None:
-    """An instance with a disk of its own takes from the store what its disk lacks."""
+    """An instance with a disk tier reads from the store what its disk lacks."""
     server.client.flushall()
 
     def stores(name: str) -> Callable[[Seal], dict[LowerKind, Store]]:

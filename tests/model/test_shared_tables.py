@@ -1,4 +1,4 @@
-"""Rows that share a block table attend together in C, with the bits that each has alone."""
+"""Rows that share a block table attend together in C, with the same bits as alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if platform.machine() == "x86_64":  # vectors of 8 and of 4 floats
 
 
 def a_step(nums_rows: tuple[int, ...], block_size: int, rng: random.Random, has_prompt: bool = True) -> StepInput:
-    """One sequence for each number of rows, and a prompt among them. Further rows stand behind all sequences."""
+    """Makes a step with a sequence for each number of rows, and a prompt. Additional rows follow all sequences."""
     lens = [rng.choice([1, 30, 64, 95, 150, 200]) for _ in nums_rows]
     most = [length + num_rows for length, num_rows in zip(lens, nums_rows, strict=True)]
     prompt = (rng.choice([5, 33]), rng.choice([0, 40]))
@@ -59,7 +59,7 @@ def a_step(nums_rows: tuple[int, ...], block_size: int, rng: random.Random, has_
 
 
 def pool_of(step: StepInput, layout: KVLayout) -> KVPool:
-    """A pool full of numbers, but NaN behind each sequence."""
+    """Returns a filled pool with NaN after each sequence."""
     pool = KVPool(layout, int(step.blocks.max()) + 1)
     size, heads, dim = layout.block_size, layout.local_kv_heads, layout.head_dim
     numbers = torch.full((len(pool.data), NUM_LAYERS, 2, size, heads, dim), torch.nan)
@@ -77,7 +77,7 @@ def attended(ops: CpuOps, heads: Heads, qkv: torch.Tensor, batch: ForwardBatch) 
 
 
 def check(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int], nums_rows: tuple[int, ...]) -> None:
-    """On one and two threads; the pool's bytes too."""
+    """Compares results and the pool's bytes, on one and two threads."""
     block_size, num_heads, num_kv_heads, head_dim = shape
     rng = random.Random(repr((dtype, shape, nums_rows)))
     torch.manual_seed(head_dim)
@@ -117,7 +117,7 @@ def test_rows_together_have_the_bits_of_rows_alone(dtype: str, flags: tuple[str,
 
 
 def test_rows_of_a_table_read_its_keys_once(ops: CpuOps) -> None:
-    """The longest row's table serves all: what the others' tables say is not read."""
+    """All rows use the longest row's table; the others' tables are not read."""
     step = a_step((6,), 16, random.Random(1), has_prompt=False)
     pool = pool_of(step, KVLayout(NUM_LAYERS, 2, keys_and_values(64), 16, "float32"))
     heads, qkv, batch = Heads(LAYER, 4, 2, 64, 0.125), torch.randn(6, 8 * 64), batch_of(step, pool)
@@ -131,7 +131,7 @@ def test_rows_of_a_table_read_its_keys_once(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16, int8 pool", "w4a8 of bfloat16"])
 def test_logits_of_a_step(tmp_path: Path, name: str) -> None:
-    """All decoder layers are one call, or each is called on its own."""
+    """Covers all decoder layers in one call, and separate calls."""
     runner, decoder = runner_of(wide(tmp_path / "model", "llama"), **CASES[name])
     assert isinstance(runner.model, FusedCausalLM)
     step = a_step((5, 1, 2, 8), 16, random.Random(2), has_prompt=False)

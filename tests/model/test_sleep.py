@@ -1,4 +1,4 @@
-"""An engine that has slept computes the same numbers: whatever it was loaded with, and whatever was loaded since."""
+"""After sleep, an engine computes the same numbers, with everything loaded before and since."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tokens_are_the_same_after_each_level(
 
 @pytest.mark.slow
 def test_adapters_stay(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Also one that is loaded during the sleep, and one that is dropped."""
+    """Covers adapters loaded and dropped during the sleep."""
     base = checkpoint("llama")
     lora = [make_adapter(tmp_path / name, base, seed) for seed, name in enumerate(("first", "second", "third"))]
     soft = make_prompt_adapter(tmp_path / "soft", base, "prefix")
@@ -129,7 +129,7 @@ def test_another_model_at_the_same_place_is_refused(checkpoint: Checkpoints, tmp
 
 
 def test_the_memory_of_blocks_is_returned(checkpoint: Checkpoints) -> None:
-    """All but the extra blocks', with which links are probed: those keep their numbers."""
+    """Memory is released except the extra blocks, which are used for link probes and keep their content."""
     core = make_core(checkpoint("llama"), num_blocks=64, block_size=64)
     runner = core.runner
     assert isinstance(runner, ModelRunner)

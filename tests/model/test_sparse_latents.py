@@ -1,6 +1,6 @@
-"""Sparse latent attention: an indexer chooses keys as transformers' modules do, whatever happens to the pool's blocks.
+"""Sparse latent attention: the indexer chooses keys as transformers does, whatever happens to the pool's blocks.
 
-Its references are passes over whole sequences: transformers' own cache is no part of them.
+References are passes over whole sequences, without transformers' cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ V32: dict[str, Any] = {**V3, "index_n_heads": 64, "index_head_dim": 128, "index_
 
 
 def assert_preferred(folder: Path, prompts: list[list[int]], outputs: list[list[int]], sampling: Sampling) -> None:
-    """Each token is the best one of transformers' model after those before it."""
+    """Asserts that each token is transformers' best one after the preceding tokens."""
     assert prefers(folder, prompts, outputs, [sampling.max_tokens] * len(prompts))
 
 
@@ -73,7 +73,7 @@ def indexers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def test_prompts_in_chunks(
     checkpoint: Checkpoints, architecture: str, num_tokens: int, indexers: list[tuple[int, bool]]
 ) -> None:
-    """Steps that begin anywhere in a block; some tokens see all keys, and some those that are chosen."""
+    """Covers steps that begin anywhere in a block, with tokens that see all keys or only chosen ones."""
     folder, prompts = checkpoint(architecture), prompts_of(1)
     core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96, max_model_len=128)
     indexers.clear()
@@ -113,7 +113,7 @@ def numbers(core: EngineCore, prompts: list[list[int]], chosen: list[int]) -> di
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("architecture", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "glm_moe_dsa"])
 def test_logprobs_are_equal_to_the_bit(checkpoint: Checkpoints, architecture: str) -> None:
-    """SingleRank, among others, and in chunks of every kind."""
+    """Covers single requests, batches, and chunks of every kind."""
     folder, prompts = checkpoint(architecture), prompts_of(3)
     settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 128, "enable_prefix_caching": False}
     core = make_core(folder, block_size=4, **settings)
@@ -127,7 +127,7 @@ def test_logprobs_are_equal_to_the_bit(checkpoint: Checkpoints, architecture: st
 
 @pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_sequences_that_are_preempted(checkpoint: Checkpoints, mode: str) -> None:
-    """Four that grow to 13 blocks each, in a pool of 30; layers have different planes."""
+    """Runs four sequences that grow to 13 blocks each, in a pool of 30; layers have different planes."""
     folder, rng = checkpoint("glm_moe_dsa"), random.Random(2)
     prompts, sampling = [random_prompt(rng, 10) for _ in range(4)], Sampling(max_tokens=40, temperature=0.0)
     core = make_core(folder, block_size=4, num_blocks=30, preemption_mode=mode, swap_space_gib=0.01, max_model_len=64)
@@ -209,7 +209,7 @@ def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.
 
 
 def test_small_index_keys_are_normed_as_transformers_norms_them(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """So small that the norm's eps decides which ones are best."""
+    """Uses keys so small that the norm's eps determines the best ones."""
     small = changed(checkpoint("deepseek_v32"), tmp_path, lambda name, value: value * (5e-4 if ".wk." in name else 1))
     core = make_core(small, block_size=4, num_blocks=96, max_model_len=128)
     prompts = prompts_of(4)
@@ -231,7 +231,7 @@ def wrong_number(self: Indexer, x: torch.Tensor, residual: torch.Tensor, rope: R
 def test_an_indexer_that_chooses_wrongly_is_noticed_at_load(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
-    """The proof shortens the number of chosen keys, for its prompts are short."""
+    """The check at load reduces the number of chosen keys, because its prompts are short."""
     monkeypatch.setattr(Indexer, "choose", fault)
     with pytest.raises(ModelError, match="fusing the layers changed the logits"):
         make_core(checkpoint("glm_moe_dsa"), num_blocks=32)

@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers against a recurrence in float64, against transformers' own, and their bits."""
+"""Kernels of recurrent layers: against a float64 recurrence and transformers' functions, and bit for bit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_bits_depend_on_no_cut(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "of" not in name.split()])
 def test_company_and_checkpoints_change_no_bit(name: str) -> None:
-    """Three sequences in one step, of one token, of many and of two; the second one's state is kept twice."""
+    """One step has sequences of one, many and two tokens; the second one's state is kept twice."""
     case = a_case(name, 180)
     together, alone = BlocksOfStates(case, 8), BlocksOfStates(case, 8)
     together.data[:3] = alone.data[:3] = torch.randn(3, together.data.shape[1])
@@ -141,7 +141,7 @@ def test_company_and_checkpoints_change_no_bit(name: str) -> None:
 
 
 def bare(case: RecurrentCase) -> RecurrentCase:
-    """Leaves the norm and its gate out."""
+    """Returns the layer without its norm and gate."""
     assert case.recurrence is not None
     return replace(case, recurrence=replace(case.recurrence, norm=GatedNorm()))
 
@@ -209,7 +209,7 @@ def test_mamba_is_transformers(limits: tuple[float, float]) -> None:
 
 
 def test_large_numbers_stay_numbers() -> None:
-    """Decays, betas and gates of inputs that overflow an exponential: they have limits."""
+    """Decays, betas and gates stay finite for inputs whose exponential overflows."""
     for name in ("delta", "by channel", "mamba"):
         case = a_case(name, 40)
         inputs = case.inputs

@@ -1,4 +1,4 @@
-"""Hybrids under transformers' own modules: sequences in steps have the logits of a pass over the whole."""
+"""Hybrids with transformers' modules: sequences computed in steps have the logits of a whole pass."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_steps(rest: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("architecture", slow_but(("olmo_hybrid", "nemotron_h", "lfm2"), HYBRIDS))
 def test_chunks_and_single_tokens_beside_each_other(checkpoint: Checkpoints, architecture: str) -> None:
-    """Also from a state that is kept in the middle of a chunk. A pass over the whole has no cache."""
+    """Also from a state kept within a chunk. The reference pass uses no cache."""
     folder, ids = checkpoint(architecture), ids_of(2, 300)
     with torch.inference_mode():
         expected = reference_model(folder)(input_ids=torch.tensor(ids), use_cache=False).logits
@@ -101,7 +101,7 @@ def test_rows_of_single_tokens_have_the_bits_of_each_alone(checkpoint: Checkpoin
         assert torch.equal(found, torch.cat([world.step([request], [1])[0] for request in alone]))
 
 
-# ---- what the proof at load sees
+# ---- faults that the check at load detects
 
 
 def of_another(load: Callable[..., ModulesState]) -> Callable[..., ModulesState]:
@@ -121,7 +121,7 @@ def one_column_too_few(load: Callable[..., ModulesState]) -> Callable[..., Modul
 
 
 def one_part(load: Callable[..., ModulesState]) -> Callable[..., ModulesState]:
-    """Takes the channels of a convolution for those of all heads, as they lie in the pool."""
+    """A fault: reads a convolution's channels in the pool's order, as if they were those of all heads."""
 
     def wrong(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StateParts, dtype: Any) -> ModulesState:
         state = load(planes, blocks, parts, dtype)
@@ -202,7 +202,7 @@ def test_a_layer_that_does_not_write_its_state(checkpoint: Checkpoints) -> None:
         prove(model, pools, "float32")
 
 
-# ---- what a layer is found to keep
+# ---- the caches that layers are found to keep
 
 
 def declared(model_type: str, **fields: Any) -> tuple[LayerCache, ...]:
@@ -242,7 +242,7 @@ def test_windows_make_a_group() -> None:
     ]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid"])

@@ -60,7 +60,7 @@ def assert_same_with_all(compute: Callable[[], torch.Tensor]) -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize(("outputs", "inputs"), WIDTHS)
 def test_products(outputs: int, inputs: int) -> None:
-    """The weight is packed by one thread, as it is at a rank's start."""
+    """One thread packs the weight, as at a rank's start."""
     torch.manual_seed(outputs)
     layer = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs))
     for num_rows in (1, 3, 4, 16, 33, 130):
@@ -73,7 +73,7 @@ def test_products(outputs: int, inputs: int) -> None:
     [(4, 2, 64, 1), (24, 2, 128, 7), (7, 1, 80, 3), (3, 3, 16, 7)],
 )
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, num_seqs: int) -> None:
-    """What it returns, and what it writes to the pool."""
+    """Compares attention's results and its writes to the pool."""
     torch.manual_seed(head_dim)
     batch = make_batch(SEQUENCES[:num_seqs], num_kv_heads, head_dim, 16, random.Random(3))
     heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, None, None)
@@ -89,7 +89,7 @@ def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int
 
 
 class RandomLedger(CoreLedger):
-    """Other ranks begin and end steps all the time: any number of threads, after every layer."""
+    """Changes the number of threads randomly after every layer, as if other ranks began and ended steps."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, index=0, size=2, num_cores=8)
@@ -102,7 +102,7 @@ class RandomLedger(CoreLedger):
 
 
 def tokens_of(core: EngineCore) -> dict[str, dict[int, list[TokenOutput]]]:
-    """Prompts in chunks and of one token, greedy and drawn, with log-probabilities: every bit that leaves an engine."""
+    """Returns tokens with logprobs for chunked and one-token prompts, greedy and sampled."""
     rng = random.Random(4)
     requests = []
     for at, length in enumerate((1, 20, 45, 90, 7)):
@@ -143,7 +143,7 @@ def test_steps_whose_threads_change_at_every_layer(
     if getattr(core.runner.model, "decoder", None) is None:  # which looks after LAYERS_AT_ONCE layers
         assert len(ledger.seen) > 2 * core.num_steps, "the threads were never changed within a step"
     assert set(ledger.seen) == {1, *THREADS}
-    assert torch.get_num_threads() == ledger.own_threads, "the rest of a step has the rank's own threads"
+    assert torch.get_num_threads() == ledger.own_threads, "the rest of a step must use the rank's own threads"
     ledger.close()
 
 
@@ -151,7 +151,7 @@ def test_steps_whose_threads_change_at_every_layer(
 
 
 def allowed_in_this_process() -> list[frozenset[int]]:
-    """The cores of each thread of this process, as the kernel has them."""
+    """Returns the allowed cores of each thread of this process, from the kernel."""
     found: list[frozenset[int]] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -161,7 +161,7 @@ def allowed_in_this_process() -> list[frozenset[int]]:
 
 @pytest.fixture
 def all_cores() -> Iterator[frozenset[int]]:
-    """The test's team may have been bound; it is not afterwards."""
+    """Yields all cores; unbinds the test's threads afterwards."""
     cores = frozenset(os.sched_getaffinity(0))
     yield cores
     team_binding()(max(THREADS), cores)
@@ -194,7 +194,7 @@ def test_a_team_is_bound_whole_and_others_are_not(ops: CpuOps, all_cores: frozen
 def test_steps_that_move_between_their_home_and_all_cores(
     ops: CpuOps, all_cores: frozenset[int], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One and two threads at home, more of them on all cores: the same tokens to the bit."""
+    """Tokens are equal bit for bit with one or two threads on home cores, and more on all cores."""
     folder = checkpoint("llama", **WIDE)
     core = make_core(folder, device="cpu", num_blocks=64, max_num_batched_tokens=64)
     expected = tokens_of(core)
@@ -227,7 +227,7 @@ NUM_SPINNING = 2
 
 
 class World:
-    """A clock, and how long every thread has waited for a core."""
+    """A clock, and each thread's time of waiting for a core."""
 
     def __init__(self) -> None:
         self.now_s = self.waited_s = 0.0
@@ -244,11 +244,11 @@ class World:
 def test_threads_sleep_while_others_want_the_cores() -> None:
     before = held()
     world = World()
-    assert world.spinning.is_quiet, "a model is loaded as quickly beside busy programs"
+    assert world.spinning.is_quiet, "loading must be as fast beside busy programs"
     assert not world.window(waits=0.0)
     assert more_than(before) == Counter()
     assert world.window(waits=0.5)
-    assert world.window(waits=0.0), "not for a moment"
+    assert world.window(waits=0.0), "threads must not sleep for a short wait"
     assert world.window(waits=0.5, seconds=QUIET_S)
     assert world.window(waits=0.15, seconds=QUIET_S), "still busy"
     assert not world.window(waits=0.0, seconds=QUIET_S)

@@ -25,7 +25,7 @@ REFUSED = (*WITHOUT_PLAN, "gpt_neox")
 
 @pytest.mark.parametrize("architecture", usual_first(name for name in CONFIGS if name not in REFUSED))
 def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
-    """Prompts in chunks, then all in one batch, with the KV heads split."""
+    """Runs prompts in chunks and batched, with split KV heads."""
     folder = checkpoint(architecture)
     rng = random.Random(1)
     prompts = [random_prompt(rng, n) for n in (1, 16, 41, 70)]
@@ -60,7 +60,7 @@ def test_three_and_four_ranks(checkpoint: Checkpoints, architecture: str, size: 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints, mode: str) -> None:
-    """Seeded sampling of n = 3 in a pool that is too small: swapped, copied, shared blocks, as on one rank."""
+    """Seeded sampling with n = 3 in a too small pool swaps, copies and shares blocks, with one rank's results."""
     folder = checkpoint("llama")
     sizes: dict[str, Any] = {"block_size": 4, "max_model_len": 96}
     settings = {**sizes, "preemption_mode": mode, "swap_space_gib": 0.01, "max_num_batched_tokens": 32}

@@ -1,4 +1,4 @@
-"""--language-model-only: the text model of a multimodal folder says what the whole one says to texts."""
+"""With --language-model-only, a multimodal folder's text model gives the whole model's tokens for texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_as_the_whole_model_continues_them(tmp_path: Path, name: str) -> None:
-    """In chunks, all in one batch; then again from the prefix cache."""
+    """Runs prompts in chunks, batched, then from the prefix cache."""
     folder = make_multimodal(tmp_path, name)
     expected = reference_greedy(folder, prompts(), 20)
     assert sum(len(set(output)) > 5 for output in expected) > 3, "the reference repeats itself"

@@ -1,4 +1,4 @@
-"""The shipped draft head has its files, and foresees the shipped chat model's answers as often as its card says."""
+"""The shipped draft head is complete, and its acceptance rate for the shipped chat model matches its card."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def raw_tokenizer() -> Tokenizer:
 
 
 def conversation(*texts: str, system: str | None = None) -> Messages:
-    """The texts are said by user and assistant in turn; the user begins."""
+    """Makes messages of user and assistant in turn, beginning with the user."""
     messages = [{"role": "system", "content": system}] if system else []
     roles = ("user", "assistant")
     return messages + [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
@@ -58,7 +58,7 @@ def _closed() -> Iterator[None]:
 
 
 def go_on(prompt: str, max_tokens: int = 240) -> str:
-    """The greedy continuation up to its end."""
+    """Returns the greedy continuation up to its end."""
     ids = tokenizer()(prompt)["input_ids"]
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     (made,) = llm().generate({"prompt_token_ids": ids}, params, use_tqdm=False)
@@ -85,7 +85,7 @@ ANSWERS = {
 
 
 def test_answers() -> None:
-    """With and without a system's message, and beside a tool that does not fit."""
+    """Covers conversations with and without a system message, and with an irrelevant tool."""
     for prompt, answer in ANSWERS.items():
         assert ask(prompt) == answer
         assert ask(prompt, system="You are a helpful assistant.") == answer

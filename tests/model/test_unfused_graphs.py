@@ -1,4 +1,4 @@
-"""Decode steps of transformers' modules as graphs: recorded once and made again, without any Python of the model."""
+"""Decode steps of transformers' modules as graphs: recorded once and replayed without the model's Python."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_reason_is_given_why_steps_run_eagerly(checkpoint: Checkpoints, monkey
 
 
 def test_a_capture_that_fails_leaves_steps_eager(checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
-    """For modules that nobody here wrote; every later step goes the same way, without another try."""
+    """Covers foreign modules; every later step runs eagerly, without another attempt."""
     error = RuntimeError("operation not permitted when stream is capturing\nand more")
     with torch.inference_mode():
         world = World(plain(checkpoint("opt")), refuse=lambda n: error)

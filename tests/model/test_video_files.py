@@ -60,10 +60,10 @@ def expected_of(folder: Path, prompts: list[Filmed]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_engine(name: str) -> None:
-    """Also in chunks that cut every video, with prefix hits that end in one, and kept features."""
+    """Also with chunks that split every video, prefix hits that end within one, and kept features."""
     folder = shared_folder(make_seer, name)
     expected = expected_of(folder, PROMPTS)
-    assert len({tuple(each) for each in expected[:3]}) == 3, "frames or their order do not matter"
+    assert len({tuple(each) for each in expected[:3]}) == 3, "frames and their order must matter"
     assert expected[3] != expected[4], "the videos' order does not matter"
     core = make_core(folder, **SETTINGS)
     assert [answers(folder, core, [prompt])[0] for prompt in PROMPTS] == expected

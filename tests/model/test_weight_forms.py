@@ -1,4 +1,4 @@
-"""A form of weights that only this file knows, for linear layers and for experts: loaded, cut, fused, computed with."""
+"""A weight form defined only in this file, for linear layers and experts: loaded, divided, fused, computed with."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FORM = WeightForm(
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a form needs besides its class: a row in the table."""
+    """Registers the form by a row in the table, all that it needs besides its class."""
     monkeypatch.setitem(FORMS, "grouped int8", FORM)
 
 
@@ -122,7 +122,7 @@ def pair(folder: Path, architecture: str, fused: bool = False, group: int = GROU
 
 
 def with_fused_experts(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As transformers' modules have them."""
+    """Returns weights with experts stacked as in transformers' modules."""
     found, experts = {}, {}
     for name, tensor in stored.items():
         if one := re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)\.weight", name):
@@ -195,7 +195,7 @@ def test_logits_are_bit_for_bit_those_of_the_plain_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_on_a_cpu_have_this_form(tmp_path: Path, dtype: str) -> None:
-    """No layer may be left with its placeholder."""
+    """No layer may keep its placeholder."""
     _, other = pair(tmp_path, "mixtral")
     core = make_core(other, dtype=dtype, num_blocks=32)
     (output,) = generate(core, [[5, 6, 7]], GREEDY)

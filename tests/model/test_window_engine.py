@@ -1,4 +1,4 @@
-"""An engine whose windows free their blocks while other layers keep theirs: long prompts, hits, preemption, forks."""
+"""An engine whose windowed layers release blocks that others keep: long prompts, hits, preemption, forks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Checkpoints = Callable[..., Path]
 
 
 def core_of(folder: Path, **settings: Any) -> EngineCore:
-    """An engine whose padding blocks hold NaN, so that a window that has passed too much is seen."""
+    """Returns an engine whose padding blocks hold NaN, so that releasing too many blocks is detected."""
     core = make_core(folder, **{**ROOM, **settings})
     for pool in core.runner.pools:  # type: ignore[attr-defined]
         for layer in pool.layout.layers:
@@ -62,7 +62,7 @@ def test_prompts_much_longer_than_the_window(checkpoint: Checkpoints, architectu
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_hit_needs_the_last_tokens_of_a_window(checkpoint: Checkpoints, architecture: str) -> None:
-    """The window's blocks of a prompt's beginning are evicted, and its end still serves; without that, nothing does."""
+    """A hit needs the windowed layers' last blocks of a prefix, but not their evicted earlier ones."""
     folder, rng = checkpoint(architecture), random.Random(2)
     core = core_of(folder, max_num_seqs=1)
     long = random_prompt(rng, 300)
@@ -97,7 +97,7 @@ def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, m
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_sequences_and_beams_share_what_the_window_has_not_passed(checkpoint: Checkpoints, architecture: str) -> None:
-    """Several sequences and beams are those of an engine that computes each by itself."""
+    """Several sequences and beams equal those of an engine that computes each alone."""
     folder, rng = checkpoint(architecture), random.Random(4)
     core, company = core_of(folder), [random_prompt(rng, n) for n in (40, 5, 90)]
     drawn = Sampling(n=3, max_tokens=30, temperature=1.0, seed=5, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_sequences_and_beams_share_what_the_window_has_not_passed(checkpoint: Ch
 def test_a_window_one_token_short_is_noticed(
     checkpoint: Checkpoints, num_known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It frees a block one step too early, and a hit lacks the block with the first token that is seen."""
+    """The fault frees a block one step too early, and a hit lacks the block with the first visible token."""
     folder = checkpoint("gpt_oss", sliding_window=34)
     core, prompt = core_of(folder), random_prompt(random.Random(5), 130)
     sampling = FIRST if num_known else GREEDY

@@ -1,4 +1,4 @@
-"""Layers with a window in a group of their own compute the bits of one group, and read no block that it has passed."""
+"""Windowed layers in a separate group have the bits of a single group, and do not read released blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def runner_of(folder: Path, splits: bool, monkeypatch: pytest.MonkeyPatch, **set
 
 
 def requests_of(num_groups: int) -> list[Request]:
-    """Four sequences, with blocks of their own in each group, scattered."""
+    """Returns four sequences with scattered blocks in each group."""
     rng = random.Random(3)
     found = []
     free = [rng.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2)][:num_groups]
@@ -67,7 +67,7 @@ def pass_by(request: Request, runner: ModelRunner) -> None:
 
 
 def steps() -> list[list[int]]:
-    """Tokens of each sequence in each step: prompts in chunks, single tokens, both together."""
+    """Returns each sequence's tokens per step: chunked prompts, single tokens, and both together."""
     rng, left = random.Random(5), [LONGEST, 90, 61, 7]
     found = []
     while any(left):
@@ -78,7 +78,7 @@ def steps() -> list[list[int]]:
 
 
 def computed(runner: ModelRunner) -> tuple[list[torch.Tensor], list[int]]:
-    """Returns the logits of all tokens, step by step, and how many layers had written whenever that was told."""
+    """Returns all tokens' logits per step, and the reported numbers of written layers."""
     requests = requests_of(len(runner.pools))
     found, told = [], list[int]()
     for at, sizes in enumerate(steps()):

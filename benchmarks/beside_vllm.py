@@ -84,4 +84,4 @@ def compared(name: str, ours: DraftSpeeds, theirs: DraftSpeeds) -> Iterator[Resu
         goal = 0 if side is ours else None
         yield counted(f"{name}, {who}: answers that differ with drafts", side.num_differing, "answers", goal)
     times = [one / other for one, other in zip(ours.drafting, theirs.drafting, strict=True)]
-    yield result(f"{name}: ours with drafts, times vLLM with drafts", times, "x", "higher", GOAL)
+    yield result(f"{name}: ours with drafts ÷ vLLM with drafts", times, "x", "higher", GOAL)

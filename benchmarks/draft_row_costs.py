@@ -71,4 +71,4 @@ def _results(weights: str, took_ms: dict[tuple[int, int], list[float]], contexts
         for num_rows in ROWS[1:]:
             ratios = [many / one for many, one in zip(took_ms[context, num_rows][1:], alone, strict=True)]
             goal = GOALS.get((weights, context, num_rows))
-            yield result(f"context of {context}: {num_rows} rows, times one", ratios, "x", goal=goal)
+            yield result(f"context of {context}: {num_rows} rows ÷ one row", ratios, "x", goal=goal)

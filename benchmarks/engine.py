@@ -28,13 +28,13 @@ UNITS = {"_ms": "ms", "_gb_per_s": "GB/s", "_tokens": "tokens"}
 Figures = Mapping[str, float]
 Round = Mapping[str, PeerResult]
 STEP_GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
-    ("decode of 1, times reading the weights", 1.4, "x", lambda f: f["decode_1_ms"] / f["read_weights_ms"]),
-    ("decode of 32, times its linears alone", 1.25, "x", lambda f: f["decode_32_ms"] / f["linears_32_ms"]),
-    ("1,024-token prefill, times its linears", 1.25, "x", lambda f: f["prefill_1024_ms"] / f["linears_1024_ms"]),
+    ("decode step of 1 ÷ reading the weights", 1.4, "x", lambda f: f["decode_1_ms"] / f["read_weights_ms"]),
+    ("decode step of 32 ÷ its linears alone", 1.25, "x", lambda f: f["decode_32_ms"] / f["linears_32_ms"]),
+    ("1,024-token prefill ÷ its linears", 1.25, "x", lambda f: f["prefill_1024_ms"] / f["linears_1024_ms"]),
     ("bookkeeping of a step of 32", 0.5, "ms", lambda f: f["bookkeeping_32_ms"]),
     ("greedy sampling of 32", 3.0, "ms", lambda f: f["greedy_32_ms"]),
     ("top-k/top-p sampling of 32, % of the step", 10.0, "%", lambda f: 100 * f["drawn_32_ms"] / f["drawn_step_32_ms"]),
-    ("TTFT of 64 after a cached prefix, times alone", 1.2, "x", lambda f: f["prefix_ttft_ms"] / f["alone_ttft_ms"]),
+    ("TTFT of 64 after a cached prefix ÷ of 64 alone", 1.2, "x", lambda f: f["prefix_ttft_ms"] / f["alone_ttft_ms"]),
 ]
 
 
@@ -102,7 +102,7 @@ def results(rounds: Sequence[Round]) -> Iterator[Result]:
         for engine, values in rates.items():
             yield result(f"{name}, {engine}", values, "tokens/s", "higher")
         ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-        yield result(f"{name}: tokens/s, times generate()", ratios, "x", "higher", goal)
+        yield result(f"{name}: tokens/s ÷ those of generate()", ratios, "x", "higher", goal)
         ours, theirs = (rounds[0][engine].runs[name].outputs for engine in (OURS, REFERENCE))
         yield result(f"{name}: tokens equal to generate()'s", [100 * equal_share(ours, theirs)], "%", "higher")
     if STEPS in rounds[0]:

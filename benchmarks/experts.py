@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size
 ROWS = (1, 8, 32)
 GOALS: tuple[Goal, ...] = (
     *(
-        (f"experts of {n} rows, times reading the chosen ones", "lower", 1.25, f"experts_{n}_ms", f"read_{n}_ms")
+        (f"experts of {n} rows ÷ reading the chosen ones", "lower", 1.25, f"experts_{n}_ms", f"read_{n}_ms")
         for n in ROWS
     ),
     ("prefill of 512 tokens, share of the dense model's speed", "higher", 0.85, "dense_512_ms", "prefill_512_ms"),

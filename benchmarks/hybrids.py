@@ -47,12 +47,12 @@ SHAPE: dict[str, Any] = {
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 320, "intermediate_size": 256}
 NUM_SEQS, NUM_TRIES, ANSWER, QUESTION = 8, 10, 16, 64
 GOALS: tuple[Goal, ...] = (
-    ("decode at 16,384 tokens, times at 1,024", "lower", 1.25, "decode_16384_ms", "decode_1024_ms"),
-    ("decode of 8, times reading weights and passing over states", "lower", 1.4, "decode_of_8_ms", "floor_of_8_ms"),
-    ("generate()'s prefill of 1,024 tokens, times ours", "higher", 1.25, "generate_1024_ms", "prefill_1024_ms"),
+    ("decode at 16,384 tokens ÷ at 1,024", "lower", 1.25, "decode_16384_ms", "decode_1024_ms"),
+    ("decode of 8 ÷ reading weights and passing over states", "lower", 1.4, "decode_of_8_ms", "floor_of_8_ms"),
+    ("generate()'s prefill of 1,024 tokens ÷ ours", "higher", 1.25, "generate_1024_ms", "prefill_1024_ms"),
     ("recurrence and convolution, share of the prefill", "lower", 0.15, "states_1024_ms", "prefill_1024_ms"),
-    ("second turn, times the cold first token", "lower", 0.3, "second_turn_ms", "cold_2048_ms"),
-    ("fork of 4, times copying its bytes", "lower", 1.5, "fork_ms", "copies_ms"),
+    ("second turn ÷ the cold first token", "lower", 0.3, "second_turn_ms", "cold_2048_ms"),
+    ("fork of 4 ÷ copying its bytes", "lower", 1.5, "fork_ms", "copies_ms"),
 )
 
 

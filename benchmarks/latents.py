@@ -28,9 +28,9 @@ LATENT: dict[str, Any] = {**WIDTHS, **OTHERS, "intermediate_size": 6528}
 DENSE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 7100}
 SMALL: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 320}
 GOALS: tuple[Goal, ...] = (
-    ("decode at 512 tokens, times reading weights and latents", "lower", 1.3, "decode_512_ms", "read_ms"),
-    ("decode at 8,192 tokens, times at 512", "lower", 1.6, "decode_8192_ms", "decode_512_ms"),
-    ("modules' decode at 2,048 tokens, times ours", "higher", 3.0, "modules_2048_ms", "decode_2048_ms"),
+    ("decode at 512 tokens ÷ reading weights and latents", "lower", 1.3, "decode_512_ms", "read_ms"),
+    ("decode at 8,192 tokens ÷ at 512", "lower", 1.6, "decode_8192_ms", "decode_512_ms"),
+    ("modules' decode at 2,048 tokens ÷ ours", "higher", 3.0, "modules_2048_ms", "decode_2048_ms"),
     ("prefill of 2,048 tokens, share of the dense model's speed", "higher", 0.65, "dense_2048_ms", "prefill_2048_ms"),
 )
 

@@ -34,6 +34,6 @@ def results(times_ms: dict[str, float]) -> list[Result]:
     found = [result("a step without --enable-lora", [bare_ms], "ms")]
     distinct = {int(name.split()[0]): took for name, took in times_ms.items() if name.endswith(" adapters")}
     for num, took_ms in distinct.items():
-        name = f"{num} adapters in the batch, times the speed without --enable-lora"
+        name = f"{num} adapters in the batch ÷ the speed without --enable-lora"
         found.append(Result(name=name, value=bare_ms / took_ms, unit="x", better="higher", goal=GOALS.get(num)))
     return found

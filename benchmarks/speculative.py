@@ -144,7 +144,7 @@ Round = tuple[Asked, Asked]  # results without and with drafts
 def results_of(name: str, rounds: Sequence[Round], goal: float) -> Iterator[Result]:
     yield result(f"{name}: without drafts", [plain.rate for plain, _ in rounds], "tokens/s", "higher")
     ratios = [drafting.rate / plain.rate for plain, drafting in rounds]
-    yield result(f"{name}: with drafts, times that", ratios, "x", "higher", goal)
+    yield result(f"{name}: with drafts ÷ without drafts", ratios, "x", "higher", goal)
     if shares := [each.num_accepted / each.num_drafted for _, each in rounds if each.num_drafted]:
         yield result(f"{name}: drafts accepted", shares, "of drafts", "higher")
     if steps := [each.tokens_a_step for _, each in rounds if each.tokens_a_step]:

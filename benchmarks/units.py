@@ -52,8 +52,8 @@ BUSY = {"all": (NUM_SEQUENCES, NUM_SEQUENCES), "one": (NUM_SEQUENCES, 0), "singl
 UNIT, APART = "a unit", "two instances"
 Figures = dict[str, float]
 RATIOS: tuple[tuple[str, Better, float, str, str], ...] = (
-    ("tokens/s of a unit, times two instances", "higher", 0.95, f"{UNIT}, all", f"{APART}, all"),
-    ("time a token of 16 sequences with an idle member, times alone", "lower", 1.25, f"{APART}, one", f"{UNIT}, one"),
+    ("tokens/s of a unit ÷ two instances", "higher", 0.95, f"{UNIT}, all", f"{APART}, all"),
+    ("time a token of 16 sequences with an idle member ÷ alone", "lower", 1.25, f"{APART}, one", f"{UNIT}, one"),
     ("time a token of 1 sequence, likewise", "lower", 1.25, f"{APART}, single", f"{UNIT}, single"),
 )
 

@@ -130,7 +130,7 @@ def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
 
 def _shape(cache: LayerCache) -> str:
     planes = " and ".join(f"{plane.name} ({plane.width} values)" for plane in cache.planes)
-    return f"{cache.num_heads} heads of {planes}" if planes else "nothing"
+    return f"{cache.num_heads} {'head' if cache.num_heads == 1 else 'heads'} of {planes}" if planes else "nothing"
 
 
 class _HeadWeights:

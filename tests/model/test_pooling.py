@@ -98,7 +98,7 @@ def reference_logits(folder: Path, prompt: list[int]) -> np.ndarray:
 
 
 def test_beside_requests_that_generate(checkpoint: Checkpoints) -> None:
-    """Pooling and generating requests in the same steps, with prompt logprobs and several sequences, do not interact."""
+    """Pooling and generating requests in one step, with prompt logprobs and several sequences, are independent."""
     core = make_core(checkpoint("llama"), block_size=16, max_num_batched_tokens=40, num_blocks=96)
     prompts = prompts_of(3, (50, 3, 33, 60))
     samplings = [

@@ -25,7 +25,7 @@ def speedups_for(wanted: Sequence[str], device: Device, is_deterministic: bool, 
     if not wanted:
         return ()
     if not device.is_accelerator:
-        log.info("%s changes nothing on a CPU", told(NAME))
+        log.info("%s has no effect on a CPU", told(NAME))
         return ()
     if not device.traits.runs_triton:
         raise ConfigError(f"{NAME} {wanted[0]}: it is for NVIDIA GPUs; remove it on {device.kind.upper()}s")

@@ -26,7 +26,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 async def test_an_endless_head_is_cut_off(name: str) -> None:
-    """Of a MiB of head, the server reads 64 KiB and answers; no route is called."""
+    """The server reads 64 KiB of a head of 1 MiB, and answers without calling a route."""
     async with serving() as at:
         client = await at.connect()
         await client.send(ENDLESS[name])

@@ -120,7 +120,7 @@ def test_a_wide_vocabulary(asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(262_144, marks=SLOW_IF_INTERPRETED), 32_768])
 def test_a_wide_vocabulary_of_equals(vocab_size: int) -> None:
-    """Of equal logits, top_p keeps the lowest ids, exactly as many as it allows; the last of them can be drawn."""
+    """Among equal logits, top_p keeps exactly as many ids as it allows, the lowest; the last of them can be drawn."""
     logits = torch.full((1, vocab_size), 2.0)
     knobs = DrawParameters.of([Sampling(top_p=0.25)], np.full(1, LARGEST_UNIFORM), vocab_size)
     actual = drawn_there(logits, knobs, [0])

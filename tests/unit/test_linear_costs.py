@@ -59,7 +59,7 @@ def test_rows_use_the_free_ones_before_prompt_tokens() -> None:
 
 
 def test_a_step_that_reads_weights_as_long_as_it_computes_few_tokens_is_fitted() -> None:
-    """Of prompts alone: a line through them would miss those of the usual length by a tenth."""
+    """A line through prompts alone would miss the times of usual lengths by a tenth."""
     true = StepCost(step_s=0.04, prompt_token_s=0.0015, prompt_pair_s=6e-7, num_flat_rows=32)
     prompts = [StepWork(0, 0, num, num * (num + 1) // 2) for num in (8, 16, 32, 64, 128, 256, 512, 1024)]
     found, error = fit_step([(work, true.seconds(work)) for work in [StepWork(1, 32), StepWork(2, 64), *prompts]])

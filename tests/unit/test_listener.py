@@ -1,4 +1,4 @@
-"""What connections leave behind at a real listener."""
+"""Checks that connections leave nothing behind at a real listener."""
 
 from __future__ import annotations
 

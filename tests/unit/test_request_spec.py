@@ -152,7 +152,7 @@ def test_requests_of_different_variants_share_no_blocks() -> None:
 
 
 def test_blocks_are_shared_up_to_the_first_span_of_another_content() -> None:
-    """Of five blocks of 4 tokens, the third has the beginning of a span, and the fourth its end."""
+    """A span begins in the third of five blocks of 4 tokens, and ends in the fourth."""
     tokens = list(range(20))
 
     def hashes(*spans: Span) -> list[bytes]:

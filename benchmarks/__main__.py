@@ -200,6 +200,19 @@ def overload(
     _run(run(seconds, shapes, seed, quick, json))
 
 
+@app.command("roles")
+def roles(
+    seconds: Annotated[float, typer.Option(min=70, help="Duration of each of three phases.")] = 180.0,
+    seed: Seed = 0,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Compare --auto-role to fixed roles while lengths change, with simulated workers."""
+    from benchmarks.router.roles import run
+
+    _run(run(seconds, seed, quick, json))
+
+
 @app.command("batches")
 def batches(
     lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 5000,

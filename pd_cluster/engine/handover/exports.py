@@ -249,7 +249,10 @@ class Exports:
                     self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
                 if awaiting:
-                    reason = f"the link to {export.request.peer} is at rest, and D had no room within {limit_s:g} s"
+                    reason = (
+                        f"the link to {export.request.peer} is at rest, and the decode instance had no capacity to "
+                        f"open it within {limit_s:g} s"
+                    )
                 self._ended(export.request, None if handed_over else reason)
 
     # ---- internal

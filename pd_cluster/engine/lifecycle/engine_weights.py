@@ -68,7 +68,7 @@ class EngineWeights:
             self.status = replace(self.status, **changes)
 
     def wish(self, version: WeightVersion) -> None:
-        """Requests a version. An earlier one than the one that is held is ignored."""
+        """Requests a version. Ignores it if it is older than the last requested version."""
         if version.epoch == self.epoch:  # perhaps under another name
             self._report(held=version)
         elif self._source is None:

@@ -145,7 +145,7 @@ class Preloader:
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
-        """Returns the preloader whose socket the process that started this one has passed on, if any."""
+        """Returns the preloader whose socket this process has inherited from the process that started it, if any."""
         try:
             number = int(env[VARIABLE])
             if not stat.S_ISSOCK(os.fstat(number).st_mode):

@@ -25,7 +25,7 @@ class Status(enum.Enum):
 
 
 class Retention(NamedTuple):
-    """Keeps cached blocks longer than others until a time by the engine's clock. Owners have equal shares of this."""
+    """Keeps cached blocks longer than others, until a time by the engine's clock. Owners have equal shares of space."""
 
     owner: str
     until_s: float

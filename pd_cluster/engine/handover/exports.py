@@ -165,7 +165,7 @@ class Exports:
         if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
-            self._ended(export.request, f"{export.request.peer} sent invalid first tokens: {wanted}")
+            self._ended(export.request, f"{export.request.peer} sent a credit from invalid tokens on: {wanted}")
         else:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):

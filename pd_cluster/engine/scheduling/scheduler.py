@@ -476,9 +476,10 @@ class StepScheduler:
         return self._whole(request, num_tokens, budget)
 
     def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
-        """Returns `num_tokens`. If the chunk would end inside an image, it ends before the image instead.
+        """Returns `num_tokens`, or another number of tokens if the chunk would end inside an image.
 
-        If it begins with this image, it has the whole rest of the image, or no tokens if the rest exceeds the budget.
+        The chunk then ends before the image. If it begins with the image, it has the image's rest if the budget allows
+        that, and otherwise no tokens.
         """
         if not self._keeps_images_whole:
             return num_tokens

@@ -10,7 +10,7 @@ ALMOST = 1e-9  # a cut this close to a step's end (as a share of the step) count
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """`num_steps` steps. At full speed, the first takes `first_s`, and each is `growth_s` longer than the one before."""
+    """`num_steps` steps. At full speed, the first takes `first_s`, and each is `growth_s` longer than the previous."""
 
     first_s: float
     growth_s: float = 0.0

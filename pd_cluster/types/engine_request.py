@@ -207,7 +207,7 @@ def sibling(request: Request, **own: Any) -> Request:
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """Returns the request as this sequence, with the tokens that it had elsewhere. Siblings share only the prompt."""
+    """Returns a sequence that resumes with the tokens that it got elsewhere. Siblings share only the prompt."""
     return sibling(
         request,
         index=resumed.index,

@@ -224,7 +224,7 @@ class Fork:
     def fileno(self) -> int:
         """Returns a descriptor to wait for.
 
-        It is readable when `accept` can read or, once the rank runs, when it has ended.
+        Until the rank runs, it is readable when `accept` can read; after that, when the rank has ended.
         """
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 

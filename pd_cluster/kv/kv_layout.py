@@ -49,7 +49,7 @@ class KVLayout:
     tp_rank: int = 0
     plane_layers: tuple[tuple[int, ...], ...] = ()  # by plane: the layers that have it, ascending; (): all have all
     num_draft_layers: int = 0  # the last of the layers, which belong to a draft head
-    draft_head: str = ""  # identifies what determines their contents besides the model; "": there is no draft head
+    draft_head: str = ""  # identifies what besides the model determines these layers' contents; "": there is none
     rule: RuleName = "all"  # a request holds the blocks of all tokens, of the last `window`, or one block with a state
     window: int = 0
     layers: tuple[int, ...] = ()  # the layers' indices in the model, ascending; (): the group has all layers

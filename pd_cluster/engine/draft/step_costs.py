@@ -17,7 +17,7 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # the weight of the newest step
 MAX_AGE_STEPS = 512  # a size that has not been measured for this many steps is measured again
-FIRST_MAX_AGE_STEPS = 64  # the same for a first measurement, which may be wrong; each further measurement doubles it
+FIRST_MAX_AGE_STEPS = 64  # the same after one measurement, which other work may have slowed; further ones double it
 NUM_TRIED = 3  # first steps of a size; only the fastest counts, because the first one initializes and any may be slow
 TRIED_FACTOR = 2  # sizes of up to this many times the largest known size may be tried
 NEVER = float("inf")

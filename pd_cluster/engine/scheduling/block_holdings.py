@@ -79,7 +79,7 @@ class Holdings:
         return Hit(num_blocks, tables, num_known)
 
     def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
-        """Returns the most blocks after which each group has all blocks that later tokens attend to."""
+        """Returns the largest number of blocks such that each group has all blocks that tokens after them attend to."""
         num_blocks = most
         while num_blocks:
             unknown = [self._last_unknown(each, request, num_blocks) for each in groups]

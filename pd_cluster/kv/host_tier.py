@@ -257,7 +257,7 @@ class HostTier:
         return taken
 
     def is_missing_below(self, content: bytes) -> bool:
-        """Whether the lower tiers neither have this content nor will get it."""
+        """Whether some lower tier neither has this content nor will get it."""
         return any(not lower.has_or_will_have(content) for lower in self.lower)
 
     def filled(self, content: bytes, slot: int) -> None:

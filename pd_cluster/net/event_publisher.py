@@ -237,7 +237,7 @@ class EventPublisher:
             except ConfigError as error:  # libzmq's own thread releases the port a moment later
                 self._close_sockets()
                 if time.monotonic() > told_s:
-                    log.error("no KV events are published meanwhile: %s", error)
+                    log.error("KV events are not published until this succeeds: %s", error)
                     told_s = time.monotonic() + 60
                 time.sleep(BIND_RETRY_S)
 

@@ -132,10 +132,10 @@ class Holdings:
         return self.hashes(request, num_tokens // self.block_size)
 
     def missing_below(self, request: Request, num_cached: int) -> list[int]:
-        """Returns which of the request's cached blocks lower tiers lack; a block that is reused is worth keeping there.
+        """Returns the indices of the request's cached blocks that both host memory and some lower tier lack.
 
-        Blocks of common beginnings are never evicted, so lower tiers would never get them. Without these blocks, the
-        blocks after them could not be used.
+        A block that is reused is worth keeping there. Blocks of common beginnings are never evicted, so lower tiers
+        would otherwise never get them, and the blocks after them could not be used.
         """
         tier = self.blocks.tier
         if tier is None or not tier.lower or not num_cached:

@@ -32,8 +32,8 @@ class _ValidTokens(NamedTuple):
 class TwinBlocks:
     """The twins of a pool's blocks.
 
-    Comparing a block's own tokens is enough: sequences that hold the same version of a block also share all blocks
-    before it.
+    Comparing a block's own tokens is enough: sequences share whole beginnings, so those that hold the same version of a
+    block also have equal tokens before it.
     """
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:

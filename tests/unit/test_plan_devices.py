@@ -132,7 +132,7 @@ def test_measured_costs_are_of_one_number_of_ranks() -> None:
     )
     small = MeasuredSource(Costs(model="m", device="cpu", source="x", step=StepCost(0.01), num_blocks=100), "f", LOAD)
     found = small.costs(LayoutCandidate(SimulatedLayout(num_hybrid=1)))
-    assert found == Infeasible("f: num_blocks have room for 1600 tokens, and the longest request has 3200")
+    assert found == Infeasible("f: its num_blocks hold 1600 tokens, and the longest request has 3200")
 
 
 def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) -> StartCommands:

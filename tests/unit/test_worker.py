@@ -268,7 +268,7 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
     assert limits.problem(Request("r", RequestSpec(prompt, sampling()))) is None
     told = limits.problem(Request("r", RequestSpec(prompt, sampling(prompt_logprobs=0))))
-    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return"
+    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return; at most 1000000 logprobs are allowed"
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 1 << 32, 1 << 64, -(1 << 64)])

@@ -166,7 +166,7 @@ def test_the_fields_of_an_answer(llm: LLM) -> None:
     assert len(one.outputs.text) == 6
     assert ids(one.outputs.text) == one.outputs.token_ids == one.outputs[0].token_ids
     assert one.outputs.text == one.outputs[0].text
-    assert one.outputs.send_idx == 5, "expected the last token's, counted from 0"
+    assert one.outputs.send_idx == 5, "expected the last token's index"
     assert one.outputs.reasoning_content is None
     (several,) = llm.generate(["hi"], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
     assert [each.index for each in several.outputs] == [0, 1, 2]
@@ -248,7 +248,7 @@ def test_the_metrics_of_a_request_are_in_order(llm: LLM) -> None:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It follows from gpu_memory_utilization's share of memory, on a CPU of the host's."""
+    """It follows from kv_cache_memory, or from gpu_memory_utilization, on a CPU a share of the host's memory."""
     num_tokens = []
     cases: list[dict[str, Any]] = [{"kv_cache_memory": 0.01, "block_size": size} for size in (32, 64)]
     cases += [{"gpu_memory_utilization": share, "block_size": 64} for share in (0.0005, 0.002)]

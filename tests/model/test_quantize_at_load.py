@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, chosen: str, 
 
 
 def test_schemes_are_in_the_numerics(tmp_path: Path) -> None:
-    """Each scheme differs from the others, also of output layers in coded folders and bfloat16; synonyms do not differ."""
+    """Each scheme has its own name, also of output layers in coded folders and in bfloat16; synonyms share one."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     coded, _ = rewritten(folder, tmp_path, FORMATS["awq"])
     cases: list[tuple[Path, dict[str, Any], dict[str, Any], tuple[str, str, str] | None]] = [

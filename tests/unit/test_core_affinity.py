@@ -265,7 +265,7 @@ def test_the_thread_of_a_team_that_waits_most_counts(at: Time) -> None:
 
 @needs_two_cores
 def test_a_home_is_used_only_while_it_may_be(at: Time) -> None:
-    """A home is used only while `may_bind` allows it; it does not if a rank of the host cannot be seen."""
+    """A home is used only while `may_bind` allows it, as it does if all ranks of the host can be seen."""
     home = home_with(at)
     home.may_bind = lambda: at.now_s >= 101
     assert [step(home, at, 0.5) for _ in range(3)] == [ALL, ALL, OWN]

@@ -340,7 +340,7 @@ def test_of_processes_that_race_one_builds_the_file(tmp_path: Path, monkeypatch:
 def test_a_source_that_changes_while_it_is_compiled_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a library compiled from the new source would be stored under the old source's name."""
+    """A library compiled from the new source must not be stored under the old source's name."""
     source, changed, compiler = (tmp_path / name for name in ("kernels.c", "changed", "compiler"))
     source.write_text("int number(void) { return 1; }\n")
     changed.write_text("int number(void) { return 2; }\n")

@@ -270,7 +270,7 @@ def test_prompts(flags: tuple[str, ...]) -> None:
 
 
 def test_rows_that_are_zero_infinite_or_not_numbers(flags: tuple[str, ...]) -> None:
-    """Such rows affect no other row, and do not become finite."""
+    """Such rows affect no other row; those with infinity or NaN do not become finite."""
     torch.manual_seed(0)
     for name, layer in layers_of(40, 96, flags).items():
         assert layer is not None

@@ -199,7 +199,7 @@ def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=60, temperature=0.0), Sampling(max_tokens=60, seed=3)])
 def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
-    """With one draft per step, greedy and sampled answers equal those without drafts."""
+    """Answers equal those without drafts; with one draft per step, at least 60 % are right."""
     speculation = Speculation(methods=("eagle3",), model=str(HEAD), num_speculative_tokens=1)
     tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
     text = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

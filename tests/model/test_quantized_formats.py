@@ -160,7 +160,7 @@ def test_logits_are_near_those_of_the_weights_alone(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_ascend_s_static_products(dtype: torch.dtype) -> None:
-    """Equals the format's formula: integer rows with zero point, bias in units of the scale, then the scale."""
+    """Products equal the format's formula: rows of integers with zero point, bias in units of the scale, scale."""
     torch.manual_seed(0)
     weight, x = torch.randn(8, 32), torch.randn(5, 32)
     parts, _ = ascend_static(weight, 0, dtype)

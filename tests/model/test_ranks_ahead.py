@@ -69,7 +69,7 @@ def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoi
 def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     checkpoint: Checkpoints, runners: list[ModelRunner]
 ) -> None:
-    """If only some ranks replayed a padded graph, sums would have different sizes. Most steps are launched ahead."""
+    """If only some ranks replayed a padded graph, sums would have different sizes. Some steps are launched ahead."""
     folder = checkpoint("llama")
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (4, 7, 9)]

@@ -118,7 +118,7 @@ def test_an_instance_that_restarts_gets_its_copy_from_a_peer(apart: Apart, versi
         assert ask(apart)[::2] == expected[::2]
     finally:
         (versions / "hidden").rename(own)
-    assert all(len(apart.copies(name)) == 1 for name in ("prefill-0", "decode-0", "decode-1")), "a dead process's copy"
+    assert all(len(apart.copies(name)) == 1 for name in ("prefill-0", "decode-0", "decode-1")), "old copies are left"
 
 
 def test_nobody_has_the_files_any_more(apart: Apart, versions: Path) -> None:

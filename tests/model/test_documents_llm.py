@@ -312,7 +312,7 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
             (output,) = llm.generate(["a"], SamplingParams(logprobs=3), use_tqdm=False)
             assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
             (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
-            assert len(output.outputs.token_ids) == 2, "max_model_len"
+            assert len(output.outputs.token_ids) == 2, "max_model_len must limit it"
             pool = made[0].runner.pool
         assert (max(made[0].num_seqs), max(made[0].num_tokens)) == (3, 50)
         assert (pool.layout.block_size, pool.num_blocks) == (8, 70)

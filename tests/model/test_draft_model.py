@@ -216,7 +216,7 @@ def test_both_models_share_the_memory_of_the_pool(checkpoint: Checkpoints) -> No
         make_core(target, kv_cache_memory_gib=0.01, block_size=8, speculation=each).scheduler.blocks.num_blocks
         for each in (Speculation(), Speculation(methods=("draft_model",), model=str(draft)))
     )
-    assert both == pytest.approx(alone * 3 / 4, abs=1), "three layers, and one of the draft model"
+    assert both == pytest.approx(alone * 3 / 4, abs=1), "the draft model has a fourth layer"
 
 
 @pytest.mark.usefixtures("one_preloader")

@@ -185,7 +185,7 @@ def test_pictures_are_spread_over_ranks(tmp_path: Path, towers: dict[int, Tower]
     for tower in towers.values():
         assert list(tower.kept) == list(alone.kept)
         for key, features in tower.kept.items():
-            assert len(features) == 3, "the planes of DeepStack"
+            assert len(features) == 3, "expected DeepStack's planes"
             assert torch.equal(features, alone.kept[key])
 
 

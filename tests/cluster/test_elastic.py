@@ -219,7 +219,7 @@ def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: El
 
 
 def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: SteadyStream) -> None:
-    assert cluster.roles()["prefill-1"] == "decode", "left by the previous test"
+    assert cluster.roles()["prefill-1"] == "decode", "the previous test must leave this role"
     cluster.kill("scheduler")
     cluster.await_exit("scheduler")
     cluster.start_member("scheduler")

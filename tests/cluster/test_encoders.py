@@ -127,7 +127,7 @@ def test_two_encoders_keep_what_comes_again(model: Path, tmp_path: Path) -> None
                 assert_answers(cluster, model, "ab", picture(seed), "c")
         cluster.wait_until("each was computed once", lambda: sum(num_encoded(cluster, each) for each in both) == 8)
         assert sum(metric(cluster, "encoder_cache_hits", each) for each in both) == 16
-        assert all(num_encoded(cluster, each) > 0 for each in both), "digests spread"
+        assert all(num_encoded(cluster, each) > 0 for each in both), "digests must spread images over both"
         cluster.kill("encode-1")
         for seed in range(8, 12):
             assert_answers(cluster, model, "ab", picture(seed), "c")

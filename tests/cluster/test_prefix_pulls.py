@@ -1,4 +1,4 @@
-"""Prefill instances pull cached prefixes from each other: tokens are the same, and a dead end leaves nothing held."""
+"""Prefill instances pull cached prefixes from each other: tokens are the same; nothing stays held if an end dies."""
 
 from __future__ import annotations
 

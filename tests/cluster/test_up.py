@@ -162,7 +162,7 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     await_mark(page, "decode-0", "up")
-    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "both processes' lines"
+    assert sum("control port" in line for line in page.get(LOGS).json()["lines"]) == 2, "one for each process"
     answer = page.post(
         "/dashboard/api/chat", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     )

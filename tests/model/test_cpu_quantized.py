@@ -195,7 +195,7 @@ def test_fp8(flags: tuple[str, ...], shape: tuple[int, int, int], activations: A
 
 @on_x86
 def test_fp8_where_a_thread_takes_subnormal_numbers_for_zeros(flags: tuple[str, ...]) -> None:
-    """If a library made the thread flush subnormals to zero, codes are still right, and the mode is restored."""
+    """Even if a library made the thread flush subnormals to zero, products are exact; the mode is restored."""
     codes = torch.arange(16 * 96).remainder(127).to(torch.uint8).view(16, 96)
     layer = fp8_weight_only_linear(codes.view(torch.float8_e4m3fn), torch.ones(16, 1), None, flags=flags)
     assert layer is not None
@@ -270,7 +270,7 @@ def test_prompts(flags: tuple[str, ...]) -> None:
 
 
 def test_rows_that_are_zero_infinite_or_not_numbers(flags: tuple[str, ...]) -> None:
-    """Such rows affect no other row, and do not become finite."""
+    """Such rows affect no other row; those with infinity or NaN do not become finite."""
     torch.manual_seed(0)
     for name, layer in layers_of(40, 96, flags).items():
         assert layer is not None
@@ -321,7 +321,7 @@ def test_shapes_and_rounding_of_activations(flags: tuple[str, ...]) -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels there is no layer."""
+    """Impossible codes and scales raise errors; without kernels no layer is made."""
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     codes, ones = torch.full((16, 64), 8, dtype=torch.int8), torch.ones(16, 1)

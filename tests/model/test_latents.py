@@ -57,7 +57,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_prompts_in_chunks(checkpoint: Checkpoints, num_tokens: int) -> None:
-    """Covers steps that begin anywhere in a block, beside other sequences."""
+    """Covers chunks that begin anywhere in a block, beside other sequences."""
     folder, prompts = checkpoint("deepseek_v3"), prompts_of(1)
     core = make_core(folder, block_size=4, max_num_batched_tokens=num_tokens, num_blocks=96)
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)

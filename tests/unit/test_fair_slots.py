@@ -193,7 +193,7 @@ async def given_up(tasks: list[asyncio.Task[str]]) -> None:
 
 
 async def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_path: Path) -> None:
-    """Despite a client's hundred endless jobs, other clients' quick jobs finish and their slow jobs get a place."""
+    """Despite a client's sixty endless jobs, other clients' quick jobs finish and their slow jobs get a place."""
     async with running(module) as jobs:
         hogs = asking(jobs, "a", *[f"slow {tmp_path}/never"] * 60)
         await until(lambda: len(jobs.slow) >= MAX_SLOW // 2 and jobs.slow_turns.num_waiting, 0.01)

@@ -113,10 +113,10 @@ def test_a_lease_that_was_deleted_is_made_again_and_a_late_write_to_it_is_refuse
     one, other = api.holding(), api.client()
     assert other.read() == record(1)
     api.leases.remove("pd", "schedulers")
-    assert not one.write(record(2)), "404"
+    assert not one.write(record(2)), "a deleted object must not be written"
     assert one.read() == LeaseRecord()
     assert one.write(record(1, term=7))
-    assert not other.write(record(2, "scheduler-1@2", 2)), "an earlier object with the same name"
+    assert not other.write(record(2, "scheduler-1@2", 2)), "it has read an earlier object"
     assert other.read().term == 7
 
 
@@ -126,7 +126,7 @@ def test_what_others_wrote_into_the_object_stays(api: Api) -> None:
     changed["metadata"]["labels"] = {"team": "x"}
     api.leases.put("pd", "schedulers", changed)
     api.annotate("note", "y")
-    assert not one.write(record(2)), "the object has changed"
+    assert not one.write(record(2)), "the object has changed meanwhile"
     assert one.read() == record(1)
     assert one.write(record(2))
     metadata = api.lease()["metadata"]

@@ -158,7 +158,7 @@ def test_refusals_are_passed_on(answers: Answers) -> None:
 
 
 def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
-    """From the named file, or the file next to the table; with only a table, from what --derive-secret gives."""
+    """It comes from the named file, or the file next to the table; if keys are derived, --derive-secret's applies."""
     assert Admin("u").token() == ""
     folder = tmp_path / "tables"
     made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")

@@ -69,7 +69,7 @@ def test_a_decode_step_of_llama_70b_is_bound_by_its_bytes() -> None:
 
 
 def test_a_full_chunk_takes_the_time_of_its_operations_or_of_its_bytes() -> None:
-    """The longer of both, plus sums over ranks: 160 times 2 x 3/4 x 8192 numbers per token."""
+    """It takes the longer of both, and sums over ranks: 160 times 2 x 3/4 x 8192 numbers per token."""
     for chunk, is_bound_by_flops in ((2048, True), (64, False)):
         step = step_cost(LLAMA_70B, H100, replace(FOUR, max_num_batched_tokens=chunk))
         flops_s = chunk * 2 * (NUM_WEIGHTS - NUM_TABLE) / 4 / (989e12 * 0.65)

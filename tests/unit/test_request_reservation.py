@@ -82,7 +82,7 @@ async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> Non
 
 
 async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
-    """So a thousand simultaneous requests are not all admitted because the queue was empty."""
+    """Bodies being read count, so an empty queue does not admit a thousand simultaneous requests."""
     hall = Hall(max_wait_s=2.0)
     app, _ = make_app(tmp_path, admission=waiting_in(hall))
     hall.close()

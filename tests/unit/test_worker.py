@@ -194,7 +194,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages have a limited size, so logprobs are split over several; prompts come first, ends last."""
+    """Messages have a limited size, so logprobs are split over several; a prompt comes before its tokens."""
     monkeypatch.setattr(output_batcher, "MAX_MESSAGE_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)

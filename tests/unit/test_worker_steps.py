@@ -241,7 +241,7 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
 
 
 def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refusals and a joining sequence's first tokens are sent before the step, which may take long."""
+    """The refusal of a request is sent before the step of another one, which may take long."""
     world = World()
     runner, ended = world.worker.core.runner, []
     forward = runner.forward

@@ -302,7 +302,7 @@ def test_the_record_has_a_bound_that_the_annotation_keeps(api: Api) -> None:
     assert one.write(most)
     assert one.read() == most
     larger = msgspec.structs.replace(most, version=2, members=[*most.members, MEMBER, MEMBER])
-    with pytest.raises(LeaseUnavailable, match=f"a Lease holds {MAX_RECORD_NBYTES}"):
+    with pytest.raises(LeaseUnavailable, match=f"a Lease can have {MAX_RECORD_NBYTES}"):
         one.write(larger)
 
 

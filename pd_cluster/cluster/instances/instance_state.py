@@ -50,7 +50,7 @@ class Instance:
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
-    drain_deadline_s: float = 0.0  # its requests may finish there until this time
+    drain_deadline_s: float = 0.0  # its requests may finish until this time
     drain_timeout_s: float = 0.0  # the time that the drain may take
     adapters: frozenset[str] = frozenset()  # digests of the wanted adapters that it has reported as loaded
     adapter_problems: dict[str, str] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Instance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no work of this scheduler, and reports no other work."""
+        """Whether it has no work from this scheduler and reports none from others."""
         load = self.load
         busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
         return not self.is_ready or not (self.num_outstanding or busy)
@@ -180,12 +180,12 @@ class Instance:
         return self.info.max_num_seqs if self.info is not None else 0
 
     def lacks_adapter(self, digest: str) -> bool:
-        """Whether it would have to load this LoRA adapter again; False for ""."""
+        """Whether it must load this LoRA adapter into memory first; False for ""."""
         present = self.load.adapters
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns how many of the prompt's tokens it can take from its caches; called for each instance and request."""
+        """Returns how many of the prompt's tokens its caches have. Must be fast: runs per instance and request."""
         known = self.known_blocks
         if not known.tiers:
             return 0

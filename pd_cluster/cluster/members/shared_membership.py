@@ -224,8 +224,8 @@ class SharedMembership:
             self._membership.wake()
 
     def _follow(self, record: LeaseRecord) -> None:
-        """Applies the owner's list. A list of another table is applied only when its owner has renewed it: it may be
-        old.
+        """Applies the owner's list. A list that was made for another table may be old, so it is applied only after its
+        owner has renewed it.
         """
         if record == self._followed or record.holder == self.ownership.own:
             return

@@ -323,7 +323,7 @@ class Membership(Roster):
         self._admit(instance.conn)
 
     def _show_awaited(self, instance: Instance) -> None:
-        """Shows the members that the instance waits for, once it has waited for long."""
+        """Shows the members that the instance waits for, once it has waited for a long time."""
         waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
         is_late = waits_s > self._timeouts.connect_timeout_s
         self.set_state(instance, "forming", describe_awaited(self.instances, instance) if is_late else "")

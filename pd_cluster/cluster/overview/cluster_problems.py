@@ -110,7 +110,7 @@ def _links(instances: Sequence[Instance]) -> list[Problem]:
         Problem(
             "warning",
             f"{prefill.name} gets no images from {encoder.name}, and computes them itself",
-            "the reason says what differs; docs/multimodal.md, Encoders",
+            'the reason says what differs; see "Encoders" in docs/multimodal.md',
             reason=str(prefill.link_to(encoder)),
         )
         for encoder in instances

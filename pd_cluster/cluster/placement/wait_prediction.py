@@ -122,8 +122,8 @@ def check_goals(
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Returns the instances without decode instances that are already too slow, or all if no decode instance is fast
-    enough.
+    """Returns all instances except the decode instances that are already too slow; if all of these are, returns all
+    instances.
     """
     if not goals.tpot_s:
         return list(instances)

@@ -86,7 +86,7 @@ def conversation_of(
         given["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
     for name, value in given.items():
         if value and name not in known:
-            raise RequestError(f"{name}: this model's chat template does not use them; leave it out", param=name)
+            raise RequestError(f"{name}: this model's chat template does not use them; leave them out", param=name)
     variables |= {name: value for name, value in given.items() if value}
     variables |= _effort(request.reasoning_effort, known)
     if in_parts:

@@ -436,7 +436,7 @@ class CompletionRequest(GenerationRequest):
         several: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
         if len(several) > MAX_PROMPTS:
             raise RequestError(
-                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send several",
+                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send fewer",
                 param="prompt",
             )
         if len(several) * self.num_sequences > MAX_CHOICES:

@@ -304,7 +304,7 @@ class _Cluster(Collector):
 
     @property
     def _roles(self) -> list[Role]:
-        """Returns the roles to count. encode is one only if there are encoders, so that an alert on 0 makes sense."""
+        """Returns the roles to count; "encode" only if there are encoders, so that an alert on 0 makes sense."""
         return [role for role in ROLES if role != "encode" or any(each.role == role for each in self._instances)]
 
     def _states(self) -> GaugeMetricFamily:

@@ -146,7 +146,7 @@ class Setup:
             told = f"dp={size}, tp={config.tp}: {size} prefill and {size} decode instances"
             if size == 1:
                 told = f"tp={config.tp}: a prefill and a decode instance"
-            warn(f"{told} of {config.tp} ranks each, both with all weights")
+            warn(f"{told} of {config.tp} ranks each; each instance has all weights")
         try:
             engine, remarks = engine_of(str(self.model_path), config)
             engine = msgspec.structs.replace(_chosen(engine, others), speculation=_speculation(others.get(DRAFTING)))

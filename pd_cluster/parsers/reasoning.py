@@ -33,7 +33,7 @@ class Thinking:
     opens: tuple[str, ...] = (OPEN,)  # the opening marks
     closes: tuple[str, ...] = (CLOSE,)  # the closing marks
     ends: tuple[str, ...] = ()  # texts that end the reasoning and begin the content
-    wraps: tuple[str, ...] = ()  # texts dropped around content: one before it, then any of the others after it, in order
+    wraps: tuple[str, ...] = ()  # texts dropped around content: one before it, then optional ones after it, in order
     may_close: bool = False  # guides let a reply begin with a closing mark
     pieces: tuple[str, ...] = ()  # the tokens of these texts
     bare: str = ""  # the text that opens the reasoning if the model leaves out the mark

@@ -111,7 +111,7 @@ def _any_value(tags: XmlTags) -> Node:
 
 
 def _free_text(tags: XmlTags, end: str) -> Node:
-    """Returns the node of any text and its end. Unquoted text may not contain an opening quote."""
+    """Returns the node of any text and its end. Unquoted text must not contain an opening quote."""
     before, after = tags.quote
     if not before:
         return ["until", end]

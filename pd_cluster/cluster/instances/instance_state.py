@@ -61,7 +61,7 @@ class Instance:
 
     @property
     def links(self) -> PeerLinks:
-        """The links to decode instances and encoders, as last reported with its load."""
+        """Its links to other instances, as last reported with its load."""
         if self._links.states is not self.load.links:
             self._links = PeerLinks.of(self.load.links)
         return self._links
@@ -206,11 +206,11 @@ class Instance:
         return 0 if pool is None else prompt.num_held(pool, self.known_blocks)
 
     def linked_to(self, other: Instance) -> bool:
-        """Whether KV cache can be sent from this prefill instance to that decode instance."""
+        """Whether this prefill instance has a usable link to the other instance."""
         return other.key in self.links.up
 
     def link_to(self, other: Instance) -> LinkState:
-        """Returns the last reported state of its link to that decode instance."""
+        """Returns the last reported state of its link to the other instance."""
         return self.links.to(other.key)
 
     def to_peer(self) -> PeerInfo:

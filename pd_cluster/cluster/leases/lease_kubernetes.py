@@ -186,7 +186,7 @@ class KubernetesLease:
             return f"the API server does not accept this pod's service account (401 {message})"
         if status == 403:
             rights = "get, create and update leases of coordination.k8s.io"
-            return f"this pod's service account may not {rights} in {self._namespace}; give it a Role (403 {message})"
+            return f"this pod's service account cannot {rights} in {self._namespace}; give it a Role (403 {message})"
         return f"the API server answers {status} {message}"
 
     def _token(self) -> str:

@@ -74,7 +74,7 @@ def _compare(new: Place, entries: Mapping[str, Instance], running: Sequence[Inst
         name = places.get((instance.host, *instance.device_ids))
         if name is not None and name != instance.name:
             raise ConfigError(
-                f"{file} makes {instance.name} {name}, but it is running: names follow the order of the table, and "
+                f"{file} renames {instance.name} to {name}, but it is running: names follow the order of the table, so "
                 "only the last entries of a group can be removed"
             )
     for instance in running:

@@ -122,7 +122,7 @@ class SharedMembership:
         """Raises Refused if this scheduler does not own membership."""
         if not self.is_owner:
             record = self.ownership.record
-            where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
+            where = f"{self.owner} does, at {record.admin}; retry there" if self.owner else "none does now; try again"
             raise Refused(f"{self.name} does not own membership: {where}")
 
     def changed(self) -> None:

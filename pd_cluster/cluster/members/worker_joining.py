@@ -147,7 +147,7 @@ class WorkerJoining:
             return
         if is_elsewhere:
             self._lines.disconnect(conn)
-            # schedulers are alive, but none admits workers now; the worker serves on until one does
+            # schedulers are alive, but none admits workers now; the worker keeps serving until one does
             if self._was_joined:
                 self._deadline_s = self._clock() + self._timeouts.join_timeout_s
             self.fail(problem)

@@ -122,8 +122,8 @@ def check_goals(
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Returns all instances except the decode instances that are already too slow; if all of these are, returns all
-    instances.
+    """Returns all instances except decode instances that are already too slow; returns all if none is fast
+    enough.
     """
     if not goals.tpot_s:
         return list(instances)

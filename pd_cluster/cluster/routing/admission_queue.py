@@ -133,7 +133,7 @@ class AdmissionQueue:
         wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, client_timeout_s)
         if wait_s > SAFE * limit.most_s:
             raise Overloaded(
-                f"the server is busy: a wait of {wait_s:.2g} s is expected, which exceeds {limit.name}",
+                f"the server is busy: the expected wait of {wait_s:.2g} s is too long for {limit.name}",
                 _retry_s(wait_s, limit.most_s),
             )
 

@@ -106,7 +106,7 @@ def _check_roles(request: ChatFields, named: frozenset[str]) -> None:
 
 
 def _shows_tools(request: ChatFields, known: frozenset[str], config: ChatConfig) -> bool:
-    """Whether the prompt shows the tools. Even tools that the answer may not call are shown, so that a conversation's
+    """Whether the prompt shows the tools. Even tools that the answer must not call are shown, so that a conversation's
     prompts share a prefix, unless the config excludes them or the template does not use tools.
     """
     return request.tool_choice != "none" or ("tools" in known and not config.excludes_barred_tools)

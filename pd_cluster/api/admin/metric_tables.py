@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> its name there."""
+    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value, or "" -> name in that file."""
 
     name: str
     text: str

@@ -199,9 +199,9 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how much more is served within the horizon if an instance changes its role, including its drain.
+        """Returns how much more is served within the horizon if an instance changes its role, even with its drain.
 
-        The unit is the requests that arrive in one second.
+        The result is in units of one second's arrivals.
         """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))

@@ -77,7 +77,7 @@ class KubernetesLease:
         host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
         written = f"{called('scheduler_lease')} {SCHEME}{namespace}/{name}"
         if not host:
-            raise ConfigError(f"{written}: only in a pod of Kubernetes; there is no KUBERNETES_SERVICE_HOST")
+            raise ConfigError(f"{written}: works only in a pod of Kubernetes; KUBERNETES_SERVICE_HOST is not set")
         if not (SERVICE_ACCOUNT / "token").is_file():
             raise ConfigError(
                 f"{written}: {SERVICE_ACCOUNT}/token does not exist; set automountServiceAccountToken in the pod"

@@ -228,6 +228,6 @@ def check_priority(priority: int, has_priorities: bool) -> None:
     """Raises RequestError for a priority if the server ignores priorities."""
     if priority and not has_priorities:
         raise RequestError(
-            f"priority: {priority}; this server serves requests in order of arrival (--scheduling-policy fcfs)",
+            f"priority: {priority}; this server ignores priorities (--scheduling-policy fcfs); leave it out",
             param="priority",
         )

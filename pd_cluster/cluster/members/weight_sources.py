@@ -55,7 +55,7 @@ class WeightSources:
             return
         version = self._offered.get(seek.epoch)
         if version is None:
-            self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not a current version"))
+            self._answer(conn, wire.TakeWeights(seek.epoch, problem="it is not an offered version"))
             return
         busy = {source for _, source in self._named.values()}
         candidates = {

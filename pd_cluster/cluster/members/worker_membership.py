@@ -483,7 +483,7 @@ class Membership(Roster):
                 term,
             )
         else:
-            log.warning("%s refuses an order: term %d is later", name, term)
+            log.warning("%s refuses an order: it already follows the later term %d", name, term)
         self.refused(term)
 
 

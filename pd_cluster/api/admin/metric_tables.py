@@ -93,7 +93,7 @@ BATCH_LINES = OfCluster(
     "Only with --files-dir. Lines of unfinished batches of /v1/batches by state: waiting, running or answered.",
 )
 INSTANCE_GAUGES = (
-    OfInstance("vllm:num_requests_running", "Sequences that steps compute.", lambda load: load.num_running),
+    OfInstance("vllm:num_requests_running", "Running sequences, which steps compute.", lambda load: load.num_running),
     OfInstance("vllm:num_requests_waiting", "Requests that wait for capacity.", lambda load: load.num_waiting),
     OfInstance(
         "vllm:kv_cache_usage_perc",

@@ -21,7 +21,7 @@ DESCRIPTIONS = {
     "dimensions": "Keep only this many of a vector's first values, for models that were trained for it.",
     "encoding_format": "float (the default) writes numbers, base64 their bytes.",
     "normalize": "false keeps the length of vectors; otherwise their length is 1.",
-    "use_activation": "For vectors, the same as normalize. false: scores are differences of logits, no probabilities.",
+    "use_activation": "For vectors, as normalize. false: scores are differences of logits, not probabilities.",
     "queries": "A query, or one for each document; other names: text_1, data_1.",
     "items": "Another name for documents, together with queries.",
     "instruction": "The instruction for a reranking model.",

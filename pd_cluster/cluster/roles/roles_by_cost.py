@@ -199,7 +199,7 @@ class RolesByCost:
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how much more is served within the horizon if an instance changes its role, even with its drain.
+        """Returns how much more is served within the horizon if an instance changes its role, counting the drain.
 
         The result is in units of one second's arrivals.
         """

@@ -84,7 +84,7 @@ class Setup:
         return Ready(offline, way, config, num_at_once)
 
     def _config(self) -> BackendConfig:
-        """Returns the configuration. For each backend, accepts either one's, because there is only one engine."""
+        """Returns the configuration. Either backend takes the other's, too, because there is only one engine."""
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
         if not str(self.model_path):

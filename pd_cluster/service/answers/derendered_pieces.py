@@ -49,7 +49,7 @@ def _texts(sequence: TextSequence, choice: DerenderedChoice, reason: FinishReaso
     """
     told, texts, num_tokens = choice.told, [], len(choice.token_ids)
     if told is not None and len(told) != num_tokens:
-        raise RequestError(f"logprobs: {len(told)} entries for {num_tokens} token_ids", param="logprobs")
+        raise RequestError(f"logprobs: {len(told)} for {num_tokens} token_ids; give one for each", param="logprobs")
     is_string = reason == "stop" and isinstance(choice.stop_reason, str)
     for at, token_id in enumerate(choice.token_ids):
         ends = at == num_tokens - 1 and not is_string

@@ -80,7 +80,7 @@ def conversation_of(
         )
     variables = {**config.template_kwargs, **(request.chat_template_kwargs or {})}
     for name in (name for name in OWN_VARIABLES if name in variables):
-        raise RequestError(f"chat_template_kwargs.{name}: is a separate field", param="chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs.{name}: send it as a field of its own", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
     if (tools := request.offered_tools) and _shows_tools(request, known, config):
         given["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]

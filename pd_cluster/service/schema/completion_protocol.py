@@ -485,7 +485,7 @@ class TokensCompletionRequest(CompletionRequest):
         if len(rows) != num_scored:
             name = "prompt_logprob_token_ids"
             raise RequestError(
-                f"{name}: {len(rows)} rows for {num_scored} scored rows; give one for each prompt token after "
+                f"{name}: {len(rows)} rows for {num_scored} scored tokens; give one for each prompt token after "
                 f"number {start}",
                 param=name,
             )

@@ -200,7 +200,7 @@ def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     api.leases.rights["renewed"] = set(ALL)
     assert one.read() == LeaseRecord()
     api.leases.rights["renewed"] = {"get"}
-    with pytest.raises(LeaseUnavailable, match="may not get, create and update leases"):
+    with pytest.raises(LeaseUnavailable, match="cannot get, create and update leases"):
         one.write(record(1))
 
 

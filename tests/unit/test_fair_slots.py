@@ -82,11 +82,11 @@ def test_the_queue_is_full_for_the_client_that_fills_it() -> None:
     turns: FairSlots[int] = FairSlots(1, most_waiting=8)
     for at in range(8):
         turns.join("a", at)
-    with pytest.raises(NoCapacity, match="8 are waiting already, 8 of them yours; try again"):
+    with pytest.raises(NoCapacity, match="8 jobs are waiting already, 8 of them yours; try again"):
         turns.join("a", 8)
     for at in range(4):
         turns.join("b", at)
-    with pytest.raises(NoCapacity, match="12 are waiting already, 4 of them yours"):
+    with pytest.raises(NoCapacity, match="12 jobs are waiting already, 4 of them yours"):
         turns.join("b", 4)
     turns.join("c", 0)
     turns.leave("a", 3)

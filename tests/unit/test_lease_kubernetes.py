@@ -200,7 +200,7 @@ def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     api.leases.rights["renewed"] = set(ALL)
     assert one.read() == LeaseRecord()
     api.leases.rights["renewed"] = {"get"}
-    with pytest.raises(LeaseUnavailable, match="may not get, create and update leases"):
+    with pytest.raises(LeaseUnavailable, match="cannot get, create and update leases"):
         one.write(record(1))
 
 
@@ -302,7 +302,7 @@ def test_the_record_has_a_bound_that_the_annotation_keeps(api: Api) -> None:
     assert one.write(most)
     assert one.read() == most
     larger = msgspec.structs.replace(most, version=2, members=[*most.members, MEMBER, MEMBER])
-    with pytest.raises(LeaseUnavailable, match=f"a Lease holds {MAX_RECORD_NBYTES}"):
+    with pytest.raises(LeaseUnavailable, match=f"a Lease can have {MAX_RECORD_NBYTES}"):
         one.write(larger)
 
 

@@ -57,7 +57,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     assert (refused.status, refused.num_received, refused.headers["retry-after"]) == (429, 0, "2")
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-    assert "a wait of 3 s is expected, which exceeds the 2 s of --max-queue-time" in error["message"]
+    assert "the expected wait of 3 s is too long for the 2 s of --max-queue-time" in error["message"]
     assert free.status == 503  # the body was read; there is no instance
     assert free.num_received
     assert stats.snapshot().counters["refused_queue"] == 1

@@ -170,7 +170,7 @@ def test_a_version_that_nobody_offers_is_not_sent(world: World) -> None:
     receiver, source = world.add("receiver", "source")
     version = version_at(world.folder("version"))
     source.holds(version)
-    with pytest.raises(ModelError, match="not a present version"):
+    with pytest.raises(ModelError, match="not an offered version"):
         receiver.stage.fetch(version, accept)
     world.sources.offer(version)
     address = wire.WeightAddress(3, source.instance.key, 1, bytes(32))

@@ -105,7 +105,7 @@ class Spinning:
 
     def _added(self) -> _Sleepers | None:
         if "gomp" not in self.runtime._name:
-            log.warning("threads spin while they wait; beside busy programs, set OMP_WAIT_POLICY=passive at the start")
+            log.warning("waiting threads spin; if other programs are busy, start with OMP_WAIT_POLICY=passive")
             self._is_off = True
             return None
         num_cores: int = self.runtime.omp_get_num_procs()

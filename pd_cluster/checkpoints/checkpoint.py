@@ -343,7 +343,7 @@ def _why_never(config: Config) -> str | None:
     if isinstance(model_type, str) and is_native(model_type):
         return why_not(config)
     if config.get("auto_map"):
-        return "is computed by code in its folder (auto_map), which is never run, and transformers has none of its own"
+        return "is computed by code in its folder (auto_map), which is never run, and transformers has no code for it"
     return "is not known to the transformers that is installed"
 
 

@@ -44,13 +44,7 @@ WAY_OUT = "give another head, or method ngram or suffix"
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The contents of a head's config.json. `rope`: the fields of its rotary embedding.
-
-    `draft_vocab_size` 0: the output layer has the whole vocabulary. `num_taps`: the number of hidden states that `fc`
-    takes; 0: there is no fc, and the head reads the model's last hidden states. `layers`: the layers whose inputs are
-    these states; None: the usual ones. `norms_before_fc`: whether all states are normed together (`input_norm`).
-    `norms_each_tap`: whether each state is normed (`fc_norm`).
-    """
+    """The contents of a head's config.json."""
 
     file: Path
     hidden_size: int
@@ -60,17 +54,17 @@ class Eagle3Config:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    draft_vocab_size: int
+    draft_vocab_size: int  # 0: the output layer has the whole vocabulary
     eps: float
     activation: str
     window: int | None
-    rope: Mapping[str, Any]
-    num_taps: int
-    layers: tuple[int, ...] | None
+    rope: Mapping[str, Any]  # the fields of the rotary embedding
+    num_taps: int  # hidden states that `fc` takes; 0: there is no fc, and the head reads the model's last hidden states
+    layers: tuple[int, ...] | None  # the layers whose inputs are these states; None: the usual ones
     norms_heads: bool
     norm_before_residual: bool
-    norms_before_fc: bool
-    norms_each_tap: bool
+    norms_before_fc: bool  # whether all states are normed together (`input_norm`)
+    norms_each_tap: bool  # whether each state is normed (`fc_norm`)
     norm_output: bool
     is_tied: bool
 
@@ -86,7 +80,7 @@ class Eagle3Config:
         num_taps, layers = _taps(own)
         if not num_taps and hidden_size != target:
             raise own.error(
-                "use_aux_hidden_state", f"then hidden_size {hidden_size} must be target_hidden_size {target}"
+                "use_aux_hidden_state", f"hidden_size {hidden_size} must then equal target_hidden_size {target}"
             )
         return cls(
             file=file,
@@ -121,13 +115,13 @@ class Eagle3Config:
             if list(found) != sorted(set(found)):
                 raise ModelError(
                     f"{self.file}: eagle_aux_hidden_state_layer_ids: missing, and the usual ones of a model of "
-                    f"{num_layers} layers would be {', '.join(map(str, found))}; write those of the head's training"
+                    f"{num_layers} layers would be {', '.join(map(str, found))}; add those used in the head's training"
                 )
             return found
         if self.layers[-1] >= num_layers:
             raise ModelError(
-                f"{self.file}: eagle_aux_hidden_state_layer_ids {list(self.layers)}: the model has {num_layers} "
-                f"layers, and these numbers name their inputs; {WAY_OUT}"
+                f"{self.file}: eagle_aux_hidden_state_layer_ids {list(self.layers)}: the model has only layers 0 to "
+                f"{num_layers - 1}; {WAY_OUT}"
             )
         return self.layers
 
@@ -227,7 +221,7 @@ def _check_layer(layer: _Fields) -> None:
         raise layer.error("num_hidden_layers", f"a head has 1 layer, not {number}")
     for name in BIASES:
         if layer.get(name):
-            raise layer.error(name, "layers of heads have no biases here")
+            raise layer.error(name, "biases in a head's layer are not supported")
     num_heads, num_kv_heads = layer.count("num_attention_heads"), layer.get("num_key_value_heads") or 1
     if type(num_kv_heads) is int and num_heads % num_kv_heads:
         raise layer.error("num_attention_heads", f"must be a multiple of num_key_value_heads {num_kv_heads}")

@@ -128,7 +128,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str)
         pair = Pair(module["A"], module["B"])
         if pair.b.shape[1] != pair.rank:
             shapes = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
-            raise ModelError(f"{file}: {name}: {shapes} do not have one rank")
+            raise ModelError(f"{file}: {name}: {shapes} have different ranks")
         pairs[name] = pair
     return pairs
 

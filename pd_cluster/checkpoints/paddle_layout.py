@@ -181,7 +181,7 @@ class PaddleSizes(NamedTuple):
         """
         if len(shape) != 2 or key.endswith("embed_tokens.weight"):
             return False
-        if ROUTER.search(key):  # transformers expects routers of models that take images with inputs first
+        if ROUTER.search(key):  # transformers' routers have inputs first in models that take images
             return (shape[0] == self.hidden_size) != self.takes_pictures
         if key.endswith(HEAD):
             is_square = shape[0] == shape[1]

@@ -361,7 +361,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized heads are not read"),
     ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3': only layers of llama and qwen3 are computed"),
     ({"num_hidden_layers": 2}, "num_hidden_layers 2: a head has 1 layer, not 2"),
-    ({"attention_bias": True}, "attention_bias True: layers of heads have no biases here"),
+    ({"attention_bias": True}, "attention_bias True: biases in a head's layer are not supported"),
     ({"hidden_act": "relu"}, "hidden_act 'relu': only silu and gelu_pytorch_tanh are computed"),
     (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
@@ -379,7 +379,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {IDS: [1, 1]}}, f"{IDS} [1, 1]: must be different numbers of layers"),
     (
         {"eagle_config": {IDS: [1, 2, 7]}},
-        f"{IDS} [1, 2, 7]: the model has 7 layers, and these numbers name their inputs",
+        f"{IDS} [1, 2, 7]: the model has only layers 0 to 6",
     ),
     ({"num_aux_hidden_states": 4}, f"num_aux_hidden_states 4: without {IDS} there are 3; write {IDS}"),
     ({"vocab_size": 330}, "vocab_size 330: "),

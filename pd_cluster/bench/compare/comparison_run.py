@@ -182,8 +182,8 @@ def _check_lengths(spec: ComparisonSpec) -> None:
         most = checkpoint.max_model_len(each.settings.get("max_model_len"))
         if longest > most:
             raise ConfigError(
-                f"workload: its longest request has {longest} tokens, and the context of server[{at}] ({each.name}) "
-                f"{most}; give shorter lengths"
+                f"workload: its longest request has {longest} tokens, but the context of server[{at}] ({each.name}) "
+                f"has {most}; give shorter lengths"
             )
 
 

@@ -45,14 +45,14 @@ HOG_QUEUE_S = 1.0  # longer than a hog's request takes to make room for another 
 CLIENT_TIMEOUT_S = 60.0
 KEYS = ("bench-one", "bench-two")
 MOST_OPEN = 2000
-NUM_POOLS = 50  # number of connection pools: whenever a connection ends, its pool spends time on each of the others
+NUM_POOLS = 50  # number of connection pools; when a connection ends, its pool spends time on each of its others
 GOODPUT_GOAL, FIRST_TOKEN_GOAL, REFUSAL_GOAL_S, CPU_GOAL = 0.95, 2.0, 0.1, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`hog_n`: the number of sequences of each of a hog's requests, by which their number is divided. `max_queue_s` is
-    about the time to the first token at 80 % of the capacity.
+    """`hog_n`: the number of sequences in each of a hog's requests; the hog sends fewer requests by this factor.
+    `max_queue_s` is about the time to the first token at 80 % of the capacity.
     """
 
     name: str

@@ -100,7 +100,7 @@ class Eagle3Folder:
         )
         for name, own, others, wanted in pairs:
             if own != wanted:
-                why = "; its layer shares the model's KV blocks" if "head" in name else ""
+                why = "; the head's layer is in the model's KV blocks" if "head" in name else ""
                 raise ModelError(
                     f"{config.file}: {name} {own}: {target.path} has {others} {wanted}{why}; give a head of that "
                     f"model, or method ngram or suffix"

@@ -44,7 +44,7 @@ TOWER_FIELDS = ("depth", "hidden_size", "hidden_act", "num_heads", "in_channels"
 TIME_SHARE, ROPE_THETA = (
     20,
     500_000.0,
-)  # the share of half a head for time, and the rotary base, for older files, which have neither
+)  # defaults for older files: the share of half a head for time, and the rotary base
 
 
 def may_be(config: Mapping[str, Any]) -> bool:

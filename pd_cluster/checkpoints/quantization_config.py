@@ -185,9 +185,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
     if len(input_parts) > 1:
         raise _refused(found, "groups of int8 weights with different input_activations", "give a folder with one kind")
     if len(has_w4a8) > 1 or (has_w4a8 == {True} and has_int8):
-        raise _refused(
-            found, "groups of int4 weights with int8 activations beside others", "give a folder with one kind"
-        )
+        raise _refused(found, "groups of int4 weights with int8 activations, and others", "give a folder with one kind")
     if len(blocks) > 1:
         raise _refused(found, f"groups with several block_structure: {sorted(blocks)}", "give a folder with one")
     return replace(

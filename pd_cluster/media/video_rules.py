@@ -71,7 +71,7 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not height or not width or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other; cut it"
+                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other; crop it"
             )
         count, whole, most = 1, 1, min(self.max_pixels, max(side**2, MAX_PIXELS // num_frames))
         if self.shares_area:

@@ -44,7 +44,7 @@ class GridRules(ImageRules, frozen=True):
         """Returns the height and width of a picture for the model. Raises RequestError."""
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(
-                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; cut it"
+                f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other; crop it"
             )
         side = self.side
         tall, wide = round(height / side) * side, round(width / side) * side

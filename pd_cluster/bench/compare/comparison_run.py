@@ -156,9 +156,7 @@ class _Comparing:
             model, most = await ask_model(client, served.url)
             longest = max(each.num_prompt_tokens + each.num_output_tokens for each in arrivals)
             if most is not None and longest > most:
-                raise ConfigError(
-                    f"{served.url}: a request of {longest} tokens; that server's context is {most} tokens"
-                )
+                raise ConfigError(f"{served.url}: a request has {longest} tokens, but that server's context has {most}")
             bodies = [
                 body_of(model, prompt_of(each, at, NUM_TOKEN_IDS), each.num_output_tokens)
                 for at, each in enumerate(arrivals)

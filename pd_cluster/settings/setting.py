@@ -104,7 +104,7 @@ class Setting:
     scope: Scope
     _: dataclasses.KW_ONLY
     name: str = ""  # "": the field's name without its unit
-    default: Any = msgspec.UNSET  # the written default, if it differs from the field's; None: not given
+    default: Any = msgspec.UNSET  # the written default, if not the field's; None: the field's applies
     checks: tuple[Check, ...] = ()
     form: Form | None = None
     also: tuple[str, ...] = ()  # further names

@@ -180,29 +180,29 @@ def _format(file: Path, given: Mapping[str, Any]) -> tuple[_Fields, _Fields]:
     place = str(file)
     if own.has("speculators_model_type"):
         if own.get("speculators_model_type") != "eagle3":
-            raise own.error("speculators_model_type", "only eagle3 is read")
+            raise own.error("speculators_model_type", "only eagle3 is supported")
         layer, place = given.get("transformer_layer_config"), f"{file}: transformer_layer_config"
         if not isinstance(layer, dict):
             raise own.error("transformer_layer_config", "must be an object", "copy the file again")
         algorithm = _Fields(f"{file}: speculators_config", _object(own, "speculators_config"))
         if algorithm.get("algorithm") not in (None, "eagle3"):
-            raise algorithm.error("algorithm", "only eagle3 is read")
+            raise algorithm.error("algorithm", "only eagle3 is supported")
     else:
         names = given.get("architectures")
         if not isinstance(names, list) or not set(map(str, names)) & {*ARCHITECTURES}:
             raise own.error("architectures", f"not a known EAGLE-3 head; known are {', '.join(ARCHITECTURES)}")
     for name in (*PARALLEL, "quantization_config", "compression_config"):
         if own.get(name) not in (None, False):
-            why = "heads that guess several tokens at once are not read"
-            raise own.error(name, why if name in PARALLEL else "quantized heads are not read")
+            why = "heads that guess several tokens at once are not supported"
+            raise own.error(name, why if name in PARALLEL else "quantized heads are not supported")
     for name, only in ONLY.items():
         if own.get(name) not in (None, only):
-            raise own.error(name, f"only {only!r} is computed")
+            raise own.error(name, f"only {only!r} is supported")
     if own.switch("norm_before_fc") and own.switch("fc_norm"):
         raise own.error("fc_norm", "norm_before_fc is true as well, and a head may have only one of the two")
     kind = layer.get("model_type", "llama")
     if kind not in LAYER_TYPES:
-        raise _Fields(place, layer).error("model_type", f"only layers of {' and '.join(LAYER_TYPES)} are computed")
+        raise _Fields(place, layer).error("model_type", f"only layers of {' and '.join(LAYER_TYPES)} are supported")
     return own, _Fields(place, layer, {"model_type": kind, **_defaults(kind)})
 
 
@@ -226,14 +226,14 @@ def _check_layer(layer: _Fields) -> None:
     if type(num_kv_heads) is int and num_heads % num_kv_heads:
         raise layer.error("num_attention_heads", f"must be a multiple of num_key_value_heads {num_kv_heads}")
     if layer.get("hidden_act") not in ACTIVATIONS:
-        raise layer.error("hidden_act", f"only {' and '.join(ACTIVATIONS)} are computed")
+        raise layer.error("hidden_act", f"only {' and '.join(ACTIVATIONS)} are supported")
 
 
 def _window(layer: _Fields) -> int | None:
     kinds = layer.values.get("layer_types")
     kind = kinds[0] if isinstance(kinds, list) and kinds else "full_attention"
     if kind not in ("full_attention", "sliding_attention"):
-        raise layer.error("layer_types", "only full_attention and sliding_attention are computed")
+        raise layer.error("layer_types", "only full_attention and sliding_attention are supported")
     return layer.count("sliding_window") if kind == "sliding_attention" else None
 
 
@@ -245,7 +245,7 @@ def _rope(layer: _Fields) -> dict[str, Any]:
         raise layer.error(name, "must be an object", "copy the file again")
     kind = given.get("rope_type", given.get("type")) or "default"
     if kind not in ROPE_TYPES or "mrope_section" in given:
-        raise layer.error(name, f"only the rotations {', '.join(ROPE_TYPES)} are computed")
+        raise layer.error(name, f"only the rotations {', '.join(ROPE_TYPES)} are supported")
     if (layer.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0) != 1.0:
         raise layer.error(name, "partial_rotary_factor: only whole heads are rotated")
     fields = (*ROPE_FIELDS, "max_position_embeddings")

@@ -25,8 +25,8 @@ OLD_BLOCK, OLD_PARTS = "block_sparse_moe", {"w1": "gate_proj", "w3": "up_proj", 
 OLD_EXPERT = re.compile(r"(?P<before>.*\.experts\.\d+)\.(?P<part>w[123])")
 WHY_NOT = {
     ".lora_magnitude_vector": "DoRA, which also scales the base's products, is not supported",
-    ".lora_B.bias": "biases of adapters are not added",
-    ".token_adapter.": "rows of embeddings are not replaced",
+    ".lora_B.bias": "biases of adapters are not supported",
+    ".token_adapter.": "replacing rows of embeddings is not supported",
 }
 
 

@@ -127,7 +127,7 @@ def _awq(found: Quantization, settings: Settings) -> Quantization:
     _only(found, {"bits": settings.get("bits", settings.get("w_bit"))}, "bits", (4, None))
     name = "q_group_size" if settings.get("group_size") is None else "group_size"
     if version == "gemv" and settings.get(name) is None:
-        raise _refused(found, "version gemv without group_size, which its tensors do not show", "add it")
+        raise _refused(found, "version gemv needs group_size, which its tensors do not show", "add it")
     return replace(found, is_by_rows=version == "gemv", group_size=_whole(found, settings, name, -1))
 
 

@@ -134,7 +134,7 @@ async def run(seconds: float, shapes: str, seed: int, quick: bool, json: str) ->
             failed += [sample for each in runs for sample in each.failed]
             results += results_of(SHAPES[name], runs)
     asked = f"{'--quick' if quick else f'--seconds {seconds:g}'} --shapes {','.join(names)} --seed {seed}"
-    title = f"made-up workers that a clock limits, {seconds:g} s for each run"
+    title = f"simulated workers limited by a clock, {seconds:g} s for each run"
     finish(Report(f"python -m benchmarks overload {asked}", results), title, json, quick)
     if failed:
         raise GenerationError(f"{len(failed)} requests were neither answered nor refused; the first: {failed[0].error}")

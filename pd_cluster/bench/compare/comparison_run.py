@@ -139,8 +139,8 @@ class _Comparing:
                     load = await self._run_load(served.url, arrivals, slo, int(level) if self._spec.concurrency else 0)
         except TimeoutError:
             raise GenerationError(
-                f"{contender.name}: not answered within {self._spec.deadline_s:g} s; a smaller load or a larger "
-                "deadline_s may do"
+                f"{contender.name}: not answered within {self._spec.deadline_s:g} s; try a smaller load or a "
+                "larger deadline_s"
             ) from None
         used_s, took_s = served.cpu_s() - before_s, time.monotonic() - started_s
         failed = [outcome for outcome in load.outcomes if outcome.error]

@@ -148,7 +148,7 @@ class CoreAffinity:
         with self._turning_off():
             if self._watch.end(self.clock()):
                 self._away_until_s = self.clock() + AWAY_S
-                log.debug("steps leave the cores %s for %g s: others compute there", as_list(self.cores), AWAY_S)
+                log.debug("steps leave the cores %s for %g s: other threads compute there", as_list(self.cores), AWAY_S)
 
     def _bind(self, cores: frozenset[int]) -> None:
         if not self._is_off:

@@ -120,9 +120,9 @@ def _family(given: _Given) -> tuple[str | None, str]:
     if not num_ipv6:
         return None, "HCCL's default, IPv4, like the table's device_ip"
     if num_ipv6 < len(addresses):
-        return None, "device_ip of the rank table are of both families, and HCCL refuses such a group: correct them"
+        return None, "device_ip of the rank table mix IPv4 and IPv6, and HCCL refuses such a group: correct them"
     if given.env.get(NIC):
-        return None, f"{NIC} decides, which you have set; this variable would choose among its addresses"
+        return None, f"{NIC}, which you have set, decides; this variable would choose among its addresses"
     return "AF_INET6", "device_ip of the rank table are IPv6; HCCL looks for IPv4 first"
 
 

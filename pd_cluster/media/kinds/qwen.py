@@ -102,7 +102,7 @@ class GridRules(ImageRules, frozen=True):
         if min(sides) < 1 or any(side % self.merge_size for side in sides):
             return f"must be multiples of {self.merge_size} patches"
         if image.num_frames != 1 and (self.video is None or image.num_frames != self.video.together):
-            return f"{image.num_frames} frames are not read together"
+            return f"{image.num_frames} frames cannot be read together"
         _, height, width = self.shape(image)
         most = self._most_pixels(image)
         return f"more than {most} pixels" if height * width > most else ""
